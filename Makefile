@@ -1,0 +1,134 @@
+# Set-up and everyday commands; `make help` lists them. Needs GNU make, bash and Python 3.11+.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+
+# The interpreter that .venv is made of: the first that is new enough and can make one.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
+
+# PyTorch's CPU builds are local versions ("+cpu"). They come from wherever pip is configured to
+# look, else from PyTorch's own index; the rest is locked in requirements/.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+UV := uv==0.13.8
+
+# Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
+ARGS ?=
+
+# Each stamp says that an installation came to its end; the first holds the folder it was made in.
+# While one runs, .venv/.incomplete exists. A .venv that was cut short, copied, moved, or that lost
+# its Python is made anew.
+RUNTIME := $(VENV)/.stamp
+DEV := $(VENV)/.stamp-dev
+INCOMPLETE := $(VENV)/.incomplete
+
+ifneq ($(shell cat $(RUNTIME) 2>/dev/null),$(CURDIR))
+REMAKE := remake
+else ifeq ($(realpath $(PY)),)
+REMAKE := remake
+else ifneq ($(wildcard $(INCOMPLETE)),)
+REMAKE := remake
+endif
+
+.PHONY: help setup setup-dev quickstart test test-unit lint format clean distclean remake
+
+help: ## list the targets
+	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
+	sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 16
+
+setup: $(RUNTIME) ## make .venv with all that a run on CPU needs
+
+setup-dev: $(DEV) ## the same, and the tools for tests and lint
+
+quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
+	@exec $(PY) -m ray_apr train examples/arithmetic/quickstart.yaml $(ARGS)
+
+test: $(DEV) ## run all tests
+	@exec $(PY) -m pytest $(ARGS)
+
+test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
+	@exec $(PY) -m pytest tests/unit $(ARGS)
+
+lint: $(DEV) ## check style, types and layers
+	@rc=0
+	$(PY) -m ruff check . || rc=1
+	$(PY) -m ruff format --check . || rc=1
+	$(PY) -m mypy || rc=1
+	$(VENV)/bin/lint-imports || rc=1
+	exit $$rc
+
+format: $(DEV) ## format the code and fix what can be fixed
+	@$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+clean: ## remove caches and build products
+	@rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	@rm -rf $(VENV)
+
+# ---------------------------------------------------------------------------- installation
+
+define FUNCTIONS
+say() { printf '==> %s\n' "$$*"; }
+die() { printf 'error: %s\n' "$$@" >&2; exit 1; }
+install() {  # pinned files, without resolution: by uv where it can be had, else by pip
+	if $(PY) -m uv --version >/dev/null 2>&1; then
+		if $(PY) -m uv pip install --quiet --python $(PY) --no-deps "$$@"; then return; fi
+		say "uv could not install them; trying pip"
+	fi
+	$(PY) -m pip install -qq --no-deps "$$@"
+}
+endef
+
+$(RUNTIME): requirements/cpu.txt pyproject.toml $(REMAKE)
+	@$(FUNCTIONS)
+	usable() {
+		[ ! -e $(INCOMPLETE) ] || return 1
+		[ ! -e $(RUNTIME) ] || [ "$$(cat $(RUNTIME))" = "$(CURDIR)" ] || return 1
+		$(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+	}
+	if ! usable; then
+		python="$(PYTHON)"
+		if [ -z "$$python" ]; then
+			for p in python3.11 python3.12 python3.13 python3; do
+				$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+				die "$$p has no venv or ensurepip module. On Debian or Ubuntu: apt install $$p-venv"
+			done
+			die "Python 3.11 or newer is needed and was not found. Install it, or name it: make PYTHON=/path/to/python3"
+		fi
+		"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' ||
+			die "PYTHON=$$python must be Python 3.11 or newer, with its venv and ensurepip modules"
+		say "making $(VENV) with $$("$$python" --version)"
+		mkdir -p $(VENV)
+		touch $(INCOMPLETE)
+		find $(VENV) -mindepth 1 ! -path $(INCOMPLETE) -delete
+		"$$python" -m venv $(VENV)
+	fi
+	touch $(INCOMPLETE)
+	rm -f $(RUNTIME) $(DEV)
+	$(PY) -m pip install -qq "$(UV)" 2>/dev/null || say "uv is not to be had; pip takes a minute longer"
+	say "installing $(TORCH)"
+	$(PY) -m pip install -qq --no-deps --no-compile "$(TORCH)" 2>/dev/null ||
+		$(PY) -m pip install -qq --no-deps --no-compile --index-url $(TORCH_INDEX) "$(TORCH)"
+	say "installing Ray, vLLM and the rest of requirements/cpu.txt"
+	install -r requirements/cpu.txt
+	$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
+	rm -f $(INCOMPLETE)
+	echo "$(CURDIR)" > $(RUNTIME)
+	say "$(VENV) is ready"
+
+$(DEV): requirements/dev.txt $(RUNTIME)
+	@$(FUNCTIONS)
+	say "installing the development tools"
+	install -r requirements/dev.txt
+	touch $(DEV)

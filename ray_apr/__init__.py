@@ -1,0 +1,59 @@
+"""ray_apr: asynchronous RL post-training of language models with partial rollouts, on Ray.
+
+The public names load on first use; ``import ray_apr`` alone loads neither ray, torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_apr.config import (
+        AlgorithmConfig,
+        BufferConfig,
+        PartialRolloutConfig,
+        RolloutConfig,
+        TrainConfig,
+    )
+    from ray_apr.exceptions import APRError, ConfigError
+    from ray_apr.trainer import APRTrainer
+    from ray_apr.types import RewardResult, Sample
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "APRTrainer": "ray_apr.trainer",
+    "RolloutConfig": "ray_apr.config",
+    "PartialRolloutConfig": "ray_apr.config",
+    "BufferConfig": "ray_apr.config",
+    "AlgorithmConfig": "ray_apr.config",
+    "TrainConfig": "ray_apr.config",
+    "APRError": "ray_apr.exceptions",
+    "ConfigError": "ray_apr.exceptions",
+    "Sample": "ray_apr.types",
+    "RewardResult": "ray_apr.types",
+}
+
+__all__ = [
+    "APRError",
+    "APRTrainer",
+    "AlgorithmConfig",
+    "BufferConfig",
+    "ConfigError",
+    "PartialRolloutConfig",
+    "RewardResult",
+    "RolloutConfig",
+    "Sample",
+    "TrainConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ray_apr' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,56 @@
+"""Advantages of sampled responses, from their rewards alone.
+
+Axis suffixes: `_B` samples of a batch, `_T` response tokens, `_G` groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ray_apr.exceptions import ConfigError
+
+ESTIMATORS = ("grpo", "dr_grpo")
+_STD_EPS = 1e-6
+
+
+def group_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """Compare each reward with those of its group.
+
+    Args:
+        rewards: [B], one number for each sample.
+        groups: [B], samples of one prompt share a whole number.
+        mask: [B, T], 1 where a response token is trained.
+        estimator: ``"grpo"``: (R - mean) / (std + 1e-6) with the sample standard deviation
+            (2402.03300, eq. 4.1.2); ``"dr_grpo"``: R - mean (2503.20783). A group of one has mean 0
+            and standard deviation 1.
+
+    Returns:
+        [B, T], the sample's advantage on its trained tokens and 0 elsewhere, in the dtype of
+        `rewards`.
+
+    Raises:
+        ConfigError: For an estimator that does not exist.
+
+    Example:
+        >>> group_advantages(
+        ...     torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2, 1), "dr_grpo"
+        ... ).flatten().tolist()
+        [0.5, -0.5]
+    """
+    if estimator not in ESTIMATORS:
+        raise ConfigError(
+            "algorithm.advantage", estimator, f"must be one of {', '.join(ESTIMATORS)}"
+        )
+    ids_B = torch.unique(groups, return_inverse=True)[1]
+    size_G = torch.bincount(ids_B).to(rewards.dtype)
+    alone_G = size_G == 1
+    mean_G = torch.zeros_like(size_G).index_add(0, ids_B, rewards) / size_G
+    mean_G = mean_G.masked_fill(alone_G, 0.0)
+    advantages_B = rewards - mean_G[ids_B]
+    if estimator == "grpo":
+        square_G = torch.zeros_like(size_G).index_add(0, ids_B, advantages_B.square())
+        std_G = (square_G / (size_G - 1).clamp(min=1)).sqrt().masked_fill(alone_G, 1.0)
+        advantages_B = advantages_B / (std_G[ids_B] + _STD_EPS)
+    return advantages_B.unsqueeze(1) * mask.to(rewards.dtype)

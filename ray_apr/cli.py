@@ -1,0 +1,197 @@
+"""The command line: ``python -m ray_apr train | report | doctor``, also installed as ``ray-apr``.
+
+Exit codes: 0 done; 1 the run (or a check of the doctor) failed; 2 a setting or an argument is
+wrong; 130 interrupted by Ctrl-C. Heavy packages load inside the commands that need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_apr.exceptions import APRError, ConfigError
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_TRAIN_EXAMPLE = """\
+example:
+  python -m ray_apr train examples/arithmetic/apr.yaml --set train.steps=10 --dry-run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return args.command(args)
+    except ConfigError as error:
+        _complain(f"error: {error}", args.verbose)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        _complain("interrupted", verbose=False)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `... | head`: the reader has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:  # noqa: BLE001 (the outermost frame: reported, exit code 1)
+        _complain(f"error: {type(error).__name__}: {error}", args.verbose)
+        if not isinstance(error, APRError) and not args.verbose:
+            _complain("run again with -v for the traceback", verbose=False)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ray-apr", description="Asynchronous RL post-training with partial rollouts, on Ray."
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, show tracebacks")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model as a YAML file says",
+        epilog=_TRAIN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", metavar="CONFIG.yaml", type=Path)
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the plan; start nothing"
+    )
+    train.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
+    train.set_defaults(command=_train)
+
+    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
+    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
+    )
+    report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from ray_apr.launch import check_new_run, make_plan, run_training
+    from ray_apr.settings import load_settings
+
+    settings = load_settings(args.config, args.overrides).with_run_name()
+    check_new_run(settings)
+    plan = make_plan(settings)
+    if args.dry_run:
+        _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
+        if not args.json:
+            _show("\ndry run: nothing was started")
+        return EXIT_OK
+    if args.json:
+        raise ConfigError("--json", True, "only with --dry-run")
+    _show(_plan_text(plan) + "\n")
+    with _report_at_end(settings.run_dir):
+        run_training(settings, progress=_show)
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _report_at_end(run_dir: Path) -> Iterator[None]:
+    """Make the report of a run that ends or fails, from what it wrote; never hide its error."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if not failed:
+            _make_report(run_dir, None)
+        elif (run_dir / "config.json").exists():
+            try:
+                _make_report(run_dir, None)
+            except Exception as error:  # noqa: BLE001 (the run's own error goes on)
+                _complain(f"the report could not be made: {error}", verbose=False)
+
+
+def _report(args: argparse.Namespace) -> int:
+    if len(args.runs) == 1:
+        _make_report(args.runs[0], args.out)
+        return EXIT_OK
+    if len(args.runs) > 2:
+        raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
+    if args.out is None:
+        raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
+    from ray_apr.report.compare import comparison_table, write_comparison
+
+    first, second = args.runs
+    rows = write_comparison(first, second, args.out)
+    _show(comparison_table(rows))
+    _show(f"\ncomparison: {args.out}")
+    return EXIT_OK
+
+
+def _make_report(run_dir: Path, out: Path | None) -> None:
+    from ray_apr.report.html import write_report
+
+    report = write_report(run_dir, out)
+    _show("")
+    for name, value in report.headline:
+        _show(f"  {name:<24} {value}")
+    for warning in report.warnings:
+        _show(f"  warning: {warning}")
+    _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ray_apr.doctor import run_checks
+
+    num_problems = 0
+    for check in run_checks():
+        num_problems += not check.ok
+        _show(f"{'ok     ' if check.ok else 'problem'}  {check.name:<22} {check.seen}")
+        if not check.ok:
+            _show(f"{'':<33}-> {check.remedy}")
+    _show(f"\n{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
+    return EXIT_FAILED if num_problems else EXIT_OK
+
+
+def _plan_text(plan: Mapping[str, Mapping[str, Any]]) -> str:
+    width = max(len(name) for section in plan.values() for name in section)
+    lines = []
+    for section, values in plan.items():
+        lines.append(section)
+        lines += [f"  {name:<{width}}  {value}" for name, value in values.items()]
+    return "\n".join(lines)
+
+
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
+def _complain(text: str, verbose: bool) -> None:
+    print(text, file=sys.stderr, flush=True)
+    if verbose:
+        traceback.print_exc()

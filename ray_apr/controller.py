@@ -1,0 +1,379 @@
+"""Starts the parts of a run, and ends them: every actor, the Serve application, the trainer.
+
+    prompts (Ray Data) ──► RolloutWorker ──generate/abort──► RolloutServer × R (Serve, vLLM)
+                             │  ▲   │                             ▲
+                     scored  │  │   └─ RewardWorker × W           │ weights: collective broadcast
+                     groups  │  │ capacity, versions              │
+                             ▼  │                                 │
+                          SampleBuffer ──rows──► Ray Data ──► TorchTrainer × N (FSDP2)
+                             ▲                                    │
+                             └────────── grant, ack ──────────────┘
+
+Servers and train workers start at the same time; the trainer's first grant simply waits in the
+buffer. Whatever fails, on whichever side, ends the run with its own error, and `_Parts.close` leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from ray_apr.data.buffer import BufferStats, SampleBuffer
+from ray_apr.data.datasource import sample_stream
+from ray_apr.data.prompts import PromptSource, encode_dataset
+from ray_apr.exceptions import APRError, ConfigError
+from ray_apr.progress import follow_progress
+from ray_apr.protocols import RewardFunction
+from ray_apr.recorder import RunRecorder
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
+from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.train.loop import train_loop_per_worker
+
+if TYPE_CHECKING:
+    import ray.data
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 60.0
+_COLLECTIVE_TIMEOUT_S = 600
+"""Limit of a collective of the train workers, whose peers may wait for a batch meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything that a run is made of, checked."""
+
+    model: str
+    reward: RewardFunction
+    max_model_len: int | None
+    rollout: RolloutConfig
+    partial_rollout: PartialRolloutConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    scaling: ray.train.ScalingConfig
+    run: ray.train.RunConfig
+
+    @property
+    def name(self) -> str:
+        """Name of the run; also of its Serve application."""
+        return self.run.name or f"apr-{self.partial_rollout.mode}-{int(time.time())}"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
+        storage = str(self.run.storage_path or "")
+        root = Path("runs") if "://" in storage or not storage else Path(storage)
+        return root.expanduser().resolve() / self.name
+
+
+def run(
+    plan: RunPlan, prompts: ray.data.Dataset, *, progress: Callable[[str], None] | None = None
+) -> ray.train.Result:
+    """Run a plan to its end.
+
+    Raises:
+        APRError: What stopped the run.
+    """
+    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
+    started_at = time.time()
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    _write_json(plan.folder / "config.json", _describe(plan))
+    parts = _Parts(plan, prompts, started_at)
+    error: BaseException | None = None
+    try:
+        with follow_progress(parts.recorder, plan.train.steps, progress or logger.info):
+            return parts.fit()
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        parts.close(error)
+
+
+class _Parts:
+    """The actors of one run and their lifetime.
+
+    Args:
+        plan: What to run.
+        prompts: The dataset.
+        started_at: Unix time of the run's begin.
+    """
+
+    def __init__(self, plan: RunPlan, prompts: ray.data.Dataset, started_at: float) -> None:
+        self.plan = plan
+        self._started_at = started_at
+        self._start_error: BaseException | None = None
+        self._setup_s: float | None = None
+        self._actors: list[Any] = []
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.recorder = self._actor(
+            RunRecorder, str(plan.folder), started_at, scheduling_strategy=here
+        )
+        try:
+            self._tables = encode_dataset(
+                prompts,
+                model=plan.model,
+                column=plan.rollout.prompt_column,
+                max_prompt_tokens=_max_prompt_tokens(plan),
+            )
+            self._buffer = self._make_buffer()
+            self._worker = self._make_worker()
+        except BaseException:
+            self._kill_actors()
+            raise
+
+    def _actor(self, cls: type, *args: Any, scheduling_strategy: Any = None, **kwargs: Any) -> Any:
+        """Start an actor that ends with this run."""
+        remote = ray.remote(cls).options(
+            num_cpus=0, max_concurrency=10_000, scheduling_strategy=scheduling_strategy
+        )
+        handle = remote.remote(*args, **kwargs)
+        self._actors.append(handle)
+        return handle
+
+    def _make_buffer(self) -> Any:
+        plan = self.plan
+        return self._actor(
+            SampleBuffer,
+            batch_size=plan.train.batch_size,
+            max_staleness=plan.partial_rollout.max_staleness,
+            num_ranks=plan.scaling.num_workers,
+            micro_batch_tokens=plan.train.micro_batch_tokens,
+            config=plan.buffer,
+            recorder=self.recorder,
+        )
+
+    def _make_worker(self) -> Any:
+        plan, tables = self.plan, self._tables
+        rollout, name, seed, reward = plan.rollout, plan.name, plan.train.seed, plan.reward
+
+        def make_client() -> Any:
+            from ray_apr.serve.client import ServeRolloutClient
+
+            return ServeRolloutClient(name, rollout)
+
+        return self._actor(
+            RolloutWorker,
+            rollout=rollout,
+            partial_rollout=plan.partial_rollout,
+            batch_size=plan.train.batch_size,
+            model=plan.model,
+            make_prompts=lambda: PromptSource(ray.get(tables), seed=seed),
+            make_client=make_client,
+            make_scorer=lambda: Scorer(reward, rollout),
+            buffer=self._buffer,
+            recorder=self.recorder,
+            sync_timeout_s=plan.train.weight_sync_timeout_s,
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Start the servers beside the trainer, and train."""
+        servers = threading.Thread(target=self._start_servers, name="start-servers", daemon=True)
+        servers.start()
+        try:
+            return self._make_trainer().fit()
+        except Exception as error:
+            raise self._reason(error) from error
+        finally:
+            servers.join(timeout=self.plan.rollout.start_timeout_s)
+
+    def _start_servers(self) -> None:
+        """Start the rollout servers, then the rollout loops; an error reaches the trainer."""
+        plan = self.plan
+        try:
+            start_rollout_servers(
+                plan.name,
+                model=plan.model,
+                config=plan.rollout,
+                kv_cache=plan.partial_rollout.kv_cache,
+                max_model_len=plan.max_model_len,
+            )
+            ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
+            self._setup_s = time.time() - self._started_at
+        except Exception as error:
+            self._start_error = error
+            reason = error if isinstance(error, APRError) else APRError(f"servers: {error!r}")
+            ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+
+    def _make_trainer(self) -> Any:
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        plan = self.plan
+        ranks = range(plan.scaling.num_workers)
+        poll_s = plan.buffer.poll_timeout_s
+        settings = {
+            "model": plan.model,
+            "algorithm": plan.algorithm,
+            "train": plan.train,
+            "partial_rollout": plan.partial_rollout,
+            "buffer": self._buffer,
+            "worker": self._worker,
+            "recorder": self.recorder,
+            "num_replicas": plan.rollout.num_replicas,
+            "tensor_parallel_size": plan.rollout.tensor_parallel_size,
+            "start_timeout_s": plan.rollout.start_timeout_s,
+            "started_at": self._started_at,
+        }
+        run_config = plan.run
+        if run_config.checkpoint_config is None or run_config.checkpoint_config.num_to_keep is None:
+            keep = ray.train.CheckpointConfig(num_to_keep=plan.train.num_checkpoints_to_keep)
+            run_config = dataclasses.replace(run_config, checkpoint_config=keep)
+        run_config = dataclasses.replace(run_config, storage_path=_storage_path(plan))
+        return TorchTrainer(
+            train_loop_per_worker,
+            train_loop_config=settings,
+            torch_config=TorchConfig(timeout_s=_COLLECTIVE_TIMEOUT_S),
+            scaling_config=plan.scaling,
+            run_config=run_config,
+            datasets={
+                f"rank{r}": sample_stream(self._buffer, rank=r, poll_timeout_s=poll_s)
+                for r in ranks
+            },
+            dataset_config=ray.train.DataConfig(datasets_to_split=[]),
+        )
+
+    def _reason(self, error: Exception) -> BaseException:
+        """The error of ours behind a failed run, or that one."""
+        if self._start_error is not None:
+            return self._start_error
+        with contextlib.suppress(RayError, TimeoutError):
+            failure = ray.get(self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S)
+            if failure is not None:
+                return failure
+        if isinstance(error, APRError):
+            return error
+        return APRError(f"training failed: {error}")
+
+    def close(self, error: BaseException | None) -> None:
+        """End everything: streams, loops, servers, actors; write the final figures."""
+        plan = self.plan
+        training_end = time.time()
+        try:
+            summary: RolloutSummary = ray.get(self._worker.stop.remote(), timeout=_CALL_TIMEOUT_S)
+            stats: BufferStats = ray.get(self._buffer.stats.remote(), timeout=_CALL_TIMEOUT_S)
+            final = _final_figures(plan, summary, stats)
+            final["setup_s"] = self._setup_s
+            final["wall_s"] = training_end - self._started_at
+            final["status"] = "ok" if error is None else "failed"
+            final["error"] = None if error is None else f"{type(error).__name__}: {error}"
+            _write_json(plan.folder / "final.json", final)
+            ray.get(self._buffer.close.remote(), timeout=_CALL_TIMEOUT_S)
+            ray.get(self.recorder.close.remote(), timeout=_CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as broken:
+            logger.error("the final figures of the run are missing: %s", broken)
+        finally:
+            stop_rollout_servers(plan.name)
+            self._kill_actors()
+
+    def _kill_actors(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -> dict[str, Any]:
+    """The run's last counters; the ledger is closed across engines, worker and buffer.
+
+    Tokens generated are counted by the engines, where tokens are handed out; their places are
+    counted by the rollout worker and by the buffer. `ledger_error` is the difference.
+    """
+    ledger = summary.ledger
+    generated = sum(engine.tokens_generated for engine in summary.engines)
+    discarded = {**ledger.discarded}
+    if stats.evicted_tokens:
+        discarded["stale"] = discarded.get("stale", 0) + stats.evicted_tokens
+    # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
+    buffered = ledger.pending + stats.buffered_tokens
+    placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())
+    return {
+        "mode": plan.partial_rollout.mode,
+        "seed": plan.train.seed,
+        "steps": stats.trained_samples // plan.train.batch_size,
+        "max_staleness": plan.partial_rollout.max_staleness,
+        "batch_size": plan.train.batch_size,
+        "num_replicas": len(summary.engines),
+        "num_train_workers": plan.scaling.num_workers,
+        "samples_trained": stats.trained_samples,
+        "samples_interrupted": summary.samples_interrupted,
+        "samples_resumed": summary.samples_resumed,
+        "tokens_generated": generated,
+        "tokens_trained": stats.trained_tokens,
+        "tokens_buffered": buffered,
+        "tokens_interrupted": ledger.interrupted,
+        "tokens_discarded": discarded,
+        "ledger_error": generated - placed,
+        "read_ahead_max": stats.read_ahead_max,
+        "prompts_position": summary.prompts_position,
+        "engines": [
+            {
+                "replica_id": e.replica_id,
+                "policy_version": e.policy_version,
+                "uptime_s": e.uptime_s,
+                "busy_s": e.busy_s,
+                "paused_s": e.paused_s,
+                "tokens_generated": e.tokens_generated,
+            }
+            for e in summary.engines
+        ],
+    }
+
+
+def _max_prompt_tokens(plan: RunPlan) -> int:
+    """Longest prompt that leaves room for the response budget."""
+    context = plan.max_model_len
+    if context is None:
+        from transformers import AutoConfig
+
+        context = int(AutoConfig.from_pretrained(plan.model).max_position_embeddings)
+    longest = context - plan.rollout.max_response_tokens
+    if longest < 1:
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            plan.rollout.max_response_tokens,
+            f"leaves no room for a prompt in the model's context of {context} tokens",
+        )
+    return longest
+
+
+def _storage_path(plan: RunPlan) -> str:
+    """Where Ray Train keeps checkpoints: the user's remote storage, or beside the run folder."""
+    storage = str(plan.run.storage_path or "")
+    return storage if "://" in storage else str(plan.folder.parent)
+
+
+def _describe(plan: RunPlan) -> dict[str, Any]:
+    """The run's settings as plain values; the control token is left out."""
+    sections = {
+        name: dataclasses.asdict(getattr(plan, name))
+        for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
+    }
+    sections["rollout"].pop("control_token")
+    reward = f"{plan.reward.__module__}:{getattr(plan.reward, '__qualname__', plan.reward)}"
+    scaling = {"num_workers": plan.scaling.num_workers, "use_gpu": bool(plan.scaling.use_gpu)}
+    return {"model": plan.model, "reward": reward, **sections, "scaling": scaling}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,224 @@
+"""Batches: ONE row for each rank and step, as flat columns that Arrow and the trainer understand.
+
+Invariants:
+    * Token ids go in and come out as ids; the prompt's are followed by the response's, and
+      `prompt_lens` says where the response begins (invariant 5).
+    * Log-probs and versions cover the response's tokens only, one each.
+    * Rewards, groups and response lengths are those of the WHOLE batch, in one order on all ranks,
+      so that advantages and denominators are the same everywhere; `sample_index` says which of them
+      are this rank's.
+
+No torch here: the row is made in a Ray Data read task and turned into tensors in the train loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_apr.data.packing import MicroBatches, plan_micro_batches
+from ray_apr.types import GroupMeta, Sample, SampleMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """What one rank trains at one step. Columns may be lists or NumPy arrays.
+
+    B = samples of the whole batch, n = samples of this rank, m = its micro-batches.
+    """
+
+    step: int
+    policy_version: int
+    """Version of the trainer at the start of the step."""
+    rank: int
+    token_ids: Sequence[int]
+    """[sum of prompt_lens + response_lens], prompt then response, sample after sample."""
+    prompt_lens: Sequence[int]
+    """[n]"""
+    response_lens: Sequence[int]
+    """[n]"""
+    micro_batch_sizes: Sequence[int]
+    """[m] samples of each micro-batch, in order; 0 only if B is no multiple of the ranks."""
+    behavior_logprobs: Sequence[float]
+    """[sum of response_lens]"""
+    token_versions: Sequence[int]
+    """[sum of response_lens] policy version of each response token."""
+    sample_index: Sequence[int]
+    """[n] position in the whole batch."""
+    rewards: Sequence[float]
+    """[B]"""
+    groups: Sequence[int]
+    """[B] 0..G-1"""
+    all_response_lens: Sequence[int]
+    """[B]"""
+
+    def __post_init__(self) -> None:
+        num_samples = len(self.sample_index)
+        num_response = int(sum(self.response_lens))
+        sizes = {
+            "prompt_lens": (len(self.prompt_lens), num_samples),
+            "response_lens": (len(self.response_lens), num_samples),
+            "sum of micro_batch_sizes": (int(sum(self.micro_batch_sizes)), num_samples),
+            "token_ids": (len(self.token_ids), int(sum(self.prompt_lens)) + num_response),
+            "behavior_logprobs": (len(self.behavior_logprobs), num_response),
+            "token_versions": (len(self.token_versions), num_response),
+            "groups": (len(self.groups), len(self.rewards)),
+            "all_response_lens": (len(self.all_response_lens), len(self.rewards)),
+        }
+        for name, (got, expected) in sizes.items():
+            if got != expected:
+                raise ValueError(
+                    f"batch of rank {self.rank}, step {self.step}: {name} has {got} entries, "
+                    f"not {expected}"
+                )
+
+    def to_row(self) -> dict[str, Any]:
+        """Columns by name: whole numbers, and flat lists for Arrow."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> RankBatch:
+        """Read what `to_row` made, from lists or NumPy arrays; further columns are ignored.
+
+        Raises:
+            KeyError: If a column is missing.
+            ValueError: If columns do not fit each other.
+        """
+        values = {f.name: row[f.name] for f in dataclasses.fields(cls)}
+        whole = {name: int(values[name]) for name in ("step", "policy_version", "rank")}
+        return cls(**{**values, **whole})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """A chosen batch without payload: who trains what.
+
+    Positions in the batch count through the groups: the samples of the first, of the second, ...
+    """
+
+    step: int
+    policy_version: int
+    """Version of the trainer at the start of the step."""
+    groups: tuple[GroupMeta, ...]
+    """[G]"""
+    micro_batches: tuple[MicroBatches, ...]
+    """``micro_batches[rank][i]`` -> positions in the batch."""
+
+    @property
+    def samples(self) -> tuple[SampleMeta, ...]:
+        """[B]"""
+        return tuple(s for group in self.groups for s in group.samples)
+
+    @property
+    def group_numbers(self) -> tuple[int, ...]:
+        """[B] the group of each sample, 0..G-1."""
+        return tuple(g for g, group in enumerate(self.groups) for _ in group.samples)
+
+    def groups_of(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the groups whose payload this rank needs, in ascending order."""
+        numbers = self.group_numbers
+        return tuple(sorted({numbers[i] for mb in self.micro_batches[rank] for i in mb}))
+
+    def rank_batch(self, rank: int, payload: Mapping[int, Sequence[Sample]]) -> RankBatch:
+        """Make the row of one rank.
+
+        Args:
+            rank: The train worker.
+            payload: Samples of (at least) the groups in `groups_of`, by the group's number, each in
+                any order.
+
+        Raises:
+            KeyError: If a sample is missing.
+            ValueError: If a sample is not the one that was planned.
+        """
+        metas, numbers = self.samples, self.group_numbers
+        index = [i for micro_batch in self.micro_batches[rank] for i in micro_batch]
+        by_id = {s.sample_id: s for g in {numbers[i] for i in index} for s in payload[g]}
+        samples = [by_id[metas[i].sample_id] for i in index]
+        for i, sample in zip(index, samples, strict=True):
+            if SampleMeta.of(sample) != metas[i]:
+                raise ValueError(f"{SampleMeta.of(sample)} was delivered, {metas[i]} was planned")
+        return RankBatch(
+            step=self.step,
+            policy_version=self.policy_version,
+            rank=rank,
+            token_ids=[t for s in samples for t in (*s.prompt.token_ids, *s.response_ids)],
+            prompt_lens=[len(s.prompt.token_ids) for s in samples],
+            response_lens=[s.num_tokens for s in samples],
+            micro_batch_sizes=[len(micro_batch) for micro_batch in self.micro_batches[rank]],
+            behavior_logprobs=[p for s in samples for p in s.behavior_logprobs],
+            token_versions=[v for s in samples for v in s.token_versions],
+            sample_index=index,
+            rewards=[m.reward for m in metas],
+            groups=list(numbers),
+            all_response_lens=[m.num_tokens for m in metas],
+        )
+
+
+def plan_batch(
+    groups: Sequence[GroupMeta],
+    *,
+    step: int,
+    policy_version: int,
+    num_ranks: int,
+    micro_batch_tokens: int,
+) -> BatchPlan:
+    """Plan a batch from its metadata alone, before any payload is fetched.
+
+    Args:
+        groups: The chosen groups, in the order of the batch.
+        step: Optimizer step, from 0.
+        policy_version: Version of the trainer at the start of the step.
+        num_ranks: Train workers.
+        micro_batch_tokens: Most padded tokens of a micro-batch.
+
+    Raises:
+        ValueError: If there are fewer samples than ranks.
+    """
+    metas = [sample for group in groups for sample in group.samples]
+    micro_batches = plan_micro_batches(
+        [m.num_prompt_tokens + m.num_tokens for m in metas],
+        num_ranks=num_ranks,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    return BatchPlan(
+        step=step,
+        policy_version=policy_version,
+        groups=tuple(groups),
+        micro_batches=micro_batches,
+    )
+
+
+def build_rank_batches(
+    samples: Sequence[Sample],
+    *,
+    step: int,
+    policy_version: int,
+    num_ranks: int,
+    micro_batch_tokens: int,
+) -> list[RankBatch]:
+    """Make the rows of all ranks from scored samples; siblings need not be neighbours.
+
+    The whole batch is ordered by group, in order of first appearance.
+
+    Raises:
+        RolloutError: If a sample has not ended, has no reward, or has no token.
+        ValueError: If there are fewer samples than ranks.
+    """
+    by_group: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group_id, []).append(sample)
+    plan = plan_batch(
+        [
+            GroupMeta(group_id=g, sequence=n, samples=tuple(SampleMeta.of(s) for s in members))
+            for n, (g, members) in enumerate(by_group.items())
+        ],
+        step=step,
+        policy_version=policy_version,
+        num_ranks=num_ranks,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    payload = dict(enumerate(by_group.values()))
+    return [plan.rank_batch(rank, payload) for rank in range(num_ranks)]

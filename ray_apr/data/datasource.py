@@ -1,0 +1,93 @@
+"""The sample buffer as an endless Ray Data stream: one dataset a rank, one row a step.
+
+Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
+`SampleBuffer.take` until the trainer has granted the step, and only then is the batch chosen. What
+is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext, Dataset
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+if TYPE_CHECKING:
+    from ray_apr.data.buffer import BatchTicket
+
+_READ_TASK_CPUS = 0.01
+_CALL_TIMEOUT_S = 60.0
+
+
+class SampleBufferDatasource(Datasource):
+    """Batches of one train rank, as they are granted.
+
+    Args:
+        buffer: Handle of the `SampleBuffer` actor.
+        rank: The train worker that reads this stream.
+        poll_timeout_s: How long one call waits inside the buffer.
+    """
+
+    def __init__(self, buffer: Any, *, rank: int, poll_timeout_s: float) -> None:
+        super().__init__()
+        self._read = functools.partial(_read, buffer, rank, poll_timeout_s)
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        """Unknown: the stream has no end."""
+        return None
+
+    def get_read_tasks(
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: DataContext | None = None,
+    ) -> list[ReadTask]:
+        """One task, because the steps of a rank come in order."""
+        metadata = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
+        return [ReadTask(self._read, metadata)]
+
+
+def _read(buffer: Any, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
+    """Yield a table of one row for each step, until the buffer is closed.
+
+    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch. Unblocked
+    by: the buffer (grant, group, close, failure), at the latest by its time limit. Produces: a row.
+    """
+    last_step: int | None = None
+    while True:
+        limit = poll_timeout_s + _CALL_TIMEOUT_S
+        ticket: BatchTicket | None = ray.get(buffer.take.remote(rank, last_step), timeout=limit)
+        if ticket is None:
+            continue
+        if ticket.plan is None:
+            return
+        plan = ticket.plan
+        wanted = plan.groups_of(rank)
+        payload = ray.get([ticket.refs[i] for i in wanted], timeout=_CALL_TIMEOUT_S)
+        row = plan.rank_batch(rank, dict(zip(wanted, payload, strict=True))).to_row()
+        yield pa.table({name: pa.array([value]) for name, value in row.items()})
+        last_step = plan.step
+
+
+def sample_stream(buffer: Any, *, rank: int, poll_timeout_s: float) -> Dataset:
+    """Make the endless dataset of one rank.
+
+    Every row becomes a block of its own at once; with Ray Data's usual block size nothing would be
+    delivered before 128 MiB have come together.
+    """
+    context = DataContext.get_current()
+    saved = context.target_max_block_size
+    context.target_max_block_size = 1
+    try:
+        return ray.data.read_datasource(
+            SampleBufferDatasource(buffer, rank=rank, poll_timeout_s=poll_timeout_s),
+            override_num_blocks=1,
+            ray_remote_args={"num_cpus": _READ_TASK_CPUS, "max_retries": 0},
+        )
+    finally:
+        context.target_max_block_size = saved

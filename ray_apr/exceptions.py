@@ -1,0 +1,78 @@
+"""Errors of ray_apr: one root, each also a standard type, all of them picklable.
+
+A message says what is wrong, the value that was seen, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class APRError(Exception):
+    """Root of every error that ray_apr raises on purpose."""
+
+
+class ConfigError(APRError, ValueError):
+    """A setting or an input is invalid; raised at construction, before a cluster starts.
+
+    Args:
+        field: Dotted name of the setting, e.g. ``"partial_rollout.max_staleness"``.
+        value: The value that was given.
+        remedy: What to write instead, as a sentence.
+    """
+
+    def __init__(self, field: str, value: Any, remedy: str) -> None:
+        super().__init__(field, value, remedy)
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.remedy}"
+
+
+class ResourceError(APRError, RuntimeError):
+    """The cluster or this machine lacks what the configuration asks for."""
+
+
+class RolloutError(APRError, RuntimeError):
+    """Generation failed in a way that a retry on the same server cannot cure."""
+
+
+class EngineUnavailableError(RolloutError):
+    """The engine is dead, or its weights are undefined after a broken weight sync."""
+
+
+class RewardError(APRError, RuntimeError):
+    """A reward could not be computed; never replaced by a zero.
+
+    Args:
+        sample_id: The sample whose reward failed.
+        kind: ``"timeout"``, ``"raised"`` or ``"invalid"`` (not a finite number).
+        detail: What the reward function did.
+    """
+
+    def __init__(self, sample_id: str, kind: str, detail: str) -> None:
+        super().__init__(sample_id, kind, detail)
+        self.sample_id = sample_id
+        self.kind = kind
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"reward of sample {self.sample_id} {self.kind}: {self.detail}"
+
+
+class StarvedError(APRError, TimeoutError):
+    """A wait ran into its limit; the message says who waited, for what, and how long."""
+
+
+class TrainError(APRError, RuntimeError):
+    """An optimizer step cannot be done: its batch or its numbers are not what they must be."""
+
+
+class WeightSyncError(APRError, RuntimeError):
+    """Weights could not be moved to every rollout server."""
+
+
+class LedgerError(APRError, AssertionError):
+    """Generated tokens are missing or counted twice (invariant 1)."""

@@ -1,0 +1,72 @@
+"""What a person sees while a run goes on: a line for each step, and one while nothing moves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+_QUIET_S = 10.0
+"""A run that shows no step for this long shows what it waits for."""
+
+
+@contextlib.contextmanager
+def follow_progress(recorder: Any, num_steps: int, show: Callable[[str], None]) -> Iterator[None]:
+    """Show lines in a thread until the block ends.
+
+    Args:
+        recorder: Handle of the `RunRecorder` actor.
+        num_steps: Steps of the whole run.
+        show: Takes one line.
+    """
+    stop = threading.Event()
+
+    def follow() -> None:
+        """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
+        `_QUIET_S`. Produces: lines."""
+        seen = 0
+        while not stop.is_set():
+            try:
+                steps, status = ray.get(
+                    recorder.follow.remote(seen, _QUIET_S), timeout=_QUIET_S + 30.0
+                )
+            except RayError:
+                return  # the recorder is gone: the run ends, and its own error says why
+            seen += len(steps)
+            for row in steps:
+                show(step_line(row, num_steps))
+            if not steps and not stop.is_set():
+                show(status_line(status))
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+def step_line(row: Mapping[str, Any], num_steps: int) -> str:
+    """One step in one line: learning, age of the data, speed, where the time went, the queues."""
+    time_s = max(row["time_s"], 1e-9)
+    return (
+        f"step {row['step'] + 1:>4}/{num_steps}"
+        f" │ reward {row['reward_mean']:.3f}"
+        f" │ staleness {row['staleness_mean']:.2f} max {row['staleness_max']}"
+        f" │ length {row['response_tokens_mean']:.0f} max {row['response_tokens_max']}"
+        f" │ {row.get('tokens_generated', 0) / time_s:,.0f} tok/s"
+        f" │ wait {row['trainer_wait_s']:.2f} train {row['trainer_step_s']:.2f}"
+        f" sync {row['weight_sync_s']:.2f} s"
+        f" │ in flight {row.get('inflight', 0)} held {row.get('held', 0)}"
+        f" buffered {row.get('buffered', 0)}"
+        f" │ {time_s:.0f} s"
+    )
+
+
+def status_line(status: Mapping[str, Any]) -> str:
+    """What a run without a new step is waiting for."""
+    return f"… waiting: {status.get('waiting_for') or 'rollout servers and train workers start'}"

@@ -1,0 +1,68 @@
+"""What the parts of ray_apr expect of each other, as structural types.
+
+No part imports another one's class to call it: the rollout worker talks to a `RolloutClient`, which
+is the Serve client in a run and a scripted engine in unit tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from ray_apr.types import Generation, RewardResult, Sample, SamplingParams, ServerStatus
+
+PauseMode = Literal["abort", "keep"]
+
+RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
+"""A reward reads `sample.response_text`, `sample.prompt.row` and whatever else it needs."""
+
+
+class RolloutClient(Protocol):
+    """All rollout servers, as their users see them. Every method has a time limit inside."""
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        session_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Continue `token_ids` by at most `max_tokens`; requests of one session share a replica.
+
+        Ends with ``FinishReason.ABORT`` and the tokens so far when the request is aborted.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Abort these requests (None: all of them) on all replicas; returns how many ran."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze all engines; "abort" ends what runs, "keep" freezes it in place."""
+        ...
+
+    async def resume(self) -> None:
+        """Unfreeze all engines; harmless where none is paused."""
+        ...
+
+    async def status(self) -> list[ServerStatus]:
+        """One status for each replica."""
+        ...
+
+    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
+        """Make every engine worker join the collective group that weights arrive by."""
+        ...
+
+    async def receive_weights(self, policy_version: int) -> None:
+        """Receive one broadcast of all weights; from then on tokens carry `policy_version`."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where figures of a run go: `kind` names the stream, a row is a flat mapping."""
+
+    def record(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Take a row without waiting for it to be written."""
+        ...

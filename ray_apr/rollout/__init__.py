@@ -1,0 +1,1 @@
+"""Rollout: which sample runs next, its payload, its tokens' places, and the loops around them."""

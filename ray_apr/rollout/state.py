@@ -1,0 +1,162 @@
+"""Dispatcher, store and ledger in step: what happens to a sample happens in all three at once.
+
+Invariants, kept by `RolloutState`:
+    * Tokens that come back from an engine enter the ledger before anything else is done with them.
+    * Tokens of a group that was dropped are discarded with the group's reason, those that arrive
+      after the drop included.
+    * A group leaves whole: to the buffer when all of its members are scored, or dropped.
+
+Pure: no I/O, no clock, no ray, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
+from ray_apr.rollout.store import SampleStore
+from ray_apr.types import Generation, Prompt, RewardResult, Sample
+
+
+class RolloutState:
+    """The samples of a rollout worker, from admission to the buffer.
+
+    Args:
+        dispatcher: Decides which sample runs next.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self._store = SampleStore()
+        self._ledger = TokenLedger()
+        self._inflight: set[str] = set()
+        self._dropped: dict[str, DiscardReason] = {}
+        """Samples that were in flight when their group was dropped, until their tokens arrive."""
+
+    def __contains__(self, sample_id: str) -> bool:
+        """Whether the sample is live: neither handed over nor dropped."""
+        return sample_id in self._store
+
+    def ledger(self) -> LedgerSnapshot:
+        """Where the tokens are."""
+        return self._ledger.snapshot()
+
+    def admit(self, prompt: Prompt, *, group_size: int, max_response_tokens: int) -> None:
+        """Take a new group in; its samples wait to be started."""
+        group_id = prompt.prompt_id
+        samples = [
+            Sample(
+                sample_id=f"{group_id}-{i}",
+                group_id=group_id,
+                prompt=prompt,
+                max_response_tokens=max_response_tokens,
+            )
+            for i in range(group_size)
+        ]
+        self.dispatcher.add_group(group_id, [s.sample_id for s in samples])
+        for sample in samples:
+            self._store.add(sample)
+
+    def start_next(self) -> Sample | None:
+        """Mark the next sample as in flight; None when nothing may run now."""
+        sample_id = self.dispatcher.next_start()
+        if sample_id is None:
+            return None
+        self._inflight.add(sample_id)
+        return self._store.get(sample_id)
+
+    def on_generation(self, sample_id: str, generation: Generation) -> Sample | None:
+        """Take the tokens of a generate call.
+
+        Returns:
+            The sample, finished or interrupted; None if its group was dropped meanwhile.
+
+        Raises:
+            RolloutError: If the tokens do not fit the sample.
+        """
+        new = generation.num_tokens
+        self._inflight.discard(sample_id)
+        self._ledger.generated(new)
+        if sample_id in self._dropped:
+            self._ledger.discard(new, "pending", self._dropped.pop(sample_id))
+            return None
+        held = self._store.get(sample_id).num_tokens
+        sample = self._store.append(sample_id, generation)
+        if sample.finish_reason is None:
+            self._ledger.interrupted(new)
+            self.dispatcher.on_interrupted(sample_id, oldest_version=sample.oldest_version)
+        else:
+            self._ledger.ended(held)
+            self.dispatcher.on_finished(sample_id, oldest_version=sample.oldest_version)
+        return sample
+
+    def on_generation_error(self, sample_id: str) -> bool:
+        """A generate call failed; the sample stays as it was before the call.
+
+        Returns:
+            False if its group was dropped meanwhile.
+        """
+        self._inflight.discard(sample_id)
+        return self._dropped.pop(sample_id, None) is None
+
+    def set_text(self, sample_id: str, text: str) -> Sample:
+        """Note the decoded response of a finished sample."""
+        return self._store.replace(
+            dataclasses.replace(self._store.get(sample_id), response_text=text)
+        )
+
+    def on_reward(self, sample_id: str, result: RewardResult) -> tuple[Sample, ...] | None:
+        """Take the reward of a finished sample.
+
+        Returns:
+            The whole group if it is complete, which then leaves for the buffer; else None.
+        """
+        if sample_id not in self._store:
+            return None
+        sample = self._store.get(sample_id)
+        self._store.replace(
+            dataclasses.replace(sample, reward=result.reward, reward_metrics=result.metrics)
+        )
+        group_id = self.dispatcher.on_scored(sample_id)
+        if group_id is None:
+            return None
+        samples = tuple(self._store.pop(self.dispatcher.members_of(group_id)))
+        self.dispatcher.on_buffered(group_id)
+        self._ledger.hand_over(sum(s.num_tokens for s in samples))
+        return samples
+
+    def fail(self, sample_id: str) -> tuple[str, ...]:
+        """Drop the group of a sample that failed for good.
+
+        Returns:
+            Ids of its members that still run, to be aborted.
+        """
+        if sample_id not in self._store:
+            return ()
+        return self._drop(self.dispatcher.on_failed(sample_id), "failed")
+
+    def on_version(self, policy_version: int) -> tuple[str, ...]:
+        """The engines have new weights; groups that became too old are dropped.
+
+        Returns:
+            Ids of members that still run, to be aborted.
+        """
+        return self._drop_groups(self.dispatcher.on_version(policy_version))
+
+    def evict_stale(self) -> tuple[str, ...]:
+        """Drop groups that turned out to be too old; returns members that still run."""
+        return self._drop_groups(self.dispatcher.evict_stale())
+
+    def _drop_groups(self, group_ids: Iterable[str]) -> tuple[str, ...]:
+        members = [s.sample_id for g in group_ids for s in self._store.group(g)]
+        return self._drop(members, "stale")
+
+    def _drop(self, members: Sequence[str], reason: DiscardReason) -> tuple[str, ...]:
+        for sample in self._store.pop(members):
+            place: Place = "interrupted" if sample.finish_reason is None else "pending"
+            self._ledger.discard(sample.num_tokens, place, reason)
+        running = tuple(m for m in members if m in self._inflight)
+        self._dropped.update(dict.fromkeys(running, reason))
+        return running

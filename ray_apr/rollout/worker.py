@@ -1,0 +1,390 @@
+"""The rollout worker: keeps the engines fed, scores what ends, hands whole groups to the buffer.
+
+Invariants, kept by `RolloutWorker`:
+    * The dispatcher alone decides; this module does what it says and reports back what happened.
+    * Every wait ends by an event or by a limit, and `stop` ends all of them.
+    * No task outlives the worker; the first unexpected error stops all loops and reaches the
+      trainer through the buffer, instead of leaving it to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from ray_apr.config import PartialRolloutConfig, RolloutConfig
+from ray_apr.data.prompts import PromptSource, load_tokenizer
+from ray_apr.exceptions import APRError, RewardError, RolloutError
+from ray_apr.metrics import Metrics
+from ray_apr.protocols import RolloutClient
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.rollout.ledger import LedgerSnapshot
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.state import RolloutState
+from ray_apr.types import Sample, SampleMeta, ServerStatus
+from ray_apr.weights.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+_RETRY_PAUSE_S = 1.0
+_STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """Final figures of the rollout side."""
+
+    ledger: LedgerSnapshot
+    samples_interrupted: int
+    """Times that a sample with tokens was stopped before its end."""
+    samples_resumed: int
+    """Times that such a sample was continued."""
+    prompts_position: int
+    """Prompts handed out."""
+    engines: tuple[ServerStatus, ...]
+
+
+class RolloutWorker:
+    """Async actor around the dispatcher.
+
+    Args:
+        rollout: Sampling, limits and rewards.
+        partial_rollout: When samples are started, interrupted, resumed.
+        batch_size: Samples of one optimizer step.
+        model: Folder or hub id of the tokenizer.
+        seed: Seed of the run.
+        make_prompts: Makes the endless prompts inside this process.
+        make_client: Makes the client of the rollout servers inside this process, once they run.
+        make_scorer: Makes the scorer inside this process.
+        buffer: Handle of the sample buffer.
+        recorder: Handle of the recorder.
+        sync_timeout_s: Limit of one weight sync.
+        policy_version: Version that the engines start with.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout: RolloutConfig,
+        partial_rollout: PartialRolloutConfig,
+        batch_size: int,
+        model: str,
+        make_prompts: Callable[[], PromptSource],
+        make_client: Callable[[], RolloutClient],
+        make_scorer: Callable[[], Scorer],
+        buffer: Any,
+        recorder: Any,
+        sync_timeout_s: float,
+        policy_version: int = 0,
+    ) -> None:
+        self._config = rollout
+        self._state = RolloutState(
+            Dispatcher(
+                partial_rollout,
+                batch_size=batch_size,
+                group_size=rollout.group_size,
+                max_inflight=partial_rollout.max_inflight_samples(batch_size),
+                policy_version=policy_version,
+            )
+        )
+        self._dispatcher = self._state.dispatcher
+        self._prompts = make_prompts()
+        self._tokenizer = load_tokenizer(model)
+        self._make_client = make_client
+        self._scorer = make_scorer()
+        self._buffer = buffer
+        self._recorder = recorder
+        self._pause_mode = partial_rollout.pause_mode
+        self._sync_timeout_s = sync_timeout_s
+        self._wake = asyncio.Event()
+        self._started = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._num_calls = 0
+        self._requests: dict[str, str] = {}
+        """Request id of each generate call under way, by sample."""
+        self._failures: dict[str, int] = {}
+        self._failures_in_a_row = 0
+        self._metrics = Metrics()
+        self._engines: dict[str, ServerStatus] = {}
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all loops, once the servers run; returns at once."""
+        if self._main is None:
+            self._client = self._make_client()
+            self._sync = WeightSync(
+                self._client, pause_mode=self._pause_mode, timeout_s=self._sync_timeout_s
+            )
+            self._main = asyncio.create_task(self._run(), name="rollout")
+            self._started.set()
+
+    async def stop(self) -> RolloutSummary:
+        """Abort what runs, wait for it within a limit, and return the final figures."""
+        counts = self._dispatcher.counts()
+        self._stopping.set()
+        self._wake.set()
+        if self._main is not None:
+            await self._client.abort(None)
+            done, _ = await asyncio.wait({self._main}, timeout=_STOP_TIMEOUT_S)
+            if not done:
+                logger.error("rollout loops did not end within %.0f s", _STOP_TIMEOUT_S)
+                self._main.cancel()
+            await self._read_status()
+        self._scorer.close()
+        return RolloutSummary(
+            ledger=self._state.ledger(),
+            samples_interrupted=counts.interruptions_total,
+            samples_resumed=counts.resumptions_total,
+            prompts_position=self._prompts.position,
+            engines=tuple(self._engines.values()),
+        )
+
+    async def _run(self) -> None:
+        """Run the loops until `stop`; an error of any of them ends all and reaches the trainer."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_buffer(), name="follow-buffer")
+                tasks.create_task(self._beat(), name="heartbeat")
+                tasks.create_task(self._dispatch(tasks), name="dispatch")
+        except BaseExceptionGroup as group:
+            error = _first_leaf(group)
+            logger.error("the rollout worker stops", exc_info=error)
+            reason = error if isinstance(error, APRError) else RolloutError(repr(error))
+            await self._buffer.fail.remote(reason)
+
+    # -- loops -----------------------------------------------------------------------------------
+
+    async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
+        """Start and abort what the dispatcher says.
+
+        Consumes: prompts. Waits for: any event of a sample, of the buffer or of a sync. Unblocked
+        by: `_wake`. Produces: a task for each generate call.
+        """
+        while not self._stopping.is_set():
+            self._wake.clear()
+            await self._abort(self._state.evict_stale())
+            for _ in range(self._dispatcher.num_groups_to_start()):
+                self._state.admit(
+                    self._prompts.next(),
+                    group_size=self._config.group_size,
+                    max_response_tokens=self._config.max_response_tokens,
+                )
+            while (sample := self._state.start_next()) is not None:
+                tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
+            await self._abort(self._dispatcher.to_interrupt())
+            await self._wake.wait()
+
+    async def _follow_buffer(self) -> None:
+        """Tell the dispatcher how full the buffer is.
+
+        Consumes: the buffer's state. Waits for: a change of it. Unblocked by: the buffer, at the
+        latest after its poll limit, or `stop`. Produces: a wake-up of `_dispatch`.
+        """
+        cursor = -1
+        while not self._stopping.is_set():
+            watch = asyncio.ensure_future(self._buffer.watch.remote(cursor))
+            if not await _first_of(watch, self._stopping.wait()):
+                return
+            state = watch.result()
+            cursor = state.cursor
+            self._dispatcher.on_buffer_counts(
+                num_buffered=state.num_buffered,
+                num_received=state.num_received,
+                trainer_version=state.trainer_version,
+            )
+            self._wake.set()
+
+    async def _beat(self) -> None:
+        """Once a second, show what the rollout side does and waits for.
+
+        Consumes: counts and the servers' status. Waits for: the clock. Unblocked by: `stop`.
+        Produces: gauges, timeline spans, and the diagnosis that a starved trainer reports.
+        """
+        while not self._stopping.is_set():
+            diagnosis = self._dispatcher.diagnosis()
+            await self._buffer.report_rollout.remote(diagnosis)
+            await self._read_status()
+            counts = self._dispatcher.counts()
+            ledger = self._state.ledger()
+            self._metrics.set("apr_rollout_inflight_samples", counts.inflight)
+            self._metrics.set("apr_rollout_held_samples", counts.interrupted)
+            status = {
+                "inflight": counts.inflight,
+                "held": counts.interrupted,
+                "buffered": counts.buffered,
+                "tokens_generated": ledger.generated,
+                "tokens_discarded": sum(ledger.discarded.values()),
+                "samples_interrupted": counts.interruptions_total,
+                "samples_resumed": counts.resumptions_total,
+                "waiting_for": diagnosis,
+            }
+            await self._recorder.record.remote("status", status)
+            try:
+                await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
+            except TimeoutError:
+                continue
+
+    async def _read_status(self) -> None:
+        """Ask all servers for their status and record what they did since the last time."""
+        spans: list[dict[str, Any]] = []
+        for status in await self._client.status():
+            self._engines[status.replica_id] = replace(status, spans=())
+            self._metrics.set(
+                "apr_server_running_requests", status.num_running, replica=status.replica_id
+            )
+            actor = f"engine-{sorted(self._engines).index(status.replica_id)}"
+            spans.extend(
+                {"actor": actor, "what": what, "start_s": start, "end_s": end}
+                for what, start, end in status.spans
+            )
+        if spans:
+            await self._recorder.record_many.remote("timeline", spans)
+
+    # -- one sample ------------------------------------------------------------------------------
+
+    async def _generate(self, sample: Sample) -> None:
+        """Run one generate call of a sample, and score it if that was the last one."""
+        sample_id = sample.sample_id
+        request_id = self._requests[sample_id] = f"{sample_id}#{self._num_calls}"
+        self._num_calls += 1
+        if sample.num_tokens:
+            self._metrics.add("apr_rollout_resumptions")
+        try:
+            generation = await self._client.generate(
+                request_id=request_id,
+                session_id=sample.group_id,
+                token_ids=(*sample.prompt.token_ids, *sample.response_ids),
+                sampling=replace(self._config.sampling, seed=self._seed(sample)),
+                max_tokens=sample.remaining_budget,
+            )
+        except (RolloutError, TimeoutError) as error:
+            await self._on_generation_error(sample_id, error)
+            return
+        finally:
+            self._requests.pop(sample_id, None)
+        new = generation.num_tokens
+        self._metrics.add("apr_rollout_generated_tokens", new)
+        updated = self._state.on_generation(sample_id, generation)
+        self._wake.set()
+        if updated is None:
+            return
+        if updated.finish_reason is None:
+            self._metrics.add("apr_rollout_interruptions", float(new > 0))
+            return
+        await self._score(updated)
+
+    async def _score(self, sample: Sample) -> None:
+        """Score a finished sample; the last one of a group sends the group to the buffer."""
+        text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        begin = time.monotonic()
+        try:
+            result = await self._scorer.score(self._state.set_text(sample.sample_id, text))
+        except RewardError as error:
+            self._metrics.add("apr_reward_failures", kind=error.kind)
+            await self._fail(sample.sample_id, error)
+            return
+        self._metrics.observe("apr_reward_duration_seconds", time.monotonic() - begin)
+        self._failures_in_a_row = 0
+        group = self._state.on_reward(sample.sample_id, result)
+        if group is not None:
+            for member in group:
+                self._failures.pop(member.sample_id, None)
+            metas = tuple(SampleMeta.of(member) for member in group)
+            await self._buffer.put_group.remote(metas, [ray.put(group)])
+
+    async def _on_generation_error(self, sample_id: str, error: Exception) -> None:
+        """Try a sample again after a pause, or give its group up."""
+        if not self._state.on_generation_error(sample_id):
+            return
+        failures = self._failures[sample_id] = self._failures.get(sample_id, 0) + 1
+        logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
+        if failures >= self._config.max_request_failures:
+            await self._fail(sample_id, error)
+            return
+        self._count_failure(error)
+        await asyncio.sleep(_RETRY_PAUSE_S * failures)
+        if sample_id in self._state:
+            self._dispatcher.on_retry(sample_id)
+            self._wake.set()
+
+    async def _fail(self, sample_id: str, error: Exception) -> None:
+        """Drop the group of a sample whose generation or reward failed for good."""
+        self._failures.pop(sample_id, None)
+        logger.warning("the group of sample %s is dropped: %s", sample_id, error)
+        running = self._state.fail(sample_id)
+        self._wake.set()
+        self._count_failure(error)
+        await self._abort(running)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Stop the run when everything fails, instead of dropping group after group."""
+        self._failures_in_a_row += 1
+        limit = self._config.max_consecutive_failures
+        if self._failures_in_a_row >= limit:
+            raise RolloutError(f"{limit} generations or rewards failed in a row; the last: {error}")
+
+    async def _abort(self, sample_ids: Sequence[str]) -> None:
+        """Abort the generate calls of these samples; those that have ended meanwhile are left."""
+        request_ids = [self._requests[s] for s in sample_ids if s in self._requests]
+        if request_ids:
+            await self._client.abort(request_ids)
+
+    def _seed(self, sample: Sample) -> int | None:
+        """Seed of one request: siblings and continuations draw differently."""
+        if self._config.seed is None:
+            return None
+        source = f"{self._config.seed}/{sample.sample_id}/{sample.num_tokens}"
+        return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
+
+    # -- weight sync -----------------------------------------------------------------------------
+
+    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
+        """Let all engines join the collective group of the weights; waits for their start."""
+        await self._started.wait()
+        await self._client.join_weight_group(group)
+
+    async def begin_sync(self, policy_version: int) -> None:
+        """Pause the engines and let them listen for the weights of `policy_version`."""
+        await self._sync.begin(policy_version)
+
+    async def finish_sync(self, policy_version: int) -> dict[str, float]:
+        """Wait until the weights have arrived, resume, and go on under the new version.
+
+        Returns:
+            Seconds of the parts of the sync.
+        """
+        times = await self._sync.finish()
+        await self._abort(self._state.on_version(policy_version))
+        self._wake.set()
+        return dataclasses.asdict(times)
+
+
+async def _first_of(watched: Awaitable[Any], other: Awaitable[Any]) -> bool:
+    """Wait for either; whether `watched` is done. What is not done is cancelled."""
+    tasks = [asyncio.ensure_future(watched), asyncio.ensure_future(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error inside of nested groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

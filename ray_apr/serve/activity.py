@@ -1,0 +1,59 @@
+"""What an engine was doing when: generate, paused or idle, as spans and as sums."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+What = Literal["generate", "paused", "idle"]
+
+
+class Activity:
+    """Follows the number of running requests and the pauses of one engine."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[What, float] = {"generate": 0.0, "paused": 0.0, "idle": 0.0}
+        """Time spent so far, in seconds; up to date after `drain`."""
+        self._started_at = self._since = time.time()
+        self._num_running = 0
+        self._is_paused = False
+        self._spans: list[tuple[What, float, float]] = []
+
+    def start(self) -> None:
+        """Begin now; what was before does not count."""
+        self._started_at = self._since = time.time()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.time() - self._started_at
+
+    def set_running(self, num_running: int) -> None:
+        """Tell how many requests the engine holds."""
+        if bool(num_running) != bool(self._num_running):
+            self._cut()
+        self._num_running = num_running
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Tell whether the engine is frozen."""
+        if is_paused != self._is_paused:
+            self._cut()
+        self._is_paused = is_paused
+
+    def drain(self) -> tuple[tuple[What, float, float], ...]:
+        """Spans (what, start, end) in Unix seconds since the last call."""
+        self._cut()
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def _cut(self) -> None:
+        """Close the span that is open."""
+        now = time.time()
+        what: What = "paused" if self._is_paused else "generate" if self._num_running else "idle"
+        self.seconds[what] += now - self._since
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last[0] == what and last[2] == self._since:
+            self._spans[-1] = (what, last[1], now)
+        else:
+            self._spans.append((what, self._since, now))
+        self._since = now

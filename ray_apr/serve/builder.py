@@ -1,0 +1,177 @@
+"""Makes the Serve application of the rollout servers, starts it, and takes it away."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from ray_apr.config import KVCache, RolloutConfig
+from ray_apr.exceptions import ResourceError
+from ray_apr.serve.ingress import build_ingress
+from ray_apr.serve.names import DEPLOYMENT
+from ray_apr.serve.server import RolloutServer
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+
+_QUIET_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
+}
+_CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""A worker inside the engine core, little memory, and one thread: engines share the cores with the
+trainer. A variable that is set outside wins."""
+
+
+def build_rollout_app(
+    *,
+    model: str,
+    config: RolloutConfig,
+    kv_cache: KVCache = "recompute",
+    max_model_len: int | None = None,
+    on_cuda: bool = False,
+) -> serve.Application:
+    """Bind the deployment of the rollout servers, behind an HTTP ingress if one is asked for.
+
+    Args:
+        model: Folder or hub id.
+        config: Replicas, devices, engine arguments, HTTP.
+        kv_cache: What a pause of mode "keep" does with the KV cache.
+        max_model_len: Longest prompt + response, in tokens; None takes the model's.
+        on_cuda: Whether the engines run on GPUs.
+    """
+    deployment = serve.deployment(
+        RolloutServer,
+        name=DEPLOYMENT,
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=100_000,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=60.0,
+        ray_actor_options=_actor_options(config, on_cuda),
+        **_placement(config, on_cuda),
+    )
+    servers = deployment.bind(
+        model, _engine_kwargs(config, max_model_len, on_cuda), kv_cache == "keep"
+    )
+    if config.http_port is None:
+        return servers
+    return build_ingress(servers, config)
+
+
+def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
+    wanted = _QUIET_ENV if on_cuda else {**_QUIET_ENV, **_CPU_ENV}
+    env = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {"num_cpus": config.num_cpus_per_replica, "runtime_env": {"env_vars": env}}
+
+
+def _placement(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
+    """On GPUs the workers are Ray actors in bundles of their own: one GPU a bundle."""
+    if not on_cuda:
+        return {}
+    bundles = [{"CPU": config.num_cpus_per_replica}]
+    bundles += [{"CPU": 1, "GPU": 1} for _ in range(config.tensor_parallel_size)]
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+
+
+def _engine_kwargs(
+    config: RolloutConfig, max_model_len: int | None, on_cuda: bool
+) -> dict[str, Any]:
+    """Arguments of vLLM; the user's own win."""
+    ours: dict[str, Any] = {
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    if on_cuda:
+        ours["distributed_executor_backend"] = "ray"
+    else:
+        ours |= {"block_size": 32, "enforce_eager": True}
+    return {**ours, **config.engine_kwargs}
+
+
+def start_rollout_servers(
+    app_name: str,
+    *,
+    model: str,
+    config: RolloutConfig,
+    kv_cache: KVCache = "recompute",
+    max_model_len: int | None = None,
+) -> None:
+    """Start the servers and wait until all of them are ready.
+
+    Raises:
+        ResourceError: If they are not ready within ``start_timeout_s``, or one cannot start.
+    """
+    on_cuda = config.device == "cuda" or (
+        config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
+    )
+    app = build_rollout_app(
+        model=model,
+        config=config,
+        kv_cache=kv_cache,
+        max_model_len=max_model_len,
+        on_cuda=on_cuda,
+    )
+    if config.http_port is None:
+        serve.start(http_options=HTTPOptions(location="NoServer"))
+    else:
+        serve.start(http_options=HTTPOptions(host=config.http_host, port=config.http_port))
+    route = None if config.http_port is None else "/"
+    serve.run_many(
+        [serve.RunTarget(target=app, name=app_name, route_prefix=route)],
+        wait_for_applications_running=False,
+    )
+    _wait_until_running(app_name, config.start_timeout_s)
+
+
+def _wait_until_running(app_name: str, timeout_s: float) -> None:
+    """Wait for all replicas; Serve itself would retry a failing constructor without end."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        app = serve.status().applications.get(app_name)
+        if app is not None and app.status == ApplicationStatus.RUNNING:
+            return
+        deployment = app.deployments.get(DEPLOYMENT) if app is not None else None
+        message = (deployment.message if deployment else "") or (app.message if app else "")
+        if app is not None and app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise ResourceError(f"the rollout servers cannot start: {message}")
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"the rollout servers are not ready after {timeout_s:g} s (rollout.start_timeout_s)"
+                f": {message or 'Serve gives no reason'}; does the cluster hold what they ask for?"
+            )
+        time.sleep(_POLL_S)
+
+
+def stop_rollout_servers(app_name: str) -> None:
+    """Take the application away, and Serve itself if nothing else runs on it."""
+    try:
+        serve.delete(app_name)
+        if not serve.status().applications:
+            serve.shutdown()
+    except (RayError, RayServeException) as error:
+        logger.warning("Serve application %s could not be deleted: %s", app_name, error)

@@ -1,0 +1,206 @@
+"""The client of all rollout servers: a `RolloutClient` over one Serve deployment.
+
+Invariants, kept by `ServeRolloutClient`:
+    * Requests of one session share a replica as long as one of them runs (prefix-cache hits); a
+      session that begins goes to the replica with the fewest requests.
+    * A control verb reaches every replica, or raises with the names of those that it did not.
+    * Every call has a time limit.
+
+Serve routes a session id by consistent hashing, which neither balances nor tells where it goes. The
+client therefore routes by a few ids of its own, "slots", whose replicas it learns from their
+replies; a slot stands for a replica as long as the set of replicas does not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from ray_apr.config import RolloutConfig
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.protocols import PauseMode
+from ray_apr.serve.names import DEPLOYMENT
+from ray_apr.types import Generation, SamplingParams, ServerStatus
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_TIMEOUT_S = 60.0
+_NUM_SLOTS_TRIED = 64
+
+
+class ServeRolloutClient:
+    """All replicas of one application.
+
+    Args:
+        app_name: Name of the Serve application.
+        config: Number of replicas and time limits.
+        weight_sync_timeout_s: Limit for the replicas to join a group or to receive weights.
+    """
+
+    def __init__(
+        self, app_name: str, config: RolloutConfig, *, weight_sync_timeout_s: float = 120.0
+    ) -> None:
+        self._handle: Any = serve.get_deployment_handle(DEPLOYMENT, app_name)
+        self._config = config
+        self._weight_sync_timeout_s = weight_sync_timeout_s
+        self._slots: dict[str, Any] = {}
+        """A handle for each replica, by replica id."""
+        self._learning = asyncio.Lock()
+        self._sessions: dict[str, dict[str, None]] = {}
+        """Requests under way, by session."""
+        self._load: Counter[str] = Counter()
+        self._placed: dict[str, str] = {}
+        """Replica of each request under way."""
+
+    # -- generation ------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        session_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Continue `token_ids`; see `RolloutClient`.
+
+        Raises:
+            RolloutError: If the call fails or exceeds ``request_timeout_s``.
+        """
+        if not self._slots:
+            await self._learn()
+        replica_id = self._enter(session_id, request_id)
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                generation: Generation = await self._slots[replica_id].generate.remote(
+                    request_id, tuple(token_ids), sampling, max_tokens
+                )
+        except (RayError, RayServeException, TimeoutError) as error:
+            self._slots = {}  # learned again by the next call: a replica may be gone
+            raise _translated(error, f"request {request_id}") from error
+        finally:
+            self._leave(session_id, request_id)
+        if generation.replica_id != replica_id:
+            self._slots = {}  # the replicas have changed, and the slots with them
+        return generation
+
+    def _enter(self, session_id: str, request_id: str) -> str:
+        """Choose the replica of a request: its session's, or the one with the fewest."""
+        replica_id = next((self._placed[r] for r in self._sessions.get(session_id, ())), None)
+        if replica_id not in self._slots:
+            replica_id = min(self._slots, key=lambda r: (self._load[r], r))
+        self._sessions.setdefault(session_id, {})[request_id] = None
+        self._placed[request_id] = replica_id
+        self._load[replica_id] += 1
+        return replica_id
+
+    def _leave(self, session_id: str, request_id: str) -> None:
+        self._load[self._placed.pop(request_id)] -= 1
+        requests = self._sessions[session_id]
+        del requests[request_id]
+        if not requests:
+            del self._sessions[session_id]
+
+    async def _learn(self) -> None:
+        """Find a slot for each replica."""
+        async with self._learning:
+            if self._slots:
+                return
+            replicas = {status.replica_id for status in await self.status(drain=False)}
+            found: dict[str, Any] = {}
+            for number in range(_NUM_SLOTS_TRIED):
+                if replicas <= set(found):
+                    break
+                handle = self._handle.options(session_id=f"slot-{number}")
+                async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                    found.setdefault(await handle.replica_id.remote(), handle)
+            self._slots = found
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Abort these requests where they run (None: all, on all replicas)."""
+        if request_ids is None:
+            return await self.abort_anywhere(None)
+        by_replica: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            if request_id in self._placed:
+                by_replica.setdefault(self._placed[request_id], []).append(request_id)
+        if not set(by_replica) <= set(self._slots):
+            return await self.abort_anywhere(request_ids)
+        async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+            return sum([await self._slots[r].abort.remote(ids) for r, ids in by_replica.items()])
+
+    async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
+        """Abort requests that may have come in through another client."""
+        return sum(await self._all("abort", None if request_ids is None else list(request_ids)))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze all engines."""
+        await self._all("pause", mode)
+
+    async def resume(self) -> None:
+        """Unfreeze all engines; every replica is tried before an error is raised."""
+        await self._all("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether any engine is frozen."""
+        return any(await self._all("is_paused"))
+
+    async def status(self, *, drain: bool = True) -> list[ServerStatus]:
+        """One status for each replica, in order of their ids.
+
+        Args:
+            drain: Whether the spans since the last status are taken along; only one reader may.
+        """
+        return sorted(await self._all("status", drain), key=lambda status: status.replica_id)
+
+    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
+        """Make every engine worker join; replicas get ranks in order of their ids, from 1 on."""
+        size = self._config.tensor_parallel_size
+        replicas = [status.replica_id for status in await self.status(drain=False)]
+        first_ranks = {replica: 1 + i * size for i, replica in enumerate(replicas)}
+        if 1 + len(replicas) * size != group["world_size"]:
+            raise WeightSyncError(
+                f"the weight group has {group['world_size']} members, but there are "
+                f"{len(replicas)} replicas of {size} workers and one sender"
+            )
+        await self._all(
+            "join_weight_group", dict(group), first_ranks, timeout_s=self._weight_sync_timeout_s
+        )
+
+    async def receive_weights(self, policy_version: int) -> None:
+        """Receive one broadcast on all replicas."""
+        await self._all("receive_weights", policy_version, timeout_s=self._weight_sync_timeout_s)
+
+    async def _all(self, verb: str, *args: Any, timeout_s: float = _CONTROL_TIMEOUT_S) -> list[Any]:
+        """Call every replica; raise what the first one of them raised."""
+        response = self._handle.broadcast(verb, *args)
+        try:
+            results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise _translated(error, verb) from error
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise _translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")
+        if not results:
+            raise EngineUnavailableError(f"{verb}: no rollout server runs")
+        return results
+
+
+def _translated(error: BaseException, what: str) -> APRError:
+    """The error of ours inside of a Ray error; others become a `RolloutError`."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, APRError):
+        return cause
+    if isinstance(cause, TimeoutError):
+        return RolloutError(f"{what}: no answer within the time limit")
+    return EngineUnavailableError(f"{what}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,344 @@
+"""The vLLM adapter: the one place that knows vLLM's calls and how its versions differ.
+
+Invariants, kept by `Engine`:
+    * Nothing enters vLLM while the engine is paused: calls wait at a gate and go in after `resume`.
+    * A call that is stopped returns what it has; awaiting tasks are never cancelled to stop one,
+      which would lose the tokens.
+    * Each token carries the version that vLLM attests (spans, since 0.32); where it attests none,
+      the version between whose two syncs the call ran, which is exact as long as a sync aborts.
+    * After a broken weight sync nothing is generated until the next one that succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.protocols import PauseMode
+from ray_apr.serve.activity import Activity
+from ray_apr.serve.plugin import BACKEND, register
+from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
+
+logger = logging.getLogger(__name__)
+
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "repetition": FinishReason.STOP,
+    "abort": FinishReason.ABORT,
+}
+
+
+class Engine:
+    """One vLLM engine, tokens in and tokens out.
+
+    Args:
+        model: Folder or hub id.
+        replica_id: Name in statuses and replies.
+        engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
+        keep_kv_cache: Whether a pause of mode "keep" leaves the KV cache of the old weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        replica_id: str,
+        engine_kwargs: Mapping[str, Any],
+        keep_kv_cache: bool = False,
+    ) -> None:
+        self._model = model
+        self._kwargs = dict(engine_kwargs)
+        self._keep_kv_cache = keep_kv_cache
+        self.replica_id = replica_id
+        self._llm: Any = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._control = asyncio.Lock()
+        self._running: dict[str, asyncio.Event] = {}
+        """Calls under way; the event is set when one is aborted before it entered vLLM."""
+        self._inside: set[str] = set()
+        self._policy_version = 0
+        self._weights_valid = True
+        self._tokens_generated = 0
+        self._num_aborted = 0
+        self._activity = Activity()
+
+    async def start(self) -> None:
+        """Load the model; returns when the engine answers.
+
+        Raises:
+            ConfigError: If vLLM does not take the arguments.
+        """
+        register()
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            args = AsyncEngineArgs(
+                model=self._model,
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                **self._kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._attests = hasattr(self._llm, "update_weight_version")
+        if self._attests:
+            await self._llm.update_weight_version(str(self._policy_version))
+        self._activity.start()
+
+    # -- generation ------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether calls wait."""
+        return not self._gate.is_set()
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Continue `token_ids` by at most `max_tokens`.
+
+        Raises:
+            RolloutError: If the request is malformed, or its id is in use.
+            EngineUnavailableError: If the engine is dead, or its weights are undefined.
+        """
+        if request_id in self._running:
+            raise RolloutError(f"request {request_id} is under way already")
+        if not token_ids or max_tokens < 1:
+            raise RolloutError(
+                f"request {request_id} has {len(token_ids)} tokens and a budget of {max_tokens}; "
+                "both must be at least 1"
+            )
+        aborted = self._running[request_id] = asyncio.Event()
+        try:
+            if not await self._enter(aborted):
+                return self._generation(request_id, (), FinishReason.ABORT)
+            if not self._weights_valid:
+                raise EngineUnavailableError(
+                    f"the weights of {self.replica_id} are undefined after a broken weight sync"
+                )
+            return await self._run(request_id, token_ids, sampling, max_tokens)
+        finally:
+            del self._running[request_id]
+
+    async def _enter(self, aborted: asyncio.Event) -> bool:
+        """Wait at the gate; False if the call was aborted there."""
+        while not self._gate.is_set() and not aborted.is_set():
+            waits = [asyncio.ensure_future(e.wait()) for e in (self._gate, aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return not aborted.is_set()
+
+    async def _run(
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, max_tokens: int
+    ) -> Generation:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        version = self._policy_version
+        last: Any = None
+        with self._inside_engine(request_id):
+            try:
+                async for last in self._llm.generate(
+                    {"prompt_token_ids": list(token_ids)},
+                    _vllm_params(sampling, max_tokens),
+                    request_id,
+                ):
+                    pass
+            except EngineDeadError as error:
+                raise EngineUnavailableError(f"{self.replica_id} is dead: {error}") from error
+            except ValueError as error:
+                raise RolloutError(f"vLLM refused request {request_id}: {error}") from error
+            except asyncio.CancelledError:
+                await self._llm.abort(request_id)
+                raise
+        if last is None:
+            return self._generation(request_id, (), FinishReason.ABORT)
+        output = last.outputs[0]
+        reason = _REASONS.get(output.finish_reason or "abort")
+        if reason is None:
+            raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
+        return self._generation(request_id, _segments(output, version), reason)
+
+    @contextlib.contextmanager
+    def _inside_engine(self, request_id: str) -> Iterator[None]:
+        self._inside.add(request_id)
+        self._activity.set_running(len(self._inside))
+        try:
+            yield
+        finally:
+            self._inside.discard(request_id)
+            self._activity.set_running(len(self._inside))
+
+    def _generation(
+        self, request_id: str, segments: tuple[Segment, ...], reason: FinishReason
+    ) -> Generation:
+        generation = Generation(
+            request_id=request_id,
+            segments=segments,
+            finish_reason=reason,
+            replica_id=self.replica_id,
+        )
+        self._tokens_generated += generation.num_tokens
+        self._num_aborted += reason is FinishReason.ABORT
+        return generation
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Stop these calls (None: all); they return what they have.
+
+        Returns:
+            How many of them were under way.
+        """
+        ids = list(self._running) if request_ids is None else request_ids
+        known = [i for i in ids if i in self._running]
+        for request_id in known:
+            self._running[request_id].set()
+        inside = [i for i in known if i in self._inside]
+        if inside:
+            await self._llm.abort(inside)
+        return len(known)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it."""
+        async with self._control:
+            self._gate.clear()
+            self._activity.set_paused(True)
+            keep = mode == "keep"
+            await self._llm.pause_generation(
+                mode=mode, clear_cache=not (keep and self._keep_kv_cache)
+            )
+
+    async def resume(self) -> None:
+        """Let the engine and the waiting calls go on; harmless when it is not paused."""
+        async with self._control:
+            try:
+                await self._llm.resume_generation()
+            finally:
+                self._activity.set_paused(False)
+                self._gate.set()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    async def join_weight_group(self, group: Mapping[str, Any], first_rank: int) -> None:
+        """Let the workers join the group that weights arrive by.
+
+        Raises:
+            WeightSyncError: If the members do not meet in time.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        init_info = {"group": dict(group), "first_rank": first_rank}
+        try:
+            await self._llm.init_weight_transfer_engine(
+                WeightTransferInitRequest(init_info=init_info)
+            )
+        except Exception as error:
+            raise WeightSyncError(f"{self.replica_id} could not join: {error}") from error
+
+    async def receive_weights(self, policy_version: int) -> None:
+        """Take one broadcast of all weights; the engine is paused meanwhile.
+
+        Raises:
+            WeightSyncError: If it is not paused, or the weights did not arrive whole.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if not self.is_paused:
+            raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
+        self._weights_valid = False
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(
+                WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
+            )
+            if self._attests:
+                await self._llm.finish_weight_update(weight_version=str(policy_version))
+            else:
+                await self._llm.finish_weight_update()
+        except Exception as error:
+            raise WeightSyncError(f"{self.replica_id}: {error}") from error
+        self._policy_version = policy_version
+        self._weights_valid = True
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def status(self, *, drain: bool = True) -> ServerStatus:
+        """Figures of this moment, with the spans since the last call that drained them."""
+        activity = self._activity
+        spans = activity.drain() if drain else ()
+        return ServerStatus(
+            replica_id=self.replica_id,
+            policy_version=self._policy_version,
+            is_paused=self.is_paused,
+            weights_valid=self._weights_valid,
+            num_running=len(self._running),
+            tokens_generated=self._tokens_generated,
+            num_aborted=self._num_aborted,
+            spans=spans,
+            uptime_s=activity.uptime_s,
+            busy_s=activity.seconds["generate"],
+            paused_s=activity.seconds["paused"],
+        )
+
+    async def check_health(self) -> None:
+        """Raise if the engine is dead."""
+        await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+
+def _vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
+    """vLLM's own parameters of a call: one final output, ids only, log-probs of what is drawn."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _segments(output: Any, version: int) -> tuple[Segment, ...]:
+    """Cut an output at the boundaries that vLLM attests; `version` where it attests none."""
+    ids = tuple(output.token_ids)
+    logprobs = tuple(
+        step[token].logprob for token, step in zip(ids, output.logprobs or (), strict=True)
+    )
+    spans = getattr(output, "weight_versions", None)
+    if spans is None:
+        cuts = [(version, 0, len(ids))]
+    else:
+        cuts = [(int(s.version), s.start, s.end) for s in spans]
+    return tuple(
+        Segment(policy_version=v, token_ids=ids[start:end], logprobs=logprobs[start:end])
+        for v, start, end in cuts
+        if end > start
+    )

@@ -1,0 +1,4 @@
+"""Names that server and client share."""
+
+DEPLOYMENT = "RolloutServer"
+INGRESS = "RolloutIngress"

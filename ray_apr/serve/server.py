@@ -1,0 +1,87 @@
+"""`RolloutServer`: a Ray Serve deployment that owns one vLLM engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import serve
+
+from ray_apr.protocols import PauseMode
+from ray_apr.serve.engine import Engine
+from ray_apr.types import Generation, SamplingParams, ServerStatus
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutServer:
+    """One replica: the verbs of an engine, as Serve calls.
+
+    Args:
+        model: Folder or hub id.
+        engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
+        keep_kv_cache: Whether a pause of mode "keep" leaves the KV cache of the old weights.
+    """
+
+    async def __init__(
+        self, model: str, engine_kwargs: Mapping[str, Any], keep_kv_cache: bool
+    ) -> None:
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._engine = Engine(
+            model, replica_id=replica_id, engine_kwargs=engine_kwargs, keep_kv_cache=keep_kv_cache
+        )
+        await self._engine.start()
+
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Continue `token_ids`; see `Engine.generate`."""
+        return await self._engine.generate(
+            request_id=request_id, token_ids=token_ids, sampling=sampling, max_tokens=max_tokens
+        )
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Stop calls; see `Engine.abort`."""
+        return await self._engine.abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze; see `Engine.pause`."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """Unfreeze; see `Engine.resume`."""
+        await self._engine.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is frozen."""
+        return self._engine.is_paused
+
+    async def replica_id(self) -> str:
+        """Which replica answers."""
+        return self._engine.replica_id
+
+    async def status(self, drain: bool = True) -> ServerStatus:
+        """Figures of this moment; see `Engine.status`."""
+        return self._engine.status(drain=drain)
+
+    async def join_weight_group(
+        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
+    ) -> None:
+        """Join the weight group as the rank that belongs to this replica."""
+        await self._engine.join_weight_group(group, first_ranks[self._engine.replica_id])
+
+    async def receive_weights(self, policy_version: int) -> None:
+        """Take one broadcast; see `Engine.receive_weights`."""
+        await self._engine.receive_weights(policy_version)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await self._engine.check_health()
+
+    def __del__(self) -> None:
+        self._engine.shutdown()

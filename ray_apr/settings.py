@@ -1,0 +1,270 @@
+"""One YAML file -> the settings of a run, checked as far as that is possible without a cluster.
+
+Everything wrong is a `ConfigError` that names the dotted key: unknown and duplicate keys, types,
+missing files, a model folder without a model, a reward function that is not there. Reading is all
+that happens here; importing this module loads neither ray, torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_together,
+    from_mapping,
+)
+from ray_apr.exceptions import ConfigError
+from ray_apr.settings_files import check_model, check_prompts, check_reward
+from ray_apr.settings_yaml import check_types, read_yaml, set_override
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsSettings:
+    """Where the prompts come from."""
+
+    path: str
+    """A .parquet, .jsonl or .json file; relative to the YAML file."""
+    limit: int | None = None
+    """Take only the first rows; None takes all."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("prompts.limit", self.limit, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """Train workers, each one process of the TorchTrainer."""
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    """Give every train worker one GPU."""
+    num_cpus_per_worker: float = 1.0
+    """Ray CPUs that a train worker reserves."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("scaling.num_workers", self.num_workers, 1)
+        _require_at_least("scaling.num_cpus_per_worker", self.num_cpus_per_worker, 0)
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What `ray.train.ScalingConfig` reserves for one worker."""
+        gpus = {"GPU": 1.0} if self.use_gpu else {}
+        return {"CPU": self.num_cpus_per_worker, **gpus}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolderSettings:
+    """Where the run's figures and checkpoints go: ``<storage_path>/<name>``."""
+
+    name: str | None = None
+    """None makes one of the YAML file's name, the mode and the time."""
+    storage_path: str = "runs"
+    """A folder, relative to where the command is started."""
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if name is not None and (not name or name in (".", "..") or "/" in name):
+            raise ConfigError("run.name", name, "must be the name of one folder, without a slash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """How Ray is started, or which cluster is joined."""
+
+    num_cpus: int | None = None
+    """CPUs of the local cluster; None takes those of this machine."""
+    address: str | None = None
+    """Address of a running cluster, or "auto"; None starts one here."""
+    namespace: str = "ray_apr"
+
+    def __post_init__(self) -> None:
+        _require_at_least("ray.num_cpus", self.num_cpus, 1)
+        if self.address is not None and self.num_cpus is not None:
+            raise ConfigError(
+                "ray.num_cpus",
+                self.num_cpus,
+                "a cluster that is joined has its own CPUs; leave it out",
+            )
+
+
+def _require_at_least(name: str, value: float | None, minimum: int) -> None:
+    if value is not None and not minimum <= value < float("inf"):
+        raise ConfigError(name, value, f"must be at least {minimum}")
+
+
+_SECTIONS: Mapping[str, type] = {
+    "rollout": RolloutConfig,
+    "partial_rollout": PartialRolloutConfig,
+    "buffer": BufferConfig,
+    "algorithm": AlgorithmConfig,
+    "train": TrainConfig,
+    "scaling": ScalingSettings,
+    "run": RunFolderSettings,
+    "ray": RaySettings,
+}
+_REQUIRED = ("model", "prompts", "reward")
+_KEYS = ("mode", *_REQUIRED, *_SECTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything that one run needs to know."""
+
+    path: Path
+    """The YAML file; relative names in it are relative to its folder."""
+    model: str
+    """Absolute path of a model folder, or a hub id ``owner/name``."""
+    prompts: PromptsSettings
+    """With an absolute path."""
+    reward: str
+    """``package.module:function``, or ``file.py:function`` relative to the YAML file."""
+    rollout: RolloutConfig
+    partial_rollout: PartialRolloutConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    scaling: ScalingSettings
+    run: RunFolderSettings
+    ray: RaySettings
+
+    @property
+    def mode(self) -> str:
+        """Name of the preset: sync or apr."""
+        return self.partial_rollout.mode
+
+    @property
+    def base_dir(self) -> Path:
+        """Folder of the YAML file."""
+        return self.path.parent
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder.
+
+        Raises:
+            ConfigError: If the run has no name yet; see `with_run_name`.
+        """
+        if self.run.name is None:
+            raise ConfigError("run.name", None, "name the run, or call with_run_name() first")
+        return Path(self.run.storage_path).expanduser().resolve() / self.run.name
+
+    def with_run_name(self, now_s: float | None = None) -> RunSettings:
+        """Return these settings with a name of the run: the given one, or file-mode-time.
+
+        Args:
+            now_s: Unix time of the default name; None takes the clock.
+        """
+        if self.run.name is not None:
+            return self
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+        run = dataclasses.replace(self.run, name=f"{self.path.stem}-{self.mode}-{stamp}")
+        return dataclasses.replace(self, run=run)
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """Read a YAML file, apply overrides, and check all of it.
+
+    Args:
+        path: The YAML file.
+        overrides: ``"train.steps=10"``, ``"mode=sync"``: dotted key and YAML value.
+
+    Raises:
+        ConfigError: Names the key that is wrong, its value and the remedy.
+
+    Example:
+        >>> load_settings("examples/arithmetic/apr.yaml", ["train.steps=10"])  # doctest: +SKIP
+    """
+    path = Path(path).expanduser().resolve()
+    values = read_yaml(path)
+    for text in overrides:
+        set_override(values, text)
+    for key in values:
+        if key not in _KEYS:
+            raise ConfigError(str(key), values[key], f"unknown key; known: {', '.join(_KEYS)}")
+    for key in _REQUIRED:
+        if values.get(key) is None:
+            raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
+    return _build(path, values)
+
+
+def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
+    sections = {name: _section(name, cls, values.get(name)) for name, cls in _SECTIONS.items()}
+    sections["partial_rollout"] = _partial_rollout(values)
+    for name in ("model", "reward"):
+        if not isinstance(values[name], str):
+            raise ConfigError(name, values[name], "must be text")
+    prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
+    settings = RunSettings(
+        path=path,
+        model=check_model(values["model"], path.parent),
+        prompts=prompts,
+        reward=check_reward(values["reward"], path.parent),
+        **sections,
+    )
+    _check_all_together(settings)
+    return settings
+
+
+def _check_all_together(settings: RunSettings) -> None:
+    check_together(settings.rollout, settings.train, settings.algorithm)
+    batch_size, num_workers = settings.train.batch_size, settings.scaling.num_workers
+    if batch_size < num_workers:
+        raise ConfigError(
+            "train.batch_size",
+            batch_size,
+            f"must be at least scaling.num_workers = {num_workers}: every worker trains a sample",
+        )
+    if settings.scaling.use_gpu and settings.rollout.device == "cpu":
+        raise ConfigError(
+            "scaling.use_gpu", True, 'needs rollout.device "cuda" or "auto": one run, one device'
+        )
+
+
+def _section(name: str, cls: type, given: Any) -> Any:
+    values = _mapping(name, given)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in names:
+            raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
+    check_types(cls, name, values)
+    if cls is PartialRolloutConfig:
+        return None  # built by its preset, see _partial_rollout
+    return from_mapping(cls, name, values)
+
+
+def _mapping(name: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(name, given, "must be a section of `key: value` lines")
+    return dict(given)
+
+
+def _partial_rollout(values: Mapping[str, Any]) -> PartialRolloutConfig:
+    section = _mapping("partial_rollout", values.get("partial_rollout"))
+    if "mode" in section:
+        raise ConfigError(
+            "partial_rollout.mode", section["mode"], "write `mode:` at the top level instead"
+        )
+    mode = values.get("mode", "apr")
+    if not isinstance(mode, str):
+        raise ConfigError("mode", mode, "must be sync or apr")
+    return PartialRolloutConfig.preset(mode, **section)
+
+
+def _prompts(given: Any, base_dir: Path, column: str) -> PromptsSettings:
+    values = {"path": given} if isinstance(given, str) else _mapping("prompts", given)
+    if values.get("path") is None:
+        raise ConfigError("prompts.path", None, "is missing; give a .parquet, .jsonl or .json file")
+    settings = _section("prompts", PromptsSettings, values)
+    return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))

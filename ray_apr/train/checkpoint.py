@@ -1,0 +1,180 @@
+"""Checkpoints of the trainer, and the trained model in Hugging Face's format.
+
+A checkpoint folder holds the sharded state of all ranks (``torch.distributed.checkpoint``, readable
+by any number of ranks), one random state a rank, and ``progress.json``. Every rank writes its own
+files into its own folder; Ray Train merges them into one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoTokenizer
+
+from ray_apr.exceptions import TrainError
+
+HF_FOLDER = "hf"
+_PROGRESS = "progress.json"
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+_SHARD_SIZE = "4GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run stood when its checkpoint was written."""
+
+    step: int
+    """The next optimizer step."""
+    policy_version: int
+
+
+def save_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Write this rank's part of a checkpoint; all ranks call this together.
+
+    Args:
+        folder: A folder of this rank, or one that all ranks share.
+        model: The sharded model.
+        optimizer: Its optimizer; the learning rate follows from the step.
+        progress: Step and policy version.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = dist.get_rank()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(folder))
+    torch.save(_random_state(), folder / _random_file(rank))
+    if rank == 0:
+        (folder / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+
+
+def load_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Progress:
+    """Restore what `save_checkpoint` wrote; all ranks call this together.
+
+    Ranks that the checkpoint has no random state for (more ranks than before) keep their own.
+
+    Raises:
+        TrainError: If the folder holds no checkpoint of ours.
+    """
+    folder = Path(folder)
+    if not (folder / _PROGRESS).is_file():
+        raise TrainError(f"{folder} holds no checkpoint of a run: {_PROGRESS} is missing")
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=str(folder))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    random_file = folder / _random_file(dist.get_rank())
+    if random_file.is_file():
+        _set_random_state(torch.load(random_file, weights_only=True))
+    return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+
+
+def export_hf(folder: str | Path, model: Any, source: str) -> None:
+    """Write the trained model as Hugging Face's libraries and vLLM read it; all ranks call this.
+
+    Rank 0 writes; the others only give their shards. The weights get the data type of the source.
+
+    Args:
+        folder: Where rank 0 writes.
+        model: The sharded model.
+        source: Folder or hub id that it was loaded from: config and tokenizer come from there.
+    """
+    config = AutoConfig.from_pretrained(source)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for name, weight in full_parameters(model):
+        if is_writer:
+            weights[name] = weight.to("cpu", dtype).contiguous()
+    if not is_writer:
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(folder, weights)
+    config.save_pretrained(folder)
+    _write_tokenizer(folder, source)
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and whole values of all parameters and saved buffers, tied ones once; all ranks
+    together."""
+    seen = set()
+    saved = model.state_dict(keep_vars=True)
+    for name, value in saved.items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        tensor = value.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write safetensors, and an index if they need several files."""
+    plan = split_torch_state_dict_into_shards(
+        weights, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_SIZE
+    )
+    for file, names in plan.filename_to_tensors.items():
+        save_file({n: weights[n] for n in names}, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        text = json.dumps(index, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, source: str) -> None:
+    """Copy the tokenizer's files from the source folder, or save a hub model's tokenizer."""
+    if not Path(source).is_dir():
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        return
+    for pattern in _TOKENIZER_FILES:
+        for file in Path(source).glob(pattern):
+            shutil.copy2(file, folder / file.name)
+
+
+def _random_file(rank: int) -> str:
+    return f"random-{rank}.pt"
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    """torch's random states of this rank; nothing else of the trainer draws numbers."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

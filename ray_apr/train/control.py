@@ -1,0 +1,140 @@
+"""What rank 0 says to the other actors of a run, each wait with a limit and a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.util
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError
+from ray_apr.metrics import Metrics
+
+if TYPE_CHECKING:
+    from ray_apr.weights.sender import WeightSender
+
+_CALL_TIMEOUT_S = 60.0
+
+_GAUGES = {
+    "policy_version": "apr_trainer_policy_version",
+    "reward_mean": "apr_trainer_reward_mean",
+    "staleness_mean": "apr_trainer_staleness_mean_steps",
+    "staleness_max": "apr_trainer_staleness_max_steps",
+}
+_HISTOGRAMS = {
+    "trainer_step_s": "apr_trainer_step_seconds",
+    "trainer_wait_s": "apr_trainer_wait_seconds",
+    "weight_sync_s": "apr_weight_sync_seconds",
+}
+
+
+class RunControl:
+    """Rank 0's side of the run.
+
+    Args:
+        buffer: Handle of the sample buffer.
+        worker: Handle of the rollout worker.
+        recorder: Handle of the recorder.
+        sync_timeout_s: Limit of one weight sync.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffer: Any,
+        worker: Any,
+        recorder: Any,
+        sync_timeout_s: float,
+    ) -> None:
+        self._buffer = buffer
+        self._worker = worker
+        self._recorder = recorder
+        self._sync_timeout_s = sync_timeout_s
+        self._metrics = Metrics()
+
+    def grant(self, step: int, policy_version: int) -> None:
+        """Let the buffer choose the batch of `step`."""
+        _get(
+            self._buffer.grant.remote(step, policy_version),
+            f"sample buffer, to take the grant of step {step}",
+            _CALL_TIMEOUT_S,
+        )
+
+    def end_step(self, step: int, next_policy_version: int | None) -> None:
+        """Tell the buffer that `step` is trained, and let it choose the next batch.
+
+        Args:
+            step: The step that was trained.
+            next_policy_version: Version that the next batch is chosen against; None after the last.
+        """
+        calls = [self._buffer.ack.remote(step)]
+        if next_policy_version is not None:
+            calls.append(self._buffer.grant.remote(step + 1, next_policy_version))
+        _get(calls, f"sample buffer, to end step {step}", _CALL_TIMEOUT_S)
+
+    def connect(self, sender: WeightSender, num_engine_workers: int, *, timeout_s: float) -> None:
+        """Join the weight group together with all engine workers.
+
+        Args:
+            sender: The trainer's end.
+            num_engine_workers: Replicas x tensor-parallel size.
+            timeout_s: Limit for the members to meet, and later for one collective call.
+        """
+        host = ray.util.get_node_ip_address()
+        group = sender.open_group(num_engine_workers, host=host, timeout_s=timeout_s)
+        joined = self._worker.join_weight_group.remote(group.to_dict())
+        whom = "rollout servers, to join the weight group"
+        try:
+            sender.connect(group)
+        except WeightSyncError:
+            _get(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
+            raise
+        _get(joined, whom, timeout_s)
+
+    def broadcast(self, sender: WeightSender, policy_version: int) -> Mapping[str, float]:
+        """Move gathered weights to the servers; returns the times of `weights.sync.SyncTimes`.
+
+        The rollout worker resumes its engines by itself if this process dies in between.
+        """
+        limit = self._sync_timeout_s + _CALL_TIMEOUT_S
+        _get(
+            self._worker.begin_sync.remote(policy_version),
+            f"rollout servers, to pause for the weights of version {policy_version}",
+            limit,
+        )
+        sender.send()
+        times = _get(
+            self._worker.finish_sync.remote(policy_version),
+            f"rollout servers, to resume with version {policy_version}",
+            limit,
+        )
+        return dict(times)
+
+    def record_step(self, row: Mapping[str, Any]) -> None:
+        """Write the row of a step, and set its metrics."""
+        self._recorder.record.remote("step", dict(row))
+        self._metrics.set_all({metric: row[key] for key, metric in _GAUGES.items()})
+        for key, metric in _HISTOGRAMS.items():
+            self._metrics.observe(metric, row[key])
+
+    def record_span(self, what: str, start_s: float, end_s: float) -> None:
+        """Write a span of the trainer's timeline, in Unix seconds."""
+        span = {"actor": "trainer", "what": what, "start_s": start_s, "end_s": end_s}
+        self._recorder.record.remote("timeline", span)
+
+
+def _get(ref: Any, whom: str, timeout_s: float) -> Any:
+    """Wait for an actor's answer.
+
+    Raises:
+        StarvedError: If it does not come within `timeout_s`.
+        TrainError: If the actor is dead.
+    """
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise StarvedError(f"the trainer waited {timeout_s:g} s for the {whom}") from error
+    except RayActorError as error:
+        raise TrainError(f"the trainer waited for the {whom}, and it is dead: {error}") from error

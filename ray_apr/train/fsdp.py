@@ -1,0 +1,192 @@
+"""The model under FSDP2, its optimizer, and the learning rate.
+
+Invariants:
+    * Master weights and optimizer states are float32 shards; the forward pass runs in
+      `TrainConfig.param_dtype`.
+    * Dropout is off: the log-probs of a sample do not depend on a random state.
+    * FSDP averages gradients over ranks; `gradient_scale` undoes that, so that the ranks' losses
+      add up to the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ray_apr.config import TrainConfig
+from ray_apr.exceptions import ConfigError
+from ray_apr.train.logprobs import attach_response_logprobs
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MEMORY_SHARE = 0.15
+"""A whole model may stay gathered, or its gradients unreduced, within this share of the memory."""
+_CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Module:
+    """Load a causal language model and shard it over the default process group.
+
+    Args:
+        model: Folder in Hugging Face's format, or hub id.
+        train: Data types and activation checkpointing.
+        device: Where this rank computes.
+
+    Returns:
+        The sharded model, with the method of `logprobs.attach_response_logprobs`. Parameter names
+        are those of Hugging Face; tied weights stay tied.
+
+    Raises:
+        ConfigError: If the model changes its logits after the head in a way that is not computed
+            here.
+    """
+    loaded = _load(model)
+    if train.activation_checkpointing:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loaded.train()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    keep_gathered = fits_whole(loaded, train.param_dtype, device)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_DTYPES[train.param_dtype], reduce_dtype=_DTYPES[train.reduce_dtype]
+        ),
+        "reshard_after_forward": not keep_gathered,
+    }
+    for layer in _layers(loaded):
+        fully_shard(layer, **options)
+    fully_shard(loaded, **options)
+    attach_response_logprobs(loaded)
+    return loaded
+
+
+def _load(model: str) -> Any:
+    """Load float32 weights, with dropout off."""
+    config = AutoConfig.from_pretrained(model)
+    for changed in _CHANGED_LOGITS:
+        value = getattr(config, changed, None)
+        if value not in (None, 1, 1.0):
+            raise ConfigError(
+                "model", model, f"{changed} = {value} is not supported; choose a model without it"
+            )
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_pretrained(
+        model, config=config, dtype=torch.float32, attn_implementation="sdpa"
+    )
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder layers: the longest list of modules in the base model."""
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def fits_whole(model: nn.Module, dtype: str, device: torch.device) -> bool:
+    """Whether all parameters in `dtype` fit on the device beside everything else.
+
+    Gathered once a step instead of once a micro-batch and pass, they save communication.
+    """
+    if device.type == "cpu":
+        return True
+    num_bytes = sum(p.numel() for p in model.parameters()) * _DTYPES[dtype].itemsize
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return num_bytes <= _MEMORY_SHARE * memory
+
+
+class GradientSync:
+    """Puts gathering and reduction off to a step's last micro-batch, where memory allows it.
+
+    Args:
+        model: The sharded model.
+        train: Data types.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
+        self._model = model
+        self._defers = fits_whole(model, train.reduce_dtype, device)
+        self._keeps = fits_whole(model, train.param_dtype, device)
+
+    def before(self, *, is_last: bool) -> None:
+        """Prepare for one micro-batch."""
+        if not isinstance(self._model, FSDPModule):
+            return
+        if self._defers:
+            self._model.set_requires_gradient_sync(is_last)
+        if self._keeps:
+            self._model.set_reshard_after_backward(is_last)
+        self._model.set_is_last_backward(is_last)
+
+
+def gradient_scale(model: nn.Module) -> float:
+    """Factor of the loss that undoes FSDP's average over ranks."""
+    return float(dist.get_world_size()) if isinstance(model, FSDPModule) else 1.0
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter or gradient; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Sum of squares of this rank's gradient shards, in float64 (ranks add theirs up)."""
+    grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm([g for g in grads if g.numel()]))
+    return norms.double().square().sum()
+
+
+@torch.no_grad()
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply this rank's gradient shards."""
+    torch._foreach_mul_(
+        [local_tensor(p.grad) for p in model.parameters() if p.grad is not None], factor
+    )
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the shards; the weight decay leaves vectors (norms, biases) alone."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Learning rate of `step`: linear warm-up, then constant or falling to 0 at ``steps``."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    left = max(1, train.steps - train.warmup_steps)
+    done = min(1.0, (step - train.warmup_steps) / left)
+    if train.lr_schedule == "linear":
+        return train.learning_rate * (1 - done)
+    if train.lr_schedule == "cosine":
+        return train.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    return train.learning_rate
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

@@ -1,0 +1,180 @@
+"""Log-probs of response tokens under the model that is trained.
+
+Invariants:
+    * A micro-batch is padded on the right, so that causal attention alone keeps the padding out of
+      every real token: no attention mask is built, and positions count from 0.
+    * Logits exist only at positions that predict a response token, and no more than
+      `_CHUNK_LOGITS` of them at a time; larger micro-batches compute them again in the backward
+      pass.
+    * Log-probs are raw (temperature 1, no truncation), like those that the engines hand out, and in
+      float32 whatever the forward pass runs in.
+
+Axis suffixes: `_N` samples of a micro-batch, `_L` prompt + response positions, `_T` response
+tokens, `_R` response tokens of all samples in a row, `_V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from ray_apr.data.batch import RankBatch
+
+_CHUNK_LOGITS = 2**26
+_METHOD = "response_logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples of one forward pass."""
+
+    sample_index: np.ndarray
+    """[N], position of each sample in the whole batch."""
+    input_ids: torch.Tensor
+    """[N, L], prompt then response, padded on the right with 0."""
+    positions: torch.Tensor
+    """[R], where in the flattened [N * L] the response tokens are predicted."""
+    targets: torch.Tensor
+    """[R], the response tokens."""
+    mask: torch.Tensor
+    """[N, T], 1 for a response token, 0 for padding."""
+    behavior_logprobs: torch.Tensor
+    """[N, T], float32, 0 in the padding."""
+
+
+def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
+    """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches."""
+    sizes = np.asarray(batch.micro_batch_sizes)
+    prompts, responses = np.asarray(batch.prompt_lens), np.asarray(batch.response_lens)
+    sequence_begins = _begins(prompts + responses)
+    response_begins = _begins(responses)
+    token_ids = np.asarray(batch.token_ids, dtype=np.int64)
+    behavior = np.asarray(batch.behavior_logprobs, dtype=np.float32)
+    cut = []
+    for first, size in zip(_begins(sizes), sizes, strict=True):
+        if size == 0:
+            cut.append(_empty_micro_batch(device))
+            continue
+        rows = slice(int(first), int(first + size))
+        cut.append(
+            _micro_batch(
+                sample_index=np.asarray(batch.sample_index)[rows],
+                prompts_N=prompts[rows],
+                responses_N=responses[rows],
+                token_ids=token_ids[sequence_begins[rows.start] :],
+                behavior=behavior[response_begins[rows.start] :],
+                device=device,
+            )
+        )
+    return cut
+
+
+def _empty_micro_batch(device: torch.device) -> MicroBatch:
+    """One position and no response: keeps a rank in step with the others' collectives."""
+    return MicroBatch(
+        sample_index=np.zeros(1, dtype=np.int64),
+        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        positions=torch.zeros(0, dtype=torch.int64, device=device),
+        targets=torch.zeros(0, dtype=torch.int64, device=device),
+        mask=torch.zeros(1, 1, device=device),
+        behavior_logprobs=torch.zeros(1, 1, device=device),
+    )
+
+
+def _micro_batch(
+    *,
+    sample_index: np.ndarray,
+    prompts_N: np.ndarray,
+    responses_N: np.ndarray,
+    token_ids: np.ndarray,
+    behavior: np.ndarray,
+    device: torch.device,
+) -> MicroBatch:
+    """Pad the samples whose tokens stand at the front of `token_ids` and `behavior`."""
+    lengths_N = prompts_N + responses_N
+    column_L = np.arange(lengths_N.max())
+    is_token_NL = column_L < lengths_N[:, None]
+    mask_NT = np.arange(responses_N.max()) < responses_N[:, None]
+    ids_NL = np.zeros(is_token_NL.shape, dtype=np.int64)
+    ids_NL[is_token_NL] = token_ids[: lengths_N.sum()]
+    behavior_NT = np.zeros(mask_NT.shape, dtype=np.float32)
+    behavior_NT[mask_NT] = behavior[: responses_N.sum()]
+    is_response_NL = is_token_NL & (column_L >= prompts_N[:, None])
+    target_positions_R = np.flatnonzero(is_response_NL)
+    return MicroBatch(
+        sample_index=sample_index,
+        input_ids=torch.from_numpy(ids_NL).to(device),
+        positions=torch.from_numpy(target_positions_R - 1).to(device),
+        targets=torch.from_numpy(ids_NL.reshape(-1)[target_positions_R]).to(device),
+        mask=torch.from_numpy(mask_NT).to(device, torch.float32),
+        behavior_logprobs=torch.from_numpy(behavior_NT).to(device),
+    )
+
+
+def _begins(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Where each of several runs of `lengths` begins."""
+    return np.concatenate(([0], np.cumsum(lengths)[:-1]))
+
+
+def attach_response_logprobs(model: nn.Module) -> None:
+    """Give a causal language model the method ``response_logprobs(input_ids, positions, targets)``.
+
+    Under FSDP2 the method counts as a forward pass of the root, which gathers the head's weights;
+    calling the base model and the head from outside would not.
+    """
+    setattr(model, _METHOD, types.MethodType(_response_logprobs, model))
+    register_fsdp_forward_method(model, _METHOD)
+
+
+def response_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the model over a micro-batch.
+
+    Args:
+        model: A model that `attach_response_logprobs` has seen.
+        batch: The micro-batch.
+
+    Returns:
+        Log-probs [N, T] in float32 with gradients, 0 in the padding, and the sum of the entropies
+        of all predictions, detached, as a scalar in float32.
+    """
+    logprobs_R, entropy = getattr(model, _METHOD)(batch.input_ids, batch.positions, batch.targets)
+    logprobs_NT = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, logprobs_R)
+    return logprobs_NT, entropy
+
+
+def _response_logprobs(
+    model: Any, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [R] of `targets`, and the sum of the entropies."""
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden_R = hidden.flatten(0, 1).index_select(0, positions)
+    head = model.get_output_embeddings()
+    rows = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    if len(targets) <= rows:
+        return _score(head, hidden_R, targets)
+    parts = [
+        checkpoint(_score, head, hidden_part, target_part, use_reentrant=False)
+        for hidden_part, target_part in zip(hidden_R.split(rows), targets.split(rows), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.stack(entropies).sum()
+
+
+def _score(
+    head: nn.Module, hidden_R: torch.Tensor, targets_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [R] in float32 and the sum of the entropies of one chunk."""
+    logprobs_RV = head(hidden_R).float().log_softmax(dim=-1)
+    with torch.no_grad():
+        entropy = -(logprobs_RV.exp() * logprobs_RV).sum()
+    return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropy

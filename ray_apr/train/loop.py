@@ -1,0 +1,282 @@
+"""The loop of a train worker.
+
+    grant(k) ─► row k (Ray Data) ─► train_step ─► ack(k), grant(k+1) ─► weight sync ─► report ─┐
+       ▲                                             └ read while the weights move             │
+       └────────────────────────────────────────────────────────────────────────────────────────┘
+
+Invariants:
+    * The batch of step k was chosen after rank 0 granted step k at the current policy version;
+      every rank checks its own samples against the staleness bound again before it trains them.
+    * The policy version rises by one with each optimizer step, on all ranks together.
+    * An error of one rank ends its process, and Ray Train ends the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import ray.train
+import ray.train.torch
+import torch
+
+from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, TrainConfig
+from ray_apr.data.batch import RankBatch
+from ray_apr.exceptions import StarvedError, TrainError
+from ray_apr.staleness import is_stale, next_version
+from ray_apr.train.checkpoint import (
+    HF_FOLDER,
+    Progress,
+    export_hf,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ray_apr.train.control import RunControl
+from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.step import oldest_versions, train_step
+from ray_apr.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY = 10
+"""Steps between reports to Ray Train, whose controller takes one report in two seconds and makes a
+faster worker wait; the run folder and the metrics have every step."""
+_NO_SYNC = {"weight_sync_s": 0.0, "weight_gather_s": 0.0, "generation_stopped_s": 0.0}
+
+
+class LoopSettings(TypedDict, total=False):
+    """What the controller hands to each train worker; handles are those of Ray actors."""
+
+    model: str
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    partial_rollout: PartialRolloutConfig
+    buffer: Any
+    worker: Any
+    recorder: Any
+    num_replicas: int
+    tensor_parallel_size: int
+    start_timeout_s: float
+    wire_dtype: str | None
+    """Data type of the weight sync; without it, that of the master weights."""
+    started_at: float
+    """Unix time at which the run began; without it, the loop's own start."""
+
+
+def train_loop_per_worker(settings: LoopSettings) -> None:
+    """Train to the last step; runs in every worker of a ``ray.train.torch.TorchTrainer``.
+
+    Consumes: the rank's stream ``rank<r>``, one row a step. Waits for: its row, the other ranks,
+    and on rank 0 the buffer and the rollout worker. Unblocked by: the buffer, at the latest by its
+    time limit; the collectives' limit; the limits of `RunControl`. Produces: new weights, figures,
+    checkpoints.
+
+    Raises:
+        APRError: What stopped the training.
+    """
+    train = settings["train"]
+    _seed(train.seed)
+    _set_threads(settings)
+    _TrainLoop(settings).run()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _set_threads(settings: LoopSettings) -> None:
+    """Divide the cores among the engines and the train workers of this node, on CPU."""
+    num_threads = settings["train"].num_threads
+    if num_threads is None:
+        sharers = ray.train.get_context().get_local_world_size() + settings["num_replicas"]
+        num_threads = max(1, len(os.sched_getaffinity(0)) // sharers)
+    torch.set_num_threads(num_threads)
+
+
+class _TrainLoop:
+    """State of one train worker."""
+
+    def __init__(self, settings: LoopSettings) -> None:
+        self._settings = settings
+        self._train = settings["train"]
+        self._rank = ray.train.get_context().get_world_rank()
+        self._started_at = settings.get("started_at", time.time())
+        self._control = _make_control(settings) if self._rank == 0 else None
+        device = ray.train.torch.get_device()
+        self._model = build_model(settings["model"], self._train, device)
+        self._optimizer = build_optimizer(self._model, self._train)
+        self._sender = WeightSender(
+            self._model,
+            bucket_mb=self._train.weight_bucket_mb,
+            wire_dtype=settings.get("wire_dtype"),
+        )
+        self._connected = False
+        self._progress = self._restore()
+
+    def _restore(self) -> Progress:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return Progress(step=0, policy_version=0)
+        with checkpoint.as_directory() as folder:
+            progress = load_checkpoint(folder, self._model, self._optimizer)
+        logger.info("restored at step %d, version %d", progress.step, progress.policy_version)
+        return progress
+
+    def run(self) -> None:
+        """Train all steps that are left."""
+        if self._progress.step >= self._train.steps:
+            return
+        if self._progress.policy_version > 0:
+            # the servers start with the base model, and perhaps they are not there yet
+            self._connect(self._settings["start_timeout_s"])
+            self._sync_weights()
+        if self._control is not None:
+            self._control.grant(self._progress.step, self._progress.policy_version)
+        rows = self._rows()
+        while self._progress.step < self._train.steps:
+            self._step(rows)
+        self._sender.close()
+
+    def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
+        """One turn of the loop."""
+        batch, wait_s = self._next_batch(rows)
+        with self._span("train") as trained:
+            figures = train_step(
+                self._model, self._optimizer, batch, self._settings["algorithm"], self._train
+            )
+        done = self._progress
+        version = next_version(done.policy_version)
+        self._progress = Progress(step=done.step + 1, policy_version=version)
+        is_last = self._progress.step == self._train.steps
+        if self._control is not None:
+            # granted before the sync: Ray Data reads the next batch while the weights move
+            self._control.end_step(done.step, None if is_last else version)
+        times = _NO_SYNC if is_last else self._sync_weights()
+        row = {
+            "step": done.step,
+            "policy_version": self._progress.policy_version,
+            "time_s": trained.end_s - self._started_at,
+            **figures,
+            "trainer_wait_s": wait_s,
+            "trainer_step_s": trained.duration_s,
+            **times,
+        }
+        if self._control is not None:
+            self._control.record_step(row)
+        self._report(row, is_last=is_last)
+
+    def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
+        """Wait for this rank's row of the step; returns it and the seconds waited."""
+        with self._span("wait") as waited:
+            row = next(rows, None)
+        if row is None:
+            raise StarvedError(
+                f"the stream of rank {self._rank} ended before step {self._progress.step}: the "
+                "sample buffer was closed"
+            )
+        batch = RankBatch.from_row(row)
+        check_batch(batch, self._progress, self._settings["partial_rollout"].max_staleness)
+        return batch, waited.duration_s
+
+    def _rows(self) -> Iterator[Mapping[str, Any]]:
+        """Rows of this rank, each a mapping of column to list or number."""
+        shard = ray.train.get_dataset_shard(f"rank{self._rank}")
+        for table in shard.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
+            yield {name: column[0] for name, column in table.items()}
+
+    def _sync_weights(self) -> dict[str, float]:
+        """Move the current weights to all servers; all ranks gather, rank 0 sends."""
+        with self._span("sync") as synced:
+            self._connect(self._train.weight_sync_timeout_s)
+            with _Span() as gathered:
+                self._sender.gather()
+            stopped_s = 0.0
+            if self._control is not None:
+                times = self._control.broadcast(self._sender, self._progress.policy_version)
+                stopped_s = times["stopped_s"]
+        return {
+            "weight_sync_s": synced.duration_s,
+            "weight_gather_s": gathered.duration_s,
+            "generation_stopped_s": stopped_s,
+        }
+
+    def _connect(self, timeout_s: float) -> None:
+        """Build the weight group, once."""
+        if self._control is not None and not self._connected:
+            settings = self._settings
+            num_workers = settings["num_replicas"] * settings["tensor_parallel_size"]
+            self._control.connect(self._sender, num_workers, timeout_s=timeout_s)
+            self._connected = True
+
+    def _report(self, row: Mapping[str, Any], *, is_last: bool) -> None:
+        """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
+        every = self._train.checkpoint_every
+        if not is_last and (every == 0 or self._progress.step % every):
+            if self._progress.step % _REPORT_EVERY == 0:
+                ray.train.report(dict(row))
+            return
+        with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:
+            save_checkpoint(folder, self._model, self._optimizer, self._progress)
+            if is_last:
+                export_hf(Path(folder) / HF_FOLDER, self._model, self._settings["model"])
+            ray.train.report(dict(row), checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    @contextmanager
+    def _span(self, what: str) -> Iterator[_Span]:
+        """Time a part of the loop, and show it on the run's timeline."""
+        with _Span() as span:
+            yield span
+        if self._control is not None:
+            self._control.record_span(what, span.start_s, span.end_s)
+
+
+class _Span:
+    """Measures a block: `start_s` and `end_s` in Unix seconds, `duration_s` by the clock."""
+
+    def __enter__(self) -> _Span:
+        self.start_s = self.end_s = time.time()
+        self.duration_s = 0.0
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.duration_s = time.perf_counter() - self._begin
+        self.end_s = self.start_s + self.duration_s
+
+
+def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> None:
+    """Check a row before it is trained (invariant 2 does not rest on the buffer alone).
+
+    Raises:
+        TrainError: If it is the row of another step, or holds a token beyond the bound.
+    """
+    if (batch.step, batch.policy_version) != (progress.step, progress.policy_version):
+        raise TrainError(
+            f"expected the batch of step {progress.step} at version {progress.policy_version}, got "
+            f"that of step {batch.step} at version {batch.policy_version}"
+        )
+    oldest = min(oldest_versions(batch))
+    if is_stale(batch.policy_version, oldest, max_staleness):
+        raise TrainError(
+            f"step {batch.step} at version {batch.policy_version} holds a sample of version "
+            f"{oldest}, beyond max_staleness = {max_staleness}"
+        )
+
+
+def _make_control(settings: LoopSettings) -> RunControl:
+    return RunControl(
+        buffer=settings["buffer"],
+        worker=settings["worker"],
+        recorder=settings["recorder"],
+        sync_timeout_s=settings["train"].weight_sync_timeout_s,
+    )

@@ -1,0 +1,222 @@
+"""`APRTrainer`: asynchronous RL post-training with partial rollouts, in the form of a Ray trainer."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_together,
+)
+from ray_apr.controller import RunPlan, run
+from ray_apr.data.prompts import check_dataset
+from ray_apr.exceptions import ConfigError
+from ray_apr.protocols import RewardFunction
+
+if TYPE_CHECKING:
+    import ray.data
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class APRTrainer:
+    """Train a language model on its own answers, asynchronously.
+
+    Generation (vLLM in Ray Serve), reward and training (FSDP2 in a ``TorchTrainer``) run at the same
+    time. Answers that a weight sync interrupts keep their tokens and are resumed under the new
+    weights; nothing older than ``max_staleness`` optimizer steps is trained.
+
+    Args:
+        model: Folder in Hugging Face's format, or hub id.
+        prompts: Rows with a prompt column (text, chat messages or token ids) and whatever the reward
+            reads from ``sample.prompt.row``.
+        reward: ``def`` or ``async def`` function of a finished `Sample` that returns a finite number
+            or a `RewardResult`.
+        rollout_config: Servers, sampling, group size, rewards.
+        partial_rollout_config: Staleness bound, supplementation, interruption.
+        buffer_config: Time limits of the sample buffer.
+        algorithm_config: Advantages, loss, correction.
+        train_config: Optimizer, batch, checkpoints, weight sync.
+        scaling_config: Train workers and their resources.
+        run_config: Name and storage of the run.
+
+    Raises:
+        ConfigError: For bad input, before anything is started.
+
+    Example:
+        >>> trainer = APRTrainer(                                        # doctest: +SKIP
+        ...     model="Qwen/Qwen3-0.6B",
+        ...     prompts=ray.data.read_parquet("prompts.parquet"),
+        ...     reward=lambda sample: float(sample.response_text == sample.prompt.row["answer"]),
+        ... )
+        >>> result = trainer.fit()                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        prompts: ray.data.Dataset,
+        reward: RewardFunction,
+        rollout_config: RolloutConfig | None = None,
+        partial_rollout_config: PartialRolloutConfig | None = None,
+        buffer_config: BufferConfig | None = None,
+        algorithm_config: AlgorithmConfig | None = None,
+        train_config: TrainConfig | None = None,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
+    ) -> None:
+        rollout = rollout_config or RolloutConfig()
+        algorithm = algorithm_config or AlgorithmConfig()
+        train = train_config or TrainConfig()
+        scaling = scaling_config or ray.train.ScalingConfig(num_workers=1)
+        check_together(rollout, train, algorithm)
+        if not callable(reward):
+            raise ConfigError("reward", reward, "must be a function of a Sample")
+        context = _check_model(model)
+        max_model_len = _check_context(rollout, context)
+        _check_scaling(scaling, rollout, train)
+        _check_port(rollout)
+        check_dataset(prompts, rollout.prompt_column)
+        self._prompts = prompts
+        self._plan = RunPlan(
+            model=model,
+            reward=reward,
+            max_model_len=max_model_len,
+            rollout=rollout,
+            partial_rollout=partial_rollout_config or PartialRolloutConfig(),
+            buffer=buffer_config or BufferConfig(),
+            algorithm=algorithm,
+            train=train,
+            scaling=scaling,
+            run=run_config or ray.train.RunConfig(),
+        )
+
+    def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
+        """Run to the end and return Ray Train's result.
+
+        Args:
+            progress: Gets one line a step, and one every few seconds while nothing moves; None logs
+                them.
+
+        Returns:
+            Metrics of the last step, the last checkpoint, and the path of the run folder.
+
+        Raises:
+            APRError: What stopped the run; nothing of it stays behind.
+        """
+        return run(self._plan, self._prompts, progress=progress)
+
+
+def _check_model(model: str) -> int | None:
+    """Check a model folder and return its context in tokens; None for a hub id."""
+    folder = Path(model)
+    if not folder.exists():
+        if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+            raise ConfigError("model", model, "no such folder; give a folder or a hub id")
+        return None
+    if not (folder / "config.json").is_file():
+        raise ConfigError("model", model, "the folder has no config.json of a Hugging Face model")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            "model",
+            model,
+            "the folder has no tokenizer; save one beside the weights "
+            "(tokenizer.save_pretrained(folder))",
+        )
+    context: Any = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    return int(context) if context else None
+
+
+def _check_context(rollout: RolloutConfig, context: int | None) -> int | None:
+    """Longest prompt + response, and whether the response budget fits into it."""
+    if rollout.max_model_len is not None:
+        if context is not None and rollout.max_model_len > context:
+            raise ConfigError(
+                "rollout.max_model_len",
+                rollout.max_model_len,
+                f"exceeds the model's context of {context} tokens",
+            )
+        return rollout.max_model_len
+    if context is not None and rollout.max_response_tokens >= context:
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            rollout.max_response_tokens,
+            f"leaves no room for a prompt in the model's context of {context} tokens",
+        )
+    return context
+
+
+def _check_scaling(
+    scaling: ray.train.ScalingConfig, rollout: RolloutConfig, train: TrainConfig
+) -> None:
+    """Check workers and servers against the batch and the cluster."""
+    workers = scaling.num_workers
+    if not isinstance(workers, int) or workers < 1:
+        raise ConfigError("scaling.num_workers", workers, "must be a whole number of at least 1")
+    if train.batch_size % workers:
+        raise ConfigError(
+            "train.batch_size",
+            train.batch_size,
+            f"must be a multiple of the {workers} train workers",
+        )
+    if not ray.is_initialized():
+        return
+    have = ray.cluster_resources()
+    gpus = have.get("GPU", 0.0)
+    if scaling.use_gpu and gpus < 1:
+        raise ConfigError(
+            "scaling.use_gpu", True, "the cluster has no GPU; set it to false or add GPU nodes"
+        )
+    if rollout.device == "cuda" and gpus < 1:
+        raise ConfigError(
+            "rollout.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
+        )
+    on_gpu = rollout.device == "cuda" or (rollout.device == "auto" and gpus >= 1)
+    wanted_gpus = workers * scaling.use_gpu + (
+        rollout.num_replicas * rollout.tensor_parallel_size if on_gpu else 0
+    )
+    if wanted_gpus > gpus:
+        raise ConfigError(
+            "scaling.num_workers",
+            workers,
+            f"workers and {rollout.num_replicas} replicas want {wanted_gpus} GPUs together, the "
+            f"cluster has {gpus:g}",
+        )
+    per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
+    wanted = workers * per_worker + rollout.num_replicas * rollout.num_cpus_per_replica
+    cpus = have.get("CPU", 0.0)
+    if wanted > cpus:
+        raise ConfigError(
+            "rollout.num_replicas",
+            rollout.num_replicas,
+            f"replicas and {workers} train workers want {wanted:g} CPUs together, the cluster has "
+            f"{cpus:g}; lower num_cpus_per_replica or start Ray with more (logical) CPUs",
+        )
+
+
+def _check_port(rollout: RolloutConfig) -> None:
+    """Check that the HTTP ingress can open its port."""
+    if rollout.http_port is None:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((rollout.http_host, rollout.http_port))
+        except OSError as error:
+            raise ConfigError(
+                "rollout.http_port",
+                rollout.http_port,
+                f"cannot be opened ({error}); choose another",
+            ) from error

@@ -1,0 +1,1 @@
+"""Moving weights from the trainer to the rollout servers."""

@@ -1,0 +1,141 @@
+"""How a model's parameters lie in the buckets of a weight broadcast. Pure: neither torch nor ray.
+
+Invariants:
+    * Sender and receiver compute the plan from the same list, so nothing but bytes is broadcast.
+    * Every parameter lies whole in one bucket, at an aligned offset; a bucket exceeds
+      `bucket_bytes` only when a single parameter does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_apr.exceptions import WeightSyncError
+
+ALIGNMENT = 64
+"""Offsets are multiples of this, in bytes: a cache line, and more than any data type needs."""
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Data types that may cross the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter, by its Hugging Face name, as it crosses the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the wire."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where one parameter lies: `offset` bytes after the start of its bucket."""
+
+    param: ParamSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one broadcast carries."""
+
+    slices: tuple[Slice, ...]
+    num_bytes: int
+    offset: int
+    """Start of the bucket when all buckets lie in one buffer."""
+
+
+def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Pack parameters into buckets, in their order.
+
+    Args:
+        params: What is sent; order matters, names must differ.
+        bucket_bytes: Size of a bucket; a larger parameter gets one of its own.
+
+    Raises:
+        WeightSyncError: If a name comes twice or a data type is unknown.
+
+    Example:
+        >>> plan = plan_buckets([ParamSpec("a", (4,), "float32")], 1024)
+        >>> [(b.num_bytes, [s.param.name for s in b.slices]) for b in plan]
+        [(64, ['a'])]
+    """
+    _check(params)
+    buckets: list[Bucket] = []
+    slices: list[Slice] = []
+    used = start = 0
+    for param in params:
+        if slices and used + param.num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slices), used, start))
+            start, slices, used = start + used, [], 0
+        slices.append(Slice(param, used))
+        used += -(-param.num_bytes // ALIGNMENT) * ALIGNMENT
+    if slices:
+        buckets.append(Bucket(tuple(slices), used, start))
+    return tuple(buckets)
+
+
+def _check(params: Iterable[ParamSpec]) -> None:
+    seen: set[str] = set()
+    for param in params:
+        if param.name in seen:
+            raise WeightSyncError(
+                f"parameter {param.name} would be sent twice; send tied ones once"
+            )
+        if param.dtype not in ITEM_BYTES:
+            raise WeightSyncError(
+                f"parameter {param.name} has data type {param.dtype}; "
+                f"send one of {', '.join(ITEM_BYTES)}"
+            )
+        seen.add(param.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroup:
+    """One collective group of the trainer (rank 0) and all engine workers, and what it carries."""
+
+    host: str
+    port: int
+    """Where rank 0 holds the rendezvous."""
+    world_size: int
+    """1 + replicas x tensor-parallel size."""
+    backend: str
+    """Name in ray.util.collective's registry: ``APR_GLOO`` or ``APR_NCCL``."""
+    group_name: str
+    timeout_s: float
+    """Limit of one collective call: a dead or silent peer raises after it."""
+    bucket_bytes: int
+    params: tuple[ParamSpec, ...]
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The plan, the same on all members."""
+        return plan_buckets(self.params, self.bucket_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which any serializer takes."""
+        return {
+            "host": self.host,
+            "port": self.port,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "group_name": self.group_name,
+            "timeout_s": self.timeout_s,
+            "bucket_bytes": self.bucket_bytes,
+            "params": [[p.name, list(p.shape), p.dtype] for p in self.params],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> WeightGroup:
+        """Undo `to_dict`; further keys are ignored."""
+        fields = {k: values[k] for k in cls.__dataclass_fields__ if k != "params"}
+        params = tuple(ParamSpec(n, tuple(shape), dtype) for n, shape, dtype in values["params"])
+        return cls(**fields, params=params)

@@ -1,0 +1,96 @@
+"""One weight sync: pause -> receive -> resume, which no error leaves half done.
+
+Invariants, kept by `WeightSync`:
+    * Engines are resumed in a ``finally``; a sync whose `finish` never comes ends by its limit.
+    * One sync at a time.
+    * A replica that did not get all of its weights refuses to generate until the next sync, rather
+      than answer under a version that it does not have (the server keeps that).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from ray_apr.exceptions import WeightSyncError
+from ray_apr.protocols import PauseMode, RolloutClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTimes:
+    """Where a sync spent its time, in seconds."""
+
+    pause_s: float
+    receive_s: float
+    resume_s: float
+    stopped_s: float
+    """From the first pause to the last resume."""
+
+
+class WeightSync:
+    """The control side of weight syncs, beside the rollout client.
+
+    Args:
+        client: All rollout servers.
+        pause_mode: What happens to requests in flight: "abort" or "keep".
+        timeout_s: Limit of one sync, from `begin` to the resume.
+    """
+
+    def __init__(self, client: RolloutClient, *, pause_mode: PauseMode, timeout_s: float) -> None:
+        self._client = client
+        self._pause_mode = pause_mode
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[SyncTimes] | None = None
+
+    async def begin(self, policy_version: int) -> None:
+        """Pause all engines and let them receive; the sender may send once this returns.
+
+        Raises:
+            WeightSyncError: If a sync is under way, or the engines cannot be paused.
+        """
+        if self._task is not None and not self._task.done():
+            raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
+        listening = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(
+            self._run(policy_version, listening), name=f"weight-sync-{policy_version}"
+        )
+        await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            await self.finish()
+
+    async def finish(self) -> SyncTimes:
+        """Wait until the weights have arrived and the engines run again.
+
+        Raises:
+            WeightSyncError: If a replica failed to receive, or the time limit passed.
+        """
+        if self._task is None:
+            raise WeightSyncError("no sync is under way")
+        return await self._task
+
+    async def _run(self, policy_version: int, listening: asyncio.Future[None]) -> SyncTimes:
+        begin = time.monotonic()
+        paused = received = begin
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._client.pause(self._pause_mode)
+                paused = time.monotonic()
+                listening.set_result(None)
+                await self._client.receive_weights(policy_version)
+                received = time.monotonic()
+        except Exception as error:
+            what = f"no weights within {self._timeout_s:g} s" if not str(error) else str(error)
+            raise WeightSyncError(f"weight sync to version {policy_version}: {what}") from error
+        finally:
+            await self._client.resume()
+        end = time.monotonic()
+        return SyncTimes(
+            pause_s=paused - begin,
+            receive_s=received - paused,
+            resume_s=end - received,
+            stopped_s=end - begin,
+        )

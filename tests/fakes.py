@@ -1,0 +1,250 @@
+"""Stand-ins with real behaviour, for tests without Ray, torch or vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.protocols import PauseMode
+from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
+
+FIRST_TOKEN = 1000
+"""Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""
+
+
+class FakeClock:
+    """A clock that moves when it is told to.
+
+    Example:
+        >>> clock = FakeClock()
+        >>> clock.advance(1.5)
+        >>> clock()
+        1.5
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Move forward."""
+        self.now += seconds
+
+
+@dataclass
+class _Request:
+    session_id: str
+    position: int
+    """Response tokens made by earlier calls."""
+    end: int
+    """Response position at which this call ends."""
+    reason: FinishReason
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, token id)"""
+    done: asyncio.Future[FinishReason] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class ScriptedEngine:
+    """In-memory `RolloutClient`: what it generates is known beforehand.
+
+    A sample is known by its request id up to the first ``#``. Its response has `lengths[sample]`
+    tokens (or `default_length`): ``FIRST_TOKEN + i`` at position i, log-prob ``-(i + 1) / 100``,
+    whatever interrupts it. The position is counted from the first call's prompt, so that a resumed
+    call that sends the wrong ids is an error here.
+
+    Args:
+        lengths: Response length by sample, in tokens.
+        default_length: Of samples that are not named.
+        auto: Tokens that every running request makes at each turn of the event loop; 0 waits for
+            `advance`.
+        policy_version: Version of the weights at the start.
+        num_replicas: Replicas that `status` shows; a session stays on one of them.
+        clock: Seconds, for the status.
+
+    Attributes:
+        calls: (request id, token ids sent, max_tokens) of every generate call.
+        fail: Errors by sample, raised by its next calls in turn.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int] | None = None,
+        *,
+        default_length: int = 4,
+        auto: int = 0,
+        policy_version: int = 0,
+        num_replicas: int = 1,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.lengths = dict(lengths or {})
+        self.default_length = default_length
+        self.policy_version = policy_version
+        self.is_paused = False
+        self.weights_valid = True
+        self.calls: list[tuple[str, tuple[int, ...], int]] = []
+        self.groups: list[Mapping[str, Any]] = []
+        self.fail: dict[str, list[BaseException]] = {}
+        self.fail_next_sync: BaseException | None = None
+        self.tokens_generated = 0
+        self.num_aborted = 0
+        self._auto = auto
+        self._num_replicas = num_replicas
+        self._clock = clock or FakeClock()
+        self._running: dict[str, _Request] = {}
+        self._prompt_lens: dict[str, int] = {}
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Request ids inside the engine, in order of arrival."""
+        return tuple(self._running)
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        session_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Continue `token_ids`; see `RolloutClient`."""
+        ids, sample = tuple(token_ids), request_id.partition("#")[0]
+        self.calls.append((request_id, ids, max_tokens))
+        if self.fail.get(sample):
+            raise self.fail[sample].pop(0)
+        if not self.weights_valid:
+            raise EngineUnavailableError("weights are undefined after a broken weight sync")
+        if request_id in self._running or max_tokens < 1:
+            raise RolloutError(f"request {request_id} runs already, or has no budget")
+        request = self._request(sample, session_id, ids, max_tokens)
+        self._running[request_id] = request
+        try:
+            while self._auto and not request.done.done():
+                await self._resumed.wait()
+                await asyncio.sleep(0)
+                self._decode(request_id, self._auto)
+            reason = await request.done
+        finally:
+            self._running.pop(request_id, None)
+        self.tokens_generated += len(request.tokens)
+        return Generation(
+            request_id=request_id,
+            segments=_segments(request),
+            finish_reason=reason,
+            replica_id=self._replica(session_id),
+        )
+
+    def advance(self, num_tokens: int = 1, request_ids: Sequence[str] | None = None) -> None:
+        """Let requests (None: all) make up to this many tokens each; nothing while paused."""
+        for request_id in list(self._running) if request_ids is None else request_ids:
+            self._decode(request_id, num_tokens)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests with what they have; unknown ones do not count."""
+        ids = self.running if request_ids is None else request_ids
+        return sum(self._end(i, FinishReason.ABORT) for i in ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze; with "abort", end what runs."""
+        self.is_paused = True
+        self._resumed.clear()
+        if mode == "abort":
+            await self.abort(None)
+
+    async def resume(self) -> None:
+        """Unfreeze."""
+        self.is_paused = False
+        self._resumed.set()
+
+    async def status(self) -> list[ServerStatus]:
+        """One status for each replica; the first one carries the totals."""
+        return [
+            ServerStatus(
+                replica_id=f"engine-{i}",
+                policy_version=self.policy_version,
+                is_paused=self.is_paused,
+                weights_valid=self.weights_valid,
+                num_running=sum(
+                    self._replica(r.session_id) == f"engine-{i}" for r in self._running.values()
+                ),
+                tokens_generated=self.tokens_generated if i == 0 else 0,
+                num_aborted=self.num_aborted if i == 0 else 0,
+                uptime_s=self._clock(),
+                busy_s=0.0,
+                paused_s=0.0,
+            )
+            for i in range(self._num_replicas)
+        ]
+
+    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
+        """Remember the group."""
+        self.groups.append(dict(group))
+
+    async def receive_weights(self, policy_version: int) -> None:
+        """Take a new version at once, or break as `fail_next_sync` says."""
+        error, self.fail_next_sync = self.fail_next_sync, None
+        self.weights_valid = error is None
+        if error is not None:
+            raise error
+        self.policy_version = policy_version
+
+    def _request(
+        self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int
+    ) -> _Request:
+        prompt_len = self._prompt_lens.setdefault(sample, len(ids))
+        position = len(ids) - prompt_len
+        expected = tuple(range(FIRST_TOKEN, FIRST_TOKEN + position))
+        if position < 0 or ids[prompt_len:] != expected:
+            raise RolloutError(f"{sample}: {ids[prompt_len:]} sent, {expected} was generated")
+        length = self.lengths.get(sample, self.default_length)
+        end = min(length, position + max_tokens)
+        reason = FinishReason.STOP if end == length else FinishReason.LENGTH
+        return _Request(session_id, position, end, reason)
+
+    def _decode(self, request_id: str, num_tokens: int) -> None:
+        request = self._running[request_id]
+        if self.is_paused or request.done.done():
+            return
+        here = request.position + len(request.tokens)
+        upto = min(here + num_tokens, request.end)
+        request.tokens += [(self.policy_version, FIRST_TOKEN + i) for i in range(here, upto)]
+        if upto == request.end:
+            self._end(request_id, request.reason)
+
+    def _end(self, request_id: str, reason: FinishReason) -> bool:
+        request = self._running.get(request_id)
+        if request is None or request.done.done():
+            return False
+        self.num_aborted += reason is FinishReason.ABORT
+        request.done.set_result(reason)
+        return True
+
+    def _replica(self, session_id: str) -> str:
+        return f"engine-{sum(session_id.encode()) % self._num_replicas}"
+
+
+def _segments(request: _Request) -> tuple[Segment, ...]:
+    """One segment for each version."""
+    versions = sorted({version for version, _ in request.tokens})
+    made = [
+        (version, tuple(token for v, token in request.tokens if v == version))
+        for version in versions
+    ]
+    return tuple(
+        Segment(
+            policy_version=version,
+            token_ids=tokens,
+            logprobs=tuple(-(t - FIRST_TOKEN + 1) / 100 for t in tokens),
+        )
+        for version, tokens in made
+    )

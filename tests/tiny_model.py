@@ -1,0 +1,62 @@
+"""A Qwen3 of about 100,000 parameters with a character tokenizer, made in a second, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.:;\n"
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    tie: bool = True,
+    characters: str = CHARACTERS,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    max_positions: int = 4096,
+    seed: int = 0,
+) -> Path:
+    """Write a randomly initialised model with its tokenizer to `folder` and return `folder`.
+
+    Args:
+        folder: Where to write; made when it is missing.
+        tie: Whether the output layer shares the embedding's weights.
+        characters: One token each, after the end-of-sequence token (id 0).
+        hidden_size: Width of the model.
+        num_layers: Transformer blocks.
+        max_positions: Longest sequence, in tokens.
+        seed: Seed of the weights.
+    """
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {"<eos>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie,
+        initializer_range=0.1,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.save_pretrained(folder)
+    return folder

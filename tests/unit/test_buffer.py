@@ -1,0 +1,166 @@
+"""The buffer actor's class, run in this process (data/buffer.py)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ray_apr.config import BufferConfig
+from ray_apr.data.buffer import SampleBuffer
+from ray_apr.exceptions import APRError, RolloutError, StarvedError
+from ray_apr.types import FinishReason, SampleMeta
+
+
+class FakeRecorder:
+    """Keeps the rows; `.record_many.remote(...)` as a Ray handle has it."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+        self.record_many = self
+
+    async def remote(self, kind, rows) -> None:
+        self.rows += [{"kind": kind, **row} for row in rows]
+
+
+def make(*, batch_size=4, max_staleness=1, num_ranks=1, **config):
+    recorder = FakeRecorder()
+    buffer = SampleBuffer(
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        num_ranks=num_ranks,
+        micro_batch_tokens=64,
+        config=BufferConfig(**{"poll_timeout_s": 0.05, **config}),
+        recorder=recorder,
+    )
+    return buffer, recorder
+
+
+def group(name, version, size=2, num_tokens=3):
+    return [
+        SampleMeta(
+            sample_id=f"{name}-{i}", group_id=name, num_prompt_tokens=2, num_tokens=num_tokens,
+            oldest_version=version, newest_version=version, reward=float(i),
+            finish_reason=FinishReason.STOP, num_interruptions=0,
+        )
+        for i in range(size)
+    ]  # fmt: skip
+
+
+async def put(buffer, name, version, **kwargs):
+    await buffer.put_group(group(name, version, **kwargs), [f"ref-{name}"])
+
+
+async def test_no_batch_before_the_grant_and_the_chosen_one_is_of_the_granted_version():
+    buffer, _ = make()
+    for name, version in (("a", 0), ("b", 0), ("c", 1), ("d", 2)):
+        await put(buffer, name, version)
+    assert await buffer.take(0, None) is None, "nothing was granted yet"
+    await buffer.grant(2, 2)
+    ticket = await buffer.take(0, None)
+    assert ticket.plan.step == 2
+    assert ticket.refs == ("ref-c", "ref-d"), "a and b are two versions old: beyond the bound of 1"
+    stats = await buffer.stats()
+    assert (stats.evicted_samples, stats.evicted_tokens, stats.buffered_samples) == (4, 12, 4)
+
+
+async def test_a_wait_ends_as_soon_as_the_batch_is_complete():
+    buffer, _ = make(poll_timeout_s=5.0)
+    await buffer.grant(0, 0)
+    waiting = asyncio.create_task(buffer.take(0, None))
+    await put(buffer, "a", 0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await put(buffer, "b", 0)
+    assert (await asyncio.wait_for(waiting, 1.0)).plan.group_numbers == (0, 0, 1, 1)
+
+
+async def test_ack_counts_what_was_trained_and_records_a_row_for_each_sample():
+    buffer, recorder = make()
+    await put(buffer, "a", 0)
+    await put(buffer, "b", 1)
+    await buffer.grant(1, 1)
+    await buffer.take(0, None)
+    await buffer.ack(1)
+    stats = await buffer.stats()
+    assert (stats.trained_samples, stats.trained_tokens, stats.buffered_samples) == (4, 12, 0)
+    assert [row["staleness"] for row in recorder.rows] == [1, 1, 0, 0]
+    assert {row["kind"] for row in recorder.rows} == {"sample"}
+    with pytest.raises(APRError, match="step 1 was trained"):
+        await buffer.ack(1)
+
+
+async def test_every_rank_gets_the_same_step_once_and_read_ahead_stays_one_batch():
+    buffer, _ = make(num_ranks=2)
+    for name in "abcdef":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    first, second = [await buffer.take(rank, None) for rank in (0, 1)]
+    assert first is second
+    assert await buffer.take(0, 0) is None, "step 1 is not granted: nothing is read ahead"
+    await buffer.ack(0)
+    await buffer.grant(1, 1)
+    assert (await buffer.take(0, 0)).plan.step == 1
+    assert (await buffer.stats()).read_ahead_max == 4
+
+
+async def test_a_granted_batch_that_was_never_trained_comes_back():
+    buffer, _ = make()
+    await put(buffer, "a", 0)
+    await put(buffer, "b", 0)
+    await buffer.grant(0, 0)
+    await buffer.take(0, None)
+    await buffer.grant(0, 0)  # the trainer restarted from its checkpoint
+    assert (await buffer.take(0, None)).refs == ("ref-a", "ref-b")
+    assert (await buffer.stats()).buffered_samples == 4
+
+
+async def test_the_rollout_side_follows_counts_that_cannot_be_lost():
+    buffer, _ = make(poll_timeout_s=5.0)
+    state = await buffer.watch(-1)
+    await put(buffer, "a", 0)
+    state = await asyncio.wait_for(buffer.watch(state.cursor), 1.0)
+    assert (state.num_received, state.num_buffered, state.trainer_version) == (2, 2, None)
+    await put(buffer, "b", 0)
+    await buffer.grant(0, 0)
+    await buffer.ack(0)
+    state = await asyncio.wait_for(buffer.watch(state.cursor), 1.0)
+    assert (state.num_received, state.num_buffered, state.trainer_version) == (4, 0, 1)
+
+
+async def test_a_starved_trainer_learns_what_the_rollout_side_waits_for():
+    buffer, _ = make(wait_timeout_s=0.05)
+    await put(buffer, "a", 0)
+    await buffer.grant(7, 0)
+    await asyncio.sleep(0.06)
+    assert await buffer.take(0, None) is None, "the servers' start has a limit of its own"
+    await buffer.report_rollout("3 of 8 groups wait for reward")
+    with pytest.raises(StarvedError, match=r"step 7 .* 2 of 4 .* 3 of 8 groups wait for reward"):
+        await buffer.take(0, None)
+        await buffer.take(0, None)
+
+
+async def test_a_failure_of_the_rollout_side_reaches_every_reader():
+    buffer, _ = make(poll_timeout_s=5.0)
+    waiting = asyncio.create_task(buffer.take(0, None))
+    await asyncio.sleep(0)
+    await buffer.fail(RolloutError("32 rewards failed in a row"))
+    with pytest.raises(RolloutError, match="32 rewards"):
+        await asyncio.wait_for(waiting, 1.0)
+    with pytest.raises(RolloutError, match="32 rewards"):
+        await buffer.take(1, None)
+
+
+async def test_close_ends_the_streams():
+    buffer, _ = make(poll_timeout_s=5.0)
+    waiting = asyncio.create_task(buffer.take(0, None))
+    await asyncio.sleep(0)
+    await buffer.close()
+    assert (await asyncio.wait_for(waiting, 1.0)).plan is None
+
+
+async def test_a_group_comes_in_once():
+    buffer, _ = make()
+    await put(buffer, "a", 0)
+    with pytest.raises(RolloutError, match="already in the buffer"):
+        await put(buffer, "a", 0)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.exceptions import TrainError
+from ray_apr.train.checkpoint import (
+    Progress,
+    export_hf,
+    full_parameters,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.step import train_step
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples, process_group
+
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(learning_rate=1e-3, steps=4, lr_schedule="cosine", warmup_steps=1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        yield source
+
+
+def build(folder):
+    model = build_model(str(folder), TRAIN, CPU)
+    return model, build_optimizer(model, TRAIN)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        (row,) = make_batches(make_samples(seed=step), step=step)
+        train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+
+
+def weights_of(model):
+    return {n: w.clone() for n, w in full_parameters(model)}
+
+
+def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder):
+    model, optimizer = build(folder)
+    train(model, optimizer, range(2))
+    progress = Progress(step=2, policy_version=5)
+    save_checkpoint(tmp_path / "checkpoint", model, optimizer, progress)
+    drawn = torch.rand(3)
+    train(model, optimizer, range(2, 4))
+    expected = weights_of(model)
+
+    restored, restored_optimizer = build(folder)
+    torch.manual_seed(123)
+    assert load_checkpoint(tmp_path / "checkpoint", restored, restored_optimizer) == progress
+    assert torch.equal(torch.rand(3), drawn)
+    train(restored, restored_optimizer, range(2, 4))
+    for name, weight in weights_of(restored).items():
+        assert torch.equal(weight, expected[name]), name
+    assert restored.lm_head.weight is restored.model.embed_tokens.weight
+
+
+def test_a_folder_without_checkpoint_is_refused(tmp_path, folder):
+    model, optimizer = build(folder)
+    with pytest.raises(TrainError, match=r"progress\.json"):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_exported_model_loads_in_transformers(tmp_path, folder):
+    model, optimizer = build(folder)
+    train(model, optimizer, range(2))
+    export_hf(tmp_path / "hf", model, str(folder))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    expected = weights_of(model)
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    assert loaded.config.architectures == ["Qwen3ForCausalLM"]
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, expected[name]), name
+    assert not torch.equal(
+        loaded.lm_head.weight, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("1+2").input_ids == AutoTokenizer.from_pretrained(folder)("1+2").input_ids
+    names = {f.name for f in (tmp_path / "hf").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names

@@ -1,0 +1,195 @@
+"""The command line: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_apr import cli, doctor, launch
+from ray_apr.exceptions import StarvedError
+
+YAML = """\
+model: base_model
+prompts: prompts.jsonl
+reward: task.py:reward
+rollout: {group_size: 4, num_replicas: 2, max_response_tokens: 32}
+train: {steps: 3, batch_size: 8}
+scaling: {num_workers: 2, num_cpus_per_worker: 0.5}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base_model").mkdir()
+    (tmp_path / "base_model" / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "task.py").write_text("def reward(sample):\n    return 1.0\n")
+    (tmp_path / "tiny.yaml").write_text(YAML)
+    return tmp_path / "tiny.yaml"
+
+
+def run_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    rows = [{"step": 0, "time_s": 3.0, "reward_mean": 0.5}]
+    (path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    return path
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(config), "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["each step"]["groups"] == 2
+    assert plan["generation"]["samples under generation"] == 16  # ceil(2.0 x 8)
+    assert plan["generation"]["samples alive, at most"] == 40  # (4 + 1) x 8
+    assert plan["resources"]["Ray CPUs reserved"] == 3.0  # 2 x 1 + 2 x 0.5
+    assert plan["whole run"]["samples trained"] == 24
+    assert cli.main(["train", str(config), "--dry-run", "--set", "mode=sync"]) == 0
+    text = capsys.readouterr().out
+    assert "samples alive, at most" in text
+    assert "tiny-sync-" in text
+    assert "nothing was started" in text
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "none.yaml"], "no such file"),
+        (["train", "tiny.yaml", "--set", "train.step=1"], "train.step = 1: unknown key"),
+        (["train", "tiny.yaml", "--json"], "only with --dry-run"),
+        (["report", "nowhere"], "is no run folder"),
+        (["report", "a", "b"], "--out"),
+        (["report", "a", "b", "c"], "one folder, or two"),
+    ],
+)
+def test_wrong_settings_exit_2_with_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_command_exits_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["simulate"])
+    assert caught.value.code == 2
+
+
+def test_a_run_folder_is_not_used_twice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder(config.parent / "runs" / "mine")
+    assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (StarvedError("trainer starved: 3 of 8 groups wait for reward"), 1, "3 of 8 groups"),
+        (OSError("no space left"), 1, "run again with -v"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_failed_run_keeps_its_error_and_gets_its_report(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    def fail(settings: Any, **_: Any) -> None:
+        run_folder(settings.run_dir)
+        raise raised
+
+    monkeypatch.setattr(launch, "run_training", fail)
+    assert cli.main(["train", str(config), "--set", "run.name=mine"]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert (config.parent / "runs" / "mine" / "report.html").is_file()
+
+
+def test_training_ends_with_the_report(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def succeed(settings: Any, *, progress: Any) -> Path:
+        progress("step 1/3")
+        return run_folder(settings.run_dir)
+
+    monkeypatch.setattr(launch, "run_training", succeed)
+    assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 0
+    text = capsys.readouterr().out
+    assert "step 1/3" in text
+    assert str(config.parent / "runs" / "mine" / "report.html") in text
+
+
+def test_report_of_one_run_and_of_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run_folder(config.parent / name) for name in "ab")
+    assert cli.main(["report", str(first)]) == 0
+    assert "0.500 → 0.500" in capsys.readouterr().out
+    assert (first / "summary.json").is_file()
+    assert cli.main(["report", str(first), str(second), "--out", "docs/c.html"]) == 0
+    assert "wall time (s)" in capsys.readouterr().out
+    assert (config.parent / "docs" / "c.html").is_file()
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n{}\n")
+    assert cli.main(["report", str(first)]) == 1
+    assert "metrics.jsonl, line 2" in capsys.readouterr().err
+
+
+def test_doctor_says_ok_or_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = doctor.Check(name="python", ok=True, seen="3.11")
+    bad = doctor.Check(name="torch", ok=False, seen="No module", remedy="install it")
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter([good]))
+    assert cli.main(["doctor"]) == 0
+    assert "no problems" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter([good, bad]))
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "problem  torch" in text
+    assert "-> install it" in text
+
+
+def test_doctor_finds_a_cuda_torchvision_beside_a_cpu_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    wrong = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}
+    check = doctor.check_cpu_build(wrong.get)
+    assert not check.ok
+    assert check.remedy.endswith("pip uninstall -y torchvision")
+    assert doctor.check_cpu_build({"torch": "2.13.0+cpu"}.get).ok
+    assert doctor.check_cpu_build({**wrong, "torch": "2.13.0"}.get).ok
+    assert doctor.check_cpu_build({}.get).ok
+
+
+def test_doctor_measures_memory() -> None:
+    assert not doctor.check_memory(2**30).ok
+    assert doctor.check_memory(16 * 2**30).ok
+    assert doctor.check_memory(None).ok
+    assert not doctor.check_import("no_such_package_at_all").ok
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    start = time.monotonic()
+    command = [sys.executable, "-X", "importtime", "-m", "ray_apr", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert time.monotonic() - start < 5  # 0.1 s alone; the bound is for a loaded machine
+    assert "train" in done.stdout
+    for heavy in ("ray", "torch", "vllm", "numpy", "yaml"):
+        assert f"| {heavy}\n" not in done.stderr.replace("  ", "")

@@ -1,0 +1,234 @@
+"""Settings check themselves at construction (config.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_together,
+    from_mapping,
+)
+from ray_apr.exceptions import APRError, ConfigError
+
+SECTIONS = {
+    "rollout": RolloutConfig,
+    "partial_rollout": PartialRolloutConfig,
+    "buffer": BufferConfig,
+    "algorithm": AlgorithmConfig,
+    "train": TrainConfig,
+}
+NUMBERS = [
+    pytest.param(section, f.name, id=f"{section}.{f.name}")
+    for section, cls in SECTIONS.items()
+    for f in dataclasses.fields(cls)
+    if f.type in ("int", "float", "int | None", "float | None")
+]
+WHOLE = [p for p in NUMBERS if "int" in str(SECTIONS[p.values[0]].__annotations__[p.values[1]])]
+OTHERS = [
+    pytest.param(section, f.name, id=f"{section}.{f.name}")
+    for section, cls in SECTIONS.items()
+    for f in dataclasses.fields(cls)
+    if f.type not in ("int", "float", "int | None", "float | None")
+]
+
+
+def refused(section, name, value):
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(SECTIONS[section], section, {name: value})
+    assert caught.value.field == f"{section}.{name}"
+    assert repr(value) in str(caught.value)
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_defaults_are_valid():
+    for section, cls in SECTIONS.items():
+        assert from_mapping(cls, section, {}) == cls()
+
+
+@pytest.mark.parametrize(("section", "name"), NUMBERS)
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, True, "8", "", [8], {}, object(), 1j, 10**400, -1],
+    ids=lambda v: type(v).__name__ + str(v)[:5],
+)
+def test_what_is_no_number_in_range_is_refused(section, name, value):
+    refused(section, name, value)
+
+
+@pytest.mark.parametrize(("section", "name"), WHOLE)
+def test_fractions_are_refused_where_whole_numbers_are_meant(section, name):
+    refused(section, name, 1.5)
+
+
+@pytest.mark.parametrize(("section", "name"), OTHERS)
+@pytest.mark.parametrize(
+    "value", [3.5, "no such thing", ["x"], object()], ids=["3.5", "s", "l", "o"]
+)
+def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
+    try:
+        from_mapping(SECTIONS[section], section, {name: value})
+    except ConfigError as error:
+        assert error.field == f"{section}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("partial_rollout", "max_staleness", -1),
+        ("partial_rollout", "oversampling_factor", 0.99),
+        ("partial_rollout", "oversampling_factor", 5.01),
+        ("partial_rollout", "interrupt", "sometimes"),
+        ("partial_rollout", "kv_cache", None),
+        ("partial_rollout", "mode", ["apr"]),
+        ("partial_rollout", "max_inflight", 0),
+        ("rollout", "group_size", 0),
+        ("rollout", "temperature", 0),
+        ("rollout", "top_p", 1.01),
+        ("rollout", "max_model_len", 1024),
+        ("rollout", "http_port", 65536),
+        ("rollout", "http_port", "80"),
+        ("rollout", "stop_token_ids", 7),
+        ("rollout", "stop_token_ids", "7"),
+        ("rollout", "stop_token_ids", (1, -2)),
+        ("rollout", "engine_kwargs", None),
+        ("rollout", "control_token", 5),
+        ("rollout", "device", "tpu"),
+        ("algorithm", "clip_low", 1),
+        ("algorithm", "dual_clip", 1),
+        ("algorithm", "importance_cap", 0),
+        ("train", "betas", (0.9, 1.0)),
+        ("train", "betas", (0.9,)),
+        ("train", "betas", ("a", "b")),
+        ("train", "betas", (math.nan, 0.9)),
+        ("train", "betas", 0.9),
+        ("train", "batch_size", 0),
+        ("train", "activation_checkpointing", "yes"),
+        ("buffer", "wait_timeout_s", 0),
+    ],
+)
+def test_values_out_of_range_are_refused(section, name, value):
+    refused(section, name, value)
+
+
+def test_largest_oversampling_is_one_batch_more_than_the_bound():
+    config = PartialRolloutConfig(max_staleness=1, oversampling_factor=2.0)
+    assert config.oversampling_factor == 2
+    with pytest.raises(ConfigError, match=r"max_staleness \+ 1 = 2"):
+        PartialRolloutConfig(max_staleness=1, oversampling_factor=2.1)
+
+
+def test_unknown_key_names_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown; known: mode, max_staleness") as caught:
+        from_mapping(PartialRolloutConfig, "partial_rollout", {"max_stalenes": 1})
+    assert caught.value.field == "partial_rollout.max_stalenes"
+
+
+@pytest.mark.parametrize("values", [None, [], "max_staleness", 3])
+def test_section_that_is_no_mapping_is_refused(values):
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        from_mapping(PartialRolloutConfig, "partial_rollout", values)
+
+
+def test_sync_preset_is_on_policy():
+    config = PartialRolloutConfig.preset("sync")
+    assert (config.mode, config.max_staleness, config.oversampling_factor) == ("sync", 0, 1)
+    assert config.interrupt == "never"
+
+
+def test_apr_preset_is_the_default():
+    assert PartialRolloutConfig.preset("apr") == PartialRolloutConfig()
+    assert PartialRolloutConfig.preset("apr", max_staleness=2).max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"max_staleness": 1},
+        {"oversampling_factor": 2.0},
+        {"max_staleness": 1, "oversampling_factor": 2.0},
+    ],
+)
+def test_sync_preset_refuses_what_contradicts_it(overrides):
+    with pytest.raises(ConfigError):
+        PartialRolloutConfig.preset("sync", **overrides)
+
+
+def test_sync_mode_without_the_preset_is_refused_too():
+    with pytest.raises(ConfigError, match='must be 0 with mode "sync"'):
+        PartialRolloutConfig(mode="sync")
+
+
+@pytest.mark.parametrize("name", ["fast", "", None, ["apr"], 3])
+def test_unknown_preset_names_the_known_ones(name):
+    with pytest.raises(ConfigError, match="sync"):
+        PartialRolloutConfig.preset(name)
+
+
+def test_unknown_override_of_a_preset_is_refused():
+    with pytest.raises(ConfigError, match="unknown"):
+        PartialRolloutConfig.preset("apr", staleness=3)
+
+
+def test_batch_is_a_multiple_of_the_group():
+    with pytest.raises(ConfigError, match="multiple of rollout") as caught:
+        check_together(RolloutConfig(group_size=8), TrainConfig(batch_size=12), AlgorithmConfig())
+    assert caught.value.field == "train.batch_size"
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_group_of_one_has_nothing_to_compare(advantage):
+    with pytest.raises(ConfigError, match="at least 2") as caught:
+        check_together(
+            RolloutConfig(group_size=1), TrainConfig(), AlgorithmConfig(advantage=advantage)
+        )
+    assert caught.value.field == "rollout.group_size"
+
+
+def test_settings_that_fit_each_other_pass():
+    check_together(RolloutConfig(group_size=8), TrainConfig(batch_size=16), AlgorithmConfig())
+
+
+def test_lists_from_a_file_become_tuples():
+    assert RolloutConfig(stop_token_ids=[1, 2]).sampling.stop_token_ids == (1, 2)
+    assert TrainConfig(betas=[0.9, 0.99]).betas == (0.9, 0.99)
+
+
+def test_control_token_is_never_shown():
+    config = RolloutConfig(control_token="secret-word")
+    assert "secret-word" not in repr(config)
+
+
+def test_config_error_is_an_apr_error_and_a_value_error_and_pickles():
+    error = refused("partial_rollout", "max_staleness", -1)
+    assert isinstance(error, APRError) and isinstance(error, ValueError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().steps = 3  # type: ignore[misc]
+
+
+def test_the_pure_core_loads_neither_ray_nor_torch():
+    modules = (
+        "ray_apr.config, ray_apr.types, ray_apr.rollout.state, ray_apr.rollout.dispatcher, "
+        "ray_apr.rollout.store, ray_apr.rollout.ledger, ray_apr.data.selection, "
+        "ray_apr.data.packing, ray_apr.data.batch"
+    )
+    code = f"import sys, {modules}; print({{'ray', 'torch', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,337 @@
+"""The report: each figure on a hand-made run folder, and folders that a crash left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_apr.exceptions import ConfigError
+from ray_apr.report.compare import comparison_table, write_comparison
+from ray_apr.report.html import duration, write_report
+from ray_apr.report.load import RunFolderError, load_run
+from ray_apr.report.summary import check_run, covered_s, summarize, training_window
+from ray_apr.report.svg import moving_average, nice_ticks, tick_text
+
+EVIL = "<script>alert(1)</script>"
+
+FINAL: dict[str, Any] = {
+    "mode": "apr",
+    "seed": 0,
+    "steps": 6,
+    "wall_s": 25.0,
+    "setup_s": 9.0,
+    "max_staleness": 2,
+    "batch_size": 8,
+    "num_replicas": 2,
+    "num_train_workers": 1,
+    "policy_version": 6,
+    "samples_trained": 3,
+    "samples_interrupted": 5,
+    "samples_resumed": 4,
+    "tokens_generated": 120,
+    "tokens_trained": 60,
+    "tokens_buffered": 25,
+    "tokens_interrupted": 15,
+    "tokens_discarded": {"stale": 12, "shutdown": 8},
+    "ledger_error": 0,
+    "read_ahead_max": 1,
+    "engines": [],
+    "status": "ok",
+    "error": None,
+}
+
+# Steps end at 12, 14 ... 22 s; the trainer's first span starts at 10 s: a window of 12 s.
+STEPS = [
+    {
+        "step": k,
+        "policy_version": k + 1,
+        "time_s": 12.0 + 2 * k,
+        "reward_mean": (k + 1) / 10,
+        "trainer_wait_s": 0.5,
+        "trainer_step_s": 1.0,
+        "weight_sync_s": (k + 1) / 10,
+        "tokens_generated": 20 * k,
+        "loss": -0.01 * k,
+    }
+    for k in range(6)
+]
+SAMPLES = [
+    {
+        "step": i,
+        "sample_id": f"{EVIL}-{i}",
+        "group_id": "g",
+        "reward": 1.0,
+        "staleness": i,
+        "num_tokens": 10 * (i + 1),
+        "num_interruptions": int(i == 1),
+        "finish_reason": "stop",
+    }
+    for i in range(3)
+]
+TIMELINE = [
+    {"actor": actor, "what": what, "start_s": start, "end_s": end}
+    for actor, what, start, end in [
+        ("trainer", "wait", 10.0, 11.0),
+        ("trainer", "train", 11.0, 12.0),
+        ("trainer", "wait", 12.0, 12.5),
+        ("trainer", "sync", 12.5, 13.0),
+        ("engine-0", "generate", 5.0, 13.0),
+        ("engine-0", "generate", 12.0, 16.0),
+        ("engine-0", "idle", 16.0, 22.0),
+        ("engine-1", "idle", 5.0, 16.0),
+        ("engine-1", "generate", 16.0, 30.0),
+    ]
+]
+
+EXPECTED = {
+    "mode": "apr",
+    "steps": 6,
+    "wall_s": 25.0,
+    "setup_s": 9.0,
+    "reward_first": pytest.approx(0.3),  # 0.1 ... 0.5
+    "reward_last": pytest.approx(0.4),  # 0.2 ... 0.6
+    "samples_trained": 3,
+    "samples_interrupted": 5,
+    "samples_resumed": 4,
+    "tokens_generated": 120,
+    "tokens_trained": 60,
+    "tokens_buffered": 25,
+    "tokens_interrupted": 15,
+    "tokens_discarded": {"stale": 12, "shutdown": 8},
+    "ledger_error": 0,
+    "staleness_max": 2,
+    "staleness_mean": pytest.approx(1.0),
+    "max_staleness": 2,
+    "policy_version": 6,
+    "num_replicas": 2,
+    "num_train_workers": 1,
+    "generation_idle_ratio": pytest.approx(0.5),  # 1 - (6 s of 10..16 + 6 s of 16..22) / (2 x 12 s)
+    "trainer_idle_ratio": pytest.approx(0.125),  # 1.5 s of 12 s
+    "weight_sync_s": {"p50": pytest.approx(0.35), "max": pytest.approx(0.6)},
+    "rollout_tokens_per_s": pytest.approx(10.0),  # 120 tokens in 12 s
+    "read_ahead_max": 1,
+}
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    def make(name: str = "run", **final: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(lines(STEPS))
+        (folder / "samples.jsonl").write_text(lines(SAMPLES))
+        (folder / "timeline.jsonl").write_text(lines(TIMELINE))
+        (folder / "final.json").write_text(json.dumps({**FINAL, **final}))
+        config = {"model": EVIL, "partial_rollout": {"mode": "apr", "max_staleness": 2}}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def warnings_of(folder: Path) -> str:
+    run = load_run(folder)
+    return "\n".join(check_run(run, summarize(run)))
+
+
+def test_summary_has_exactly_these_keys_and_values(make_run: Callable[..., Path]) -> None:
+    report = write_report(make_run())
+    summary = json.loads(report.summary_path.read_text())
+    assert list(summary) == list(EXPECTED)
+    assert summary == EXPECTED
+    assert report.warnings == []
+
+
+@pytest.mark.parametrize("key", EXPECTED)
+def test_each_figure(make_run: Callable[..., Path], key: str) -> None:
+    assert summarize(load_run(make_run()))[key] == EXPECTED[key]
+
+
+def test_the_first_step_starts_when_the_servers_are_ready(make_run: Callable[..., Path]) -> None:
+    assert training_window(load_run(make_run(setup_s=11.0))) == (11.0, 22.0)
+
+
+@pytest.mark.parametrize(
+    ("final", "warning"),
+    [
+        ({"samples_trained": 4}, "samples_trained = 4, the recorded rows say 3"),
+        ({"tokens_trained": 61}, "tokens_trained = 61, the recorded rows say 60"),
+        ({"steps": 7}, "steps = 7, the recorded rows say 6"),
+        ({"tokens_buffered": 26}, "ledger_error = 0, its counters give -1"),
+        ({"ledger_error": 3}, "off by 3 tokens"),
+        ({"max_staleness": 1}, "staleness 2 was trained, above the bound of 1"),
+        ({"samples_interrupted": 0}, "but 1 trained samples were interrupted"),
+        ({"status": "failed", "error": "StarvedError: x"}, "the run failed: StarvedError: x"),
+    ],
+)
+def test_sources_that_disagree_warn(
+    make_run: Callable[..., Path], final: dict[str, Any], warning: str
+) -> None:
+    assert warning in warnings_of(make_run(**final))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "timeline.jsonl"])
+@pytest.mark.parametrize("tail", ['{"step": 6, "rew', "\0\0\0", '{"a": "\xe9'])
+def test_a_cut_off_last_line_is_skipped(
+    make_run: Callable[..., Path], name: str, tail: str
+) -> None:
+    folder = make_run()
+    with (folder / name).open("a", encoding="latin-1") as file:
+        file.write(tail)
+    run = load_run(folder)
+    assert summarize(run)["steps"] == 6
+    assert (len(run.samples), len(run.timeline)) == (3, 9)
+    if tail.strip("\0"):
+        assert f"{name}: the last line" in warnings_of(folder)
+    write_report(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("metrics.jsonl", "{half", r"metrics\.jsonl, line 1: no JSON"),
+        ("metrics.jsonl", "[1]", "line 1: a list instead of an object"),
+        ("metrics.jsonl", '{"step": 0}', "line 1: time_s = None is no number"),
+        ("samples.jsonl", '{"step": "x"}', r"samples\.jsonl, line 1: step = 'x' is no number"),
+        (
+            "timeline.jsonl",
+            '{"start_s": 0, "end_s": 1, "what": "wait"}',
+            r"timeline\.jsonl, line 1: actor = None is no text",
+        ),
+    ],
+)
+def test_other_garbage_names_file_and_line(
+    make_run: Callable[..., Path], name: str, line: str, message: str
+) -> None:
+    folder = make_run()
+    (folder / name).write_text(line + "\n" + (folder / name).read_text())
+    with pytest.raises(RunFolderError, match=message):
+        load_run(folder)
+
+
+def test_a_killed_run_is_reported_from_its_rows(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    (folder / "final.json").unlink()
+    summary = json.loads(write_report(folder).summary_path.read_text())
+    assert list(summary) == list(EXPECTED)
+    assert summary["mode"] == "apr"
+    assert summary["max_staleness"] == 2
+    assert summary["wall_s"] == 30.0  # the last time that was recorded
+    assert summary["policy_version"] == 6
+    assert summary["tokens_generated"] == 100  # the last step's cumulative counter
+    assert summary["tokens_trained"] == 60
+    assert summary["ledger_error"] is None
+    assert "final.json is missing" in warnings_of(folder)
+
+
+@pytest.mark.parametrize("kept", ["config.json", "final.json", "timeline.jsonl", "metrics.jsonl"])
+def test_a_run_that_hardly_began_still_gets_a_page(
+    make_run: Callable[..., Path], kept: str
+) -> None:
+    folder = make_run()
+    for file in folder.iterdir():
+        if file.name != kept:
+            file.unlink()
+    report = write_report(folder)
+    assert "no sample was trained" in report.warnings
+    assert report.html_path.read_text().endswith("</html>\n")
+
+
+def test_a_folder_without_a_run_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        load_run(tmp_path)
+
+
+def test_nan_does_not_reach_the_json_and_is_told(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    rows = [dict(row) for row in STEPS]
+    rows[2]["reward_mean"] = math.nan
+    rows[3]["loss"] = math.inf
+    (folder / "metrics.jsonl").write_text(lines(rows))
+    report = write_report(folder)
+    assert "NaN" not in report.summary_path.read_text()
+    assert any("no finite number in 1 steps" in w for w in report.warnings)
+    charts = re.findall(r"<svg.*?</svg>", report.html_path.read_text())
+    assert charts
+    assert not re.search(r"[\s\",](nan|inf)[\s\",]", "".join(charts))
+
+
+class Balance(HTMLParser):
+    """Collects tags and checks that each one is closed."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.links += [str(v) for k, v in attrs if k in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_escapes_text(make_run: Callable[..., Path]) -> None:
+    folder = make_run(status="failed", error=EVIL)
+    rows = [*TIMELINE, {"actor": EVIL, "what": EVIL, "start_s": 10.0, "end_s": 16.0}]
+    (folder / "timeline.jsonl").write_text(lines(rows))
+    text = write_report(folder).html_path.read_text()
+    parser = Balance()
+    parser.feed(text)
+    assert parser.open == []
+    assert "script" not in parser.seen
+    assert parser.links == []
+    assert "http" not in text.replace("http-equiv", "")
+    assert EVIL not in text
+    assert "&lt;script&gt;" in text
+    for part in ("Reward", "Staleness of the trained", "interrupted and resumed (1)", "engine-1",
+                 "discarded: stale", "partial_rollout.max_staleness", "time (s)"):  # fmt: skip
+        assert part in text
+
+
+def test_comparison_has_the_ratio_of_wall_times(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "docs" / "compare.html"
+    rows = write_comparison(make_run("a", mode="sync", wall_s=50.0), make_run("b"), out)
+    named = {row.name: row for row in rows}
+    assert named["wall time (s)"][1:] == ("50.0", "25.0", "2.00")
+    assert named["training window (s)"].ratio == "1.00"
+    # Moving average of 2 steps, goal = the lower of both last rewards, 0.4: (0.4 + 0.5) / 2 >= 0.4.
+    assert named["time to reward 0.400 (s)"].first == "20.0"
+    assert "wall time (s)" in comparison_table(rows)
+    parser = Balance()
+    parser.feed(out.read_text())
+    assert parser.open == []
+    assert "Reward against wall time" in out.read_text()
+
+
+def test_helpers() -> None:
+    assert covered_s([(0, 2), (1, 3), (5, 9)], (1, 6)) == 3
+    assert nice_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert nice_ticks(3, 3)[0] <= 3 <= nice_ticks(3, 3)[-1]
+    assert [tick_text(v) for v in (0.25, 1200, 12000, 3e6)] == ["0.25", "1200", "12k", "3M"]
+    assert moving_average([1, math.nan, 3], 2)[:2] == [1, 1]
+    assert [duration(s) for s in (None, 8.34, 245, 7380)] == [
+        "–", "8.3 s", "4 min 05 s", "2 h 03 min",
+    ]  # fmt: skip

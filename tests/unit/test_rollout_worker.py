@@ -1,0 +1,252 @@
+"""The rollout worker with a scripted engine, the real buffer, and no Ray (rollout/worker.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pyarrow as pa
+import pytest
+
+from ray_apr.config import BufferConfig, PartialRolloutConfig, RolloutConfig
+from ray_apr.data.buffer import SampleBuffer
+from ray_apr.data.prompts import TOKEN_IDS, PromptSource
+from ray_apr.exceptions import RewardError, RolloutError
+from ray_apr.rollout import worker as worker_module
+from ray_apr.rollout.worker import RolloutWorker
+from ray_apr.types import RewardResult
+from tests.fakes import FIRST_TOKEN, ScriptedEngine
+
+PROMPTS = pa.table({"prompt": ["a", "b", "c"], TOKEN_IDS: [[1, 2], [3], [4, 5, 6]]})
+
+
+class Handle:
+    """An object as its Ray handle: ``handle.method.remote(...)`` is the coroutine."""
+
+    def __init__(self, target) -> None:
+        self._target = target
+
+    def __getattr__(self, name):
+        return type("Method", (), {"remote": staticmethod(getattr(self._target, name))})
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    async def record(self, kind, row) -> None:
+        self.rows.append({"kind": kind, **row})
+
+    async def record_many(self, kind, rows) -> None:
+        self.rows += [{"kind": kind, **row} for row in rows]
+
+
+class Scorer:
+    """Rewards at once; `bad` names samples whose reward fails for good."""
+
+    def __init__(self, bad=()) -> None:
+        self.bad = set(bad)
+        self.texts: list[str] = []
+
+    async def score(self, sample):
+        self.texts.append(sample.response_text)
+        if sample.sample_id in self.bad or "all" in self.bad:
+            raise RewardError(sample.sample_id, "raised", "no judge")
+        return RewardResult(reward=1.0)
+
+    def close(self) -> None:
+        pass
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+class Run:
+    """A worker, a buffer and an engine, in one event loop."""
+
+    def __init__(self, engine, *, scorer=None, batch_size=4, rollout=None, **partial) -> None:
+        self.engine = engine
+        self.scorer = scorer or Scorer()
+        self.recorder = Recorder()
+        partial_config = PartialRolloutConfig(**partial)
+        self.buffer = SampleBuffer(
+            batch_size=batch_size, max_staleness=partial_config.max_staleness, num_ranks=1,
+            micro_batch_tokens=64, config=BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
+            recorder=Handle(self.recorder),
+        )  # fmt: skip
+        self.worker = RolloutWorker(
+            rollout=RolloutConfig(group_size=2, max_response_tokens=16, **(rollout or {})),
+            partial_rollout=partial_config,
+            batch_size=batch_size,
+            model="none",
+            make_prompts=lambda: PromptSource([PROMPTS], seed=0),
+            make_client=lambda: engine,
+            make_scorer=lambda: self.scorer,
+            buffer=Handle(self.buffer),
+            recorder=Handle(self.recorder),
+            sync_timeout_s=2.0,
+        )
+
+    async def step(self, step: int):
+        """Grant and take a batch as the trainer does; returns its samples."""
+        await self.buffer.grant(step, step)
+        ticket = None
+        while ticket is None:
+            ticket = await self.buffer.take(0, step - 1 if step else None)
+        await self.buffer.ack(step)
+        return [sample for group in ticket.refs for sample in group]
+
+    async def sync(self, version: int) -> None:
+        await self.worker.begin_sync(version)
+        await self.worker.finish_sync(version)
+
+    async def check_ledger(self, summary) -> None:
+        stats = await self.buffer.stats()
+        ledger = summary.ledger
+        placed = stats.trained_tokens + stats.buffered_tokens + stats.evicted_tokens
+        placed += ledger.pending + ledger.interrupted + sum(ledger.discarded.values())
+        assert ledger.generated == placed == self.engine.tokens_generated
+
+
+@contextlib.asynccontextmanager
+async def running(*args, **kwargs):
+    run = Run(*args, **kwargs)
+    await run.worker.start()
+    try:
+        async with asyncio.timeout(20):
+            yield run
+    finally:
+        run.summary = await run.worker.stop()
+        await run.buffer.close()
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
+    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.01)
+    for name in ("add", "set", "observe"):
+        monkeypatch.setattr(worker_module.Metrics, name, lambda *args, **tags: None)
+
+
+async def until(condition) -> None:
+    """Let the loops turn until a condition holds."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():
+    async with running(ScriptedEngine(auto=1), max_staleness=2, oversampling_factor=2.0) as run:
+        for step in range(3):
+            samples = await run.step(step)
+            assert len(samples) == 4
+            assert all(step - s.oldest_version <= 2 for s in samples)
+            assert all(s.reward == 1.0 for s in samples)
+            await run.sync(step + 1)
+    await run.check_ledger(run.summary)
+    assert {s.prompt.prompt_id.partition("-")[0] for s in samples} <= {"e0", "e1", "e2", "e3"}
+
+
+async def test_a_sync_interrupts_what_runs_and_it_resumes_with_its_tokens_and_budget():
+    engine = ScriptedEngine(default_length=6)
+    async with running(engine, max_staleness=2, oversampling_factor=1.0) as run:
+        await until(lambda: len(engine.running) == 4)
+        engine.advance(2)
+        await run.sync(1)
+        await until(lambda: len(engine.running) == 4)
+        assert [call[2] for call in engine.calls] == [16] * 4 + [14] * 4, "the budget goes on"
+        engine.advance(10)
+        samples = await run.step(1)
+        for sample in samples:
+            assert sample.response_ids == tuple(range(FIRST_TOKEN, FIRST_TOKEN + 6))
+            assert sample.token_versions == (0, 0, 1, 1, 1, 1)
+            assert sample.num_interruptions == 1
+    assert (run.summary.samples_interrupted, run.summary.samples_resumed) == (4, 4)
+    await run.check_ledger(run.summary)
+
+
+async def test_max_staleness_0_starts_one_batch_a_version():
+    engine = ScriptedEngine(auto=1)
+    async with running(
+        engine, mode="sync", max_staleness=0, oversampling_factor=1.0, interrupt="never"
+    ) as run:
+        for step in range(3):
+            samples = await run.step(step)
+            assert {v for s in samples for v in s.token_versions} == {step}
+            await asyncio.sleep(0.05)
+            assert len(engine.calls) == 4 * (step + 1), "nothing starts before the next version"
+            await run.sync(step + 1)
+    await run.check_ledger(run.summary)
+
+
+async def test_batch_full_interrupts_the_surplus_until_the_next_version():
+    short = dict.fromkeys(["e0-0-0", "e0-0-1", "e0-1-0", "e0-1-1"], 1)
+    engine = ScriptedEngine(short, default_length=9)
+    async with running(
+        engine, max_staleness=1, oversampling_factor=2.0, interrupt="batch_full"
+    ) as run:
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(1)
+        await until(lambda: not engine.running)
+        await run.step(0)
+        assert len(engine.calls) == 8
+        await run.sync(1)
+        await until(lambda: len(engine.calls) >= 12)
+        assert {len(ids) for session, ids, _ in engine.calls[8:12]} != {1}
+    assert run.summary.samples_interrupted == 4
+    await run.check_ledger(run.summary)
+
+
+async def test_a_failed_reward_drops_its_group_and_is_no_zero():
+    scorer = Scorer(bad={"e0-0-1"})
+    async with running(ScriptedEngine(auto=2), scorer=scorer, max_staleness=2) as run:
+        samples = await run.step(0)
+        assert "e0-0" not in {s.group_id for s in samples}
+        assert {s.reward for s in samples} == {1.0}
+    assert run.summary.ledger.discarded["failed"] > 0
+    await run.check_ledger(run.summary)
+
+
+async def test_rewards_that_all_fail_stop_the_run_with_the_reason():
+    async with running(
+        ScriptedEngine(auto=2), scorer=Scorer(bad={"all"}), rollout={"max_consecutive_failures": 3}
+    ) as run:
+        with pytest.raises(
+            RolloutError, match=r"3 generations or rewards failed in a row.*no judge"
+        ):
+            await run.step(0)
+
+
+async def test_a_generation_error_is_retried_and_then_costs_its_group():
+    engine = ScriptedEngine(auto=2)
+    engine.fail = {
+        "e0-0-0": [RolloutError("flaky")],
+        "e0-1-1": [RolloutError("broken") for _ in range(3)],
+    }
+    async with running(engine, max_staleness=2) as run:
+        samples = [s for step in range(2) for s in await run.step(step)]
+        groups = {s.group_id for s in samples}
+        assert "e0-0" in groups
+        assert "e0-1" not in groups
+    await run.check_ledger(run.summary)
+
+
+async def test_a_broken_sync_raises_and_leaves_no_engine_paused():
+    engine = ScriptedEngine(auto=1)
+    async with running(engine, max_staleness=2) as run:
+        await run.step(0)
+        engine.fail_next_sync = RolloutError("the sender died")
+        with pytest.raises(Exception, match="the sender died"):
+            await run.sync(1)
+        assert not engine.is_paused
+
+
+async def test_stop_ends_requests_that_would_run_for_ever():
+    engine = ScriptedEngine(default_length=16)  # nothing advances it
+    async with running(engine, max_staleness=2) as run:
+        await until(lambda: len(engine.running) == 8)
+    assert not engine.running
+    assert run.summary.samples_interrupted == 0, "what the end of the run stops is not counted"

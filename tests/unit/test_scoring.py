@@ -1,0 +1,121 @@
+"""Rewards: finite numbers or classified failures, never zeros (rollout/scoring.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+
+from ray_apr.config import RolloutConfig
+from ray_apr.exceptions import RewardError
+from ray_apr.rollout import scoring
+from ray_apr.rollout.scoring import RewardWorker, Scorer
+from ray_apr.types import Prompt, RewardResult, Sample
+
+SAMPLE = Sample(
+    sample_id="g0-0",
+    group_id="g0",
+    prompt=Prompt(prompt_id="g0", token_ids=(1,)),
+    max_response_tokens=4,
+    response_text="7",
+)
+
+
+class InProcessWorker:
+    """A reward worker without Ray: `.score.remote` is the plain coroutine."""
+
+    def __init__(self, reward) -> None:
+        worker = RewardWorker.__ray_actor_class__(reward, 4)
+        self.score = self
+        self.remote = worker.score
+
+
+@pytest.fixture
+def score(monkeypatch):
+    """Score SAMPLE with a reward function; returns (result or error, workers made)."""
+    monkeypatch.setattr(scoring.ray, "kill", lambda worker: None)
+    monkeypatch.setattr(scoring, "_GRACE_S", 0.2)
+
+    def run(reward, **config):
+        made = []
+
+        def make():
+            made.append(InProcessWorker(reward))
+            return made[-1]
+
+        async def main():
+            scorer = Scorer(reward, RolloutConfig(**config), make_worker=make)
+            try:
+                return await scorer.score(SAMPLE)
+            except RewardError as error:
+                return error
+
+        return asyncio.run(main()), len(made)
+
+    return run
+
+
+def test_plain_and_async_functions_and_results_are_taken(score):
+    async def later(sample):
+        return 0.25
+
+    assert score(lambda s: float(s.response_text))[0].reward == 7.0
+    assert score(later)[0].reward == 0.25
+    result = score(lambda s: RewardResult(reward=1.0, metrics={"digits": 2.0}))[0]
+    assert (result.reward, result.metrics) == (1.0, {"digits": 2.0})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "right"])
+def test_what_is_no_finite_number_is_invalid(score, value):
+    error, _ = score(lambda s: value)
+    assert isinstance(error, RewardError)
+    assert error.kind == "invalid"
+    assert repr(value) in str(error)
+
+
+def test_an_exception_is_retried_and_then_raised_with_its_text(score):
+    calls = []
+
+    def reward(sample):
+        calls.append(sample.sample_id)
+        raise KeyError("answer")
+
+    error, _ = score(reward, reward_retries=2)
+    assert (error.kind, len(calls)) == ("raised", 3)
+    assert "KeyError" in str(error)
+
+
+def test_a_second_try_that_works_counts(score):
+    calls = []
+
+    def reward(sample):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("flaky judge")
+        return 1.0
+
+    assert score(reward, reward_retries=1)[0].reward == 1.0
+
+
+def test_an_async_call_over_its_limit_is_cancelled_in_place(score):
+    async def never(sample):
+        await asyncio.Event().wait()
+
+    error, workers = score(never, reward_timeout_s=0.05, reward_retries=1)
+    assert (error.kind, workers) == ("timeout", 1)
+
+
+def test_a_call_that_does_not_return_costs_its_worker(score):
+    release = threading.Event()
+
+    def never(sample):
+        release.wait(30)
+
+    begin = time.monotonic()
+    threading.Timer(3.0, release.set).start()  # lets the pool's threads end with the test
+    error, workers = score(never, reward_timeout_s=0.05, reward_retries=1)
+    assert (error.kind, workers) == ("timeout", 3)
+    assert time.monotonic() - begin < 10

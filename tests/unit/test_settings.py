@@ -1,0 +1,228 @@
+"""RunSettings: one YAML file, overrides, and an error that names the key for all that is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ray_apr.exceptions import ConfigError
+from ray_apr.settings import load_settings
+from ray_apr.settings_files import load_reward, read_json_rows
+
+BASE = """\
+mode: apr
+model: base_model
+prompts: prompts.jsonl
+reward: task.py:reward
+rollout: {group_size: 4, max_response_tokens: 32}
+train:
+  steps: 3
+  batch_size: 8
+  learning_rate: 1e-6
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model, prompts and a reward."""
+    (tmp_path / "base_model").mkdir()
+    (tmp_path / "base_model" / "config.json").write_text("{}")
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "prompts.json").write_text(json.dumps(rows))
+    (tmp_path / "helper.py").write_text("def half():\n    return 0.5\n")
+    (tmp_path / "task.py").write_text(
+        "import helper\nanswer = 3\ndef reward(sample):\n    return helper.half()\n"
+    )
+    (tmp_path / "run.yaml").write_text(BASE)
+    return tmp_path
+
+
+def test_reads_all_sections_and_resolves_paths(folder: Path) -> None:
+    settings = load_settings(folder / "run.yaml")
+    assert settings.mode == "apr"
+    assert settings.model == str(folder / "base_model")
+    assert settings.prompts.path == str(folder / "prompts.jsonl")
+    assert settings.train.learning_rate == 1e-6  # a string in YAML 1.1
+    assert settings.rollout.group_size == 4
+    assert settings.scaling.resources_per_worker == {"CPU": 1.0}
+    assert settings.ray.namespace == "ray_apr"
+
+
+def test_sync_is_the_preset(folder: Path) -> None:
+    partial = load_settings(folder / "run.yaml", ["mode=sync"]).partial_rollout
+    assert (partial.mode, partial.max_staleness, partial.oversampling_factor) == ("sync", 0, 1.0)
+    assert partial.interrupt == "never"
+
+
+def test_overrides_replace_nested_values(folder: Path) -> None:
+    overrides = [
+        "train.seed=1",
+        "prompts.limit=1",
+        "rollout.engine_kwargs.max_num_seqs=64",
+        "scaling.use_gpu=true",
+        "rollout.max_model_len=null",
+        "train.betas=[0.8, 0.9]",
+        "run.name=mine",
+    ]
+    settings = load_settings(folder / "run.yaml", overrides)
+    assert settings.train.seed == 1
+    assert settings.train.betas == (0.8, 0.9)
+    assert settings.prompts.limit == 1
+    assert settings.rollout.engine_kwargs == {"max_num_seqs": 64}
+    assert settings.scaling.resources_per_worker == {"CPU": 1.0, "GPU": 1.0}
+    assert settings.with_run_name().run_dir == Path("runs").resolve() / "mine"
+
+
+def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
+    settings = load_settings(folder / "run.yaml")
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        _ = settings.run_dir
+    assert settings.with_run_name(0.0).run_dir.name.startswith("run-apr-19")
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "remedy"),
+    [
+        ("modes=apr", "modes", "known: mode, model"),
+        ("train.step=3", "train.step", "known: steps"),
+        ("scaling.workers=2", "scaling.workers", "num_workers"),
+        ("run.folder=x", "run.folder", "storage_path"),
+        ("prompts.file=x", "prompts.file", "limit"),
+        ("train.steps=many", "train.steps", "whole number"),
+        ("train.steps=true", "train.steps", "whole number"),
+        ("train.steps=0", "train.steps", "at least 1"),
+        ("train.learning_rate=fast", "train.learning_rate", "a number"),
+        ("train.betas=[0.9, x]", "train.betas", "a list"),
+        ("train.activation_checkpointing=2", "train.activation_checkpointing", "true or false"),
+        ("rollout.engine_kwargs=[1]", "rollout.engine_kwargs", "section"),
+        ("rollout.prompt_column=5", "rollout.prompt_column", "text"),
+        ("rollout.prompt_column=question", "rollout.prompt_column", "only prompt, answer"),
+        ("rollout.max_model_len=long", "rollout.max_model_len", "whole number or null"),
+        ("rollout.device=tpu", "rollout.device", "auto, cpu, cuda"),
+        ("rollout=3", "rollout", "section"),
+        ("algorithm.clip_low=2", "algorithm.clip_low", r"\(0, 1\)"),
+        ("buffer.wait_timeout_s=-1", "buffer.wait_timeout_s", "above 0"),
+        ("partial_rollout.mode=sync", "partial_rollout.mode", "top level"),
+        ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness", "at least 0"),
+        ("mode=async", "mode", "apr, sync"),
+        ("mode=3", "mode", "sync or apr"),
+        ("model=null", "model", "is missing"),
+        ("model=3", "model", "text"),
+        ("model=no_model", "model", "make the model"),
+        ("model=base_model/sub", "model", "no folder"),
+        ("model=.", "model", "config.json"),
+        ("prompts=other.jsonl", "prompts", "no file"),
+        ("prompts=run.yaml", "prompts", r"\.parquet"),
+        ("prompts.limit=0", "prompts.limit", "at least 1"),
+        ("reward=task", "reward", "file.py:function"),
+        ("reward=other.py:reward", "reward", "no file"),
+        ("reward=task.py:score", "reward", "it defines reward"),
+        ("reward=no_such_package:reward", "reward", "no module"),
+        ("train.batch_size=6", "train.batch_size", "multiple of"),
+        ("scaling.num_workers=9", "train.batch_size", "num_workers = 9"),
+        ("scaling.num_workers=0", "scaling.num_workers", "at least 1"),
+        ("run.name=a/b", "run.name", "one folder"),
+        ("ray.num_cpus=0", "ray.num_cpus", "at least 1"),
+        ("ray={address: auto, num_cpus: 2}", "ray.num_cpus", "leave it out"),
+        ("train.steps", "--set", "key=value"),
+        ("train..steps=1", "--set", "key=value"),
+        ("mode.x=1", "--set", "no section"),
+        ("train.steps=[1", "--set train.steps, line 1", "correct this line"),
+    ],
+)
+def test_each_bad_value_is_named(folder: Path, override: str, field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        load_settings(folder / "run.yaml", [override])
+    assert caught.value.field == field
+    assert str(caught.value).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        (BASE + "mode: sync\n", "run.yaml, line 10", "duplicate key 'mode'"),
+        (BASE + "  steps: 4\n", "run.yaml, line 10", "duplicate key 'steps'"),
+        (BASE + "buffer: {wait_timeout_s: 3\n", "run.yaml, line 11", "expected"),
+        (BASE + "\tx: 1\n", "run.yaml, line 10", "cannot start any token"),
+        ("- 1\n", "config", "key: value"),
+        ("", "config", "key: value"),
+    ],
+)
+def test_bad_yaml_names_the_line(folder: Path, text: str, field: str, message: str) -> None:
+    (folder / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_settings(folder / "run.yaml")
+    assert caught.value.field == field
+
+
+def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_settings(tmp_path / "none.yaml")
+
+
+def test_hub_id_and_json_prompts_are_taken(folder: Path) -> None:
+    settings = load_settings(folder / "run.yaml", ["model=Qwen/Qwen3-0.6B", "prompts=prompts.json"])
+    assert settings.model == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", "[]"), ("a.jsonl", ""), ("a.jsonl", "{"), ("a.parquet", "x")]
+)
+def test_broken_prompts_files(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match="cannot be read as"):
+        load_settings(folder / "run.yaml", [f"prompts={name}"])
+
+
+def test_rows_keep_their_types_and_a_bad_one_is_named(folder: Path) -> None:
+    for name in ("prompts.jsonl", "prompts.json"):
+        assert [row["answer"] for row in read_json_rows(folder / name)] == ["2", "3"]
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 3"):
+        read_json_rows(folder / "bad.jsonl")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n3\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, row 2"):
+        read_json_rows(folder / "bad.jsonl")
+
+
+def test_reading_settings_loads_nothing_heavy(folder: Path) -> None:
+    code = (
+        "import sys; from ray_apr.settings import load_settings; load_settings(sys.argv[1]); "
+        "print([m for m in ('ray', 'torch', 'vllm', 'task', 'helper') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(folder / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_reward_of_a_file_travels_with_its_neighbours(folder: Path) -> None:
+    from ray import cloudpickle
+
+    reward = load_reward("task.py:reward", folder)
+    assert reward(None) == 0.5
+    (folder / "reward.pickle").write_bytes(cloudpickle.dumps(reward))
+    for name in [n for n in sys.modules if n == "helper" or n.startswith("_apr_reward_task")]:
+        cloudpickle.unregister_pickle_by_value(sys.modules.pop(name))
+    # As on a worker: neither the file nor its folder is importable here.
+    assert pickle.loads((folder / "reward.pickle").read_bytes())(None) == 0.5
+    assert "helper" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("broken.py:reward", "raised ZeroDivisionError"),
+        ("task.py:answer", "no function but int"),
+        ("json:no_such_name", "has no no_such_name"),
+    ],
+)
+def test_reward_that_cannot_be_imported(folder: Path, spec: str, remedy: str) -> None:
+    (folder / "broken.py").write_text("def reward(sample):\n    return 1\n1 / 0\n")
+    with pytest.raises(ConfigError, match=remedy):
+        load_reward(spec, folder)

@@ -1,0 +1,583 @@
+"""Random histories of the scheduling core: dispatcher, store, ledger, selection.
+
+`APRMachine` drives the real `RolloutState` and `select_batch`; the engines, the buffer actor and
+the trainer are small models in which every message may be late: hand-overs, the buffer's reports,
+aborts, acknowledgements and weight syncs cross in any order. Invariants 1, 2, 4 and 5 of the
+architecture are checked after each step, and at the end that a full batch still comes about.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.data.selection import select_batch
+from ray_apr.exceptions import RolloutError
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.rollout.ledger import TokenLedger
+from ray_apr.rollout.state import RolloutState
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    GroupMeta,
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleMeta,
+    SampleState,
+    Segment,
+)
+
+BUDGET = 6
+PROMPT_IDS = (1, 2, 3)
+FIRST_TOKEN = 1000
+PICK = st.integers(0, 10_000)
+
+
+@dataclass
+class Request:
+    """A generate call inside the model of the engines."""
+
+    sample: Sample
+    versions: list[int] = field(default_factory=list)
+    """Of the tokens that it has made so far."""
+    is_aborted: bool = False
+
+
+@dataclass
+class Arrival:
+    """A group in the buffer, or on its way to it."""
+
+    meta: GroupMeta
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.samples)
+
+
+class APRMachine(RuleBasedStateMachine):
+    """One run; the trainer is "idle", "granted", "training", then "acked" or "synced"."""
+
+    @initialize(
+        eta=st.integers(0, 5),
+        oversampling=st.floats(0, 1),
+        group_size=st.integers(1, 4),
+        groups_per_batch=st.integers(1, 3),
+        max_inflight=st.sampled_from([1, 3, 100]),
+        interrupt=st.sampled_from(["never", "weight_sync", "batch_full"]),
+        first_version=st.sampled_from([0, 7]),
+    )
+    def begin(
+        self,
+        eta: int,
+        oversampling: float,
+        group_size: int,
+        groups_per_batch: int,
+        max_inflight: int,
+        interrupt: str,
+        first_version: int,
+    ) -> None:
+        self.eta, self.group_size, self.interrupt = eta, group_size, interrupt
+        self.batch_size = group_size * groups_per_batch
+        self.max_inflight = max_inflight
+        self.config = PartialRolloutConfig(
+            max_staleness=eta,
+            oversampling_factor=1 + oversampling * eta,
+            interrupt=interrupt,  # type: ignore[arg-type]
+        )
+        self.dispatcher = Dispatcher(
+            self.config,
+            batch_size=self.batch_size,
+            group_size=group_size,
+            max_inflight=max_inflight,
+            policy_version=first_version,
+        )
+        self.state = RolloutState(self.dispatcher)
+        self.engine_version = self.trainer_version = first_version
+        self.requests: dict[str, Request] = {}
+        self.in_retry: set[str] = set()
+        self.ended: dict[str, Sample] = {}
+        """Samples that wait for their reward; some may have been dropped meanwhile."""
+        self.on_the_way: deque[Arrival] = deque()
+        self.buffer: dict[str, Arrival] = {}
+        self.buffer_ledger = TokenLedger()
+        self.reports: deque[dict[str, int]] = deque()
+        self.training: list[Arrival] = []
+        self.phase = "idle"
+        self.num_received = self.num_groups = 0
+        self.tokens_delivered = 0
+        self.rewarded: set[str] = set()
+        self.trained: set[str] = set()
+
+    # -- rollout worker ----------------------------------------------------------------------
+
+    @rule(most=st.integers(1, 4))
+    def admit(self, most: int) -> None:
+        for _ in range(min(most, self.dispatcher.num_groups_to_start())):
+            prompt = Prompt(prompt_id=f"e0-{self.num_groups}", token_ids=PROMPT_IDS)
+            self.num_groups += 1
+            self.state.admit(prompt, group_size=self.group_size, max_response_tokens=BUDGET)
+
+    @rule(most=st.integers(1, 12))
+    def start(self, most: int) -> None:
+        for _ in range(most):
+            if not self.start_one():
+                return
+
+    def start_one(self) -> bool:
+        runnable = self.in_state(SampleState.INTERRUPTED, SampleState.WAITING)
+        sample = self.state.start_next()
+        if sample is None:
+            full = self.num_inflight >= self.max_inflight
+            assert full or not runnable or self.dispatcher.is_held
+            return False
+        interrupted = {i for i in runnable if self.live[i].segments}
+        if interrupted:
+            oldest = min(self.live[i].segments[0].policy_version for i in interrupted)
+            assert sample.segments and sample.segments[0].policy_version == oldest
+        assert self.dispatcher.is_resumed(sample.sample_id) == bool(sample.segments)
+        assert sample.remaining_budget == BUDGET - sample.num_tokens > 0
+        self.requests[sample.sample_id] = Request(sample)
+        return True
+
+    @rule()
+    def interrupt_when_full(self) -> None:
+        ids = self.dispatcher.to_interrupt()
+        assert not ids or self.interrupt == "batch_full"
+        assert self.dispatcher.to_interrupt() == ()
+        self.abort(ids)
+
+    @rule(pick=PICK, most=st.integers(1, 12))
+    @precondition(lambda self: self.ended)
+    def score(self, pick: int, most: int) -> None:
+        for _ in range(min(most, len(self.ended))):
+            self.score_one(pick, pick / 10_000)
+
+    def score_one(self, pick: int, reward: float) -> None:
+        sample = self.ended.pop(choose(self.ended, pick))
+        result = RewardResult(reward=reward)
+        is_live = sample.sample_id in self.state
+        if is_live:
+            self.rewarded.add(sample.sample_id)
+        group = self.state.on_reward(sample.sample_id, result)
+        if group is None:
+            return
+        assert is_live and len(group) == self.group_size
+        meta = GroupMeta(
+            group_id=sample.group_id, sequence=0, samples=tuple(SampleMeta.of(s) for s in group)
+        )
+        self.on_the_way.append(Arrival(meta, group))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.ended)
+    def fail_reward(self, pick: int) -> None:
+        self.abort(self.state.fail(self.ended.pop(choose(self.ended, pick)).sample_id))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.in_retry)
+    def retry(self, pick: int) -> None:
+        sample_id = choose(self.in_retry, pick)
+        self.in_retry.remove(sample_id)
+        if sample_id in self.state:
+            self.dispatcher.on_retry(sample_id)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.in_retry)
+    def give_up(self, pick: int) -> None:
+        sample_id = choose(self.in_retry, pick)
+        self.in_retry.remove(sample_id)
+        self.abort(self.state.fail(sample_id))
+
+    @rule()
+    def evict_stale(self) -> None:
+        self.drop_stale(self.state.evict_stale)
+
+    @rule(pick=PICK)
+    def event_in_wrong_state(self, pick: int) -> None:
+        idle = [i for i in self.live if self.dispatcher.state_of(i) is not SampleState.INFLIGHT]
+        sample_id = choose(idle, pick) if idle else "unknown"
+        before = self.dispatcher.counts()
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_finished(sample_id, oldest_version=self.engine_version)
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_interrupted(sample_id, oldest_version=self.engine_version)
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_retry(sample_id)
+        assert self.dispatcher.counts() == before
+
+    # -- engines -----------------------------------------------------------------------------
+
+    @rule(num_tokens=st.integers(0, 2), every=st.integers(1, 3))
+    @precondition(lambda self: self.requests)
+    def decode(self, num_tokens: int, every: int) -> None:
+        for request in list(self.requests.values())[::every]:
+            if not request.is_aborted:
+                room = request.sample.remaining_budget - len(request.versions)
+                request.versions += [self.engine_version] * min(num_tokens, room)
+
+    @rule(pick=PICK, most=st.integers(1, 12))
+    @precondition(lambda self: self.requests)
+    def finish(self, pick: int, most: int) -> None:
+        for _ in range(min(most, len(self.requests))):
+            self.finish_one(pick)
+
+    def finish_one(self, pick: int) -> None:
+        self.deliver_end(choose(self.requests, pick))
+
+    def deliver_end(self, sample_id: str) -> None:
+        """The call ends by itself, even if its abort is on the way; without room: LENGTH."""
+        request = self.requests[sample_id]
+        if request.sample.num_tokens + len(request.versions) == 0:
+            request.versions.append(self.engine_version)
+        full = len(request.versions) == request.sample.remaining_budget
+        self.deliver(request, FinishReason.LENGTH if full else FinishReason.STOP)
+
+    @rule(every=st.integers(1, 3))
+    @precondition(lambda self: self.requests)
+    def end_aborted(self, every: int) -> None:
+        """Calls end by an abort, with 0 tokens or more."""
+        for request in list(self.requests.values())[::every]:
+            self.deliver(request, FinishReason.ABORT)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.requests)
+    def fail_generation(self, pick: int) -> None:
+        sample_id = choose(self.requests, pick)
+        del self.requests[sample_id]
+        if self.state.on_generation_error(sample_id):
+            self.in_retry.add(sample_id)
+
+    def deliver(self, request: Request, reason: FinishReason) -> None:
+        sample, versions = request.sample, request.versions
+        del self.requests[sample.sample_id]
+        first = FIRST_TOKEN + sample.num_tokens
+        segments = tuple(
+            Segment(policy_version=v, token_ids=(first + i,), logprobs=(-float(first + i),))
+            for i, v in enumerate(versions)
+        )
+        self.tokens_delivered += len(versions)
+        generation = Generation(request_id="r", segments=segments, finish_reason=reason)
+        updated = self.state.on_generation(sample.sample_id, generation)
+        if updated is not None and updated.finish_reason is not None:
+            self.ended[updated.sample_id] = updated
+
+    def abort(self, sample_ids: tuple[str, ...]) -> None:
+        for sample_id in sample_ids:
+            if sample_id in self.requests:
+                self.requests[sample_id].is_aborted = True
+
+    # -- buffer ------------------------------------------------------------------------------
+
+    @rule(most=st.integers(1, 4))
+    @precondition(lambda self: self.on_the_way)
+    def arrive(self, most: int) -> None:
+        for _ in range(min(most, len(self.on_the_way))):
+            self.arrive_one()
+
+    def arrive_one(self) -> None:
+        arrival = self.on_the_way.popleft()
+        meta = arrival.meta
+        arrival.meta = GroupMeta(
+            group_id=meta.group_id, sequence=self.num_received, samples=meta.samples
+        )
+        self.num_received += len(arrival.samples)
+        self.buffer_ledger.take_over(arrival.num_tokens)
+        self.buffer[meta.group_id] = arrival
+        self.select()
+
+    @rule()
+    def report(self) -> None:
+        in_training = self.training if self.phase in ("training", "synced") else []
+        groups = [*self.buffer.values(), *in_training]
+        self.reports.append(
+            {
+                "num_buffered": self.group_size * len(groups),
+                "num_received": self.num_received,
+                "trainer_version": self.trainer_version,
+            }
+        )
+
+    @rule()
+    @precondition(lambda self: self.reports)
+    def report_arrives(self) -> None:
+        self.dispatcher.on_buffer_counts(**self.reports.popleft())
+
+    def select(self) -> None:
+        if self.phase != "granted":
+            return
+        selection = select_batch(
+            [a.meta for a in self.buffer.values()],
+            policy_version=self.trainer_version,
+            max_staleness=self.eta,
+            batch_size=self.batch_size,
+        )
+        for meta in selection.evicted:
+            assert self.trainer_version - meta.oldest_version > self.eta
+            self.buffer_ledger.discard(
+                self.buffer.pop(meta.group_id).num_tokens, "buffered", "stale"
+            )
+        if selection.chosen:
+            self.training = [self.buffer.pop(m.group_id) for m in selection.chosen]
+            self.phase = "training"
+            self.check_batch()
+
+    def check_batch(self) -> None:
+        """Invariants 2, 4 and 5, on what trains."""
+        samples = [s for a in self.training for s in a.samples]
+        assert len(samples) == self.batch_size
+        assert len({s.group_id for s in samples}) * self.group_size == self.batch_size
+        for sample in samples:
+            assert self.trainer_version - min(sample.token_versions) <= self.eta
+            assert sample.sample_id in self.rewarded
+            assert sample.sample_id not in self.trained
+            assert sample.prompt.token_ids == PROMPT_IDS
+            assert 1 <= sample.num_tokens <= BUDGET
+            ids = tuple(range(FIRST_TOKEN, FIRST_TOKEN + sample.num_tokens))
+            assert sample.response_ids == ids
+            assert sample.behavior_logprobs == tuple(-float(i) for i in ids)
+            self.trained.add(sample.sample_id)
+
+    # -- trainer -----------------------------------------------------------------------------
+
+    @rule()
+    @precondition(lambda self: self.phase == "idle")
+    def grant(self) -> None:
+        self.phase = "granted"
+        self.select()
+
+    @rule()
+    @precondition(lambda self: self.phase in ("training", "synced"))
+    def acknowledge(self) -> None:
+        for arrival in self.training:
+            self.buffer_ledger.move(arrival.num_tokens, "buffered", "trained")
+        self.trainer_version += 1
+        self.end_step("acked")
+
+    @rule(aborts_first=st.booleans())
+    @precondition(lambda self: self.phase in ("training", "acked"))
+    def sync(self, aborts_first: bool) -> None:
+        """New weights; what was aborted for them may be delivered before or after."""
+        self.engine_version += 1
+        if self.interrupt != "never":
+            self.abort(tuple(self.requests))
+        for request in [r for r in self.requests.values() if r.is_aborted and aborts_first]:
+            self.deliver(request, FinishReason.ABORT)
+        self.drop_stale(lambda: self.state.on_version(self.engine_version))
+        self.end_step("synced")
+
+    def end_step(self, phase: str) -> None:
+        done = self.phase != "training"
+        self.phase = "idle" if done else phase
+        if done:
+            self.training = []
+
+    def drop_stale(self, drop) -> None:
+        """Evicted groups are gone whole, and were too old indeed."""
+        before = self.live
+        self.abort(drop())
+        gone = [s for i, s in before.items() if i not in self.state]
+        for group_id in {s.group_id for s in gone}:
+            members = [s for s in gone if s.group_id == group_id]
+            assert len(members) == self.group_size
+            oldest = min(s.segments[0].policy_version for s in members if s.segments)
+            assert self.engine_version - oldest > self.eta
+
+    # -- what must always hold ---------------------------------------------------------------
+
+    @property
+    def live(self) -> dict[str, Sample]:
+        return {s.sample_id: s for s in self.state._store}
+
+    @property
+    def num_inflight(self) -> int:
+        return len([i for i in {*self.requests, *self.in_retry} if i in self.state])
+
+    def in_state(self, *states: SampleState) -> list[str]:
+        return [i for i in self.live if self.dispatcher.state_of(i) in states]
+
+    @property
+    def num_untrained(self) -> int:
+        """Samples handed over that no finished step has trained: a step ends with its sync."""
+        training = self.training if self.phase in ("training", "acked") else []
+        groups = len(self.on_the_way) + len(self.buffer) + len(training)
+        return groups * self.group_size
+
+    @invariant()
+    def ledger_is_exact(self) -> None:
+        worker, buffer = self.state.ledger(), self.buffer_ledger.snapshot()
+        on_the_way = sum(a.num_tokens for a in self.on_the_way)
+        assert (worker + buffer).error == on_the_way
+        assert worker.generated == self.tokens_delivered
+        live = list(self.live.values())
+        held = sum(s.num_tokens for s in live if s.finish_reason is None)
+        assert worker.interrupted == self.state._store.held_tokens == held
+        assert worker.pending == sum(s.num_tokens for s in live) - held
+        training = self.training if self.phase in ("training", "synced") else []
+        in_buffer = [*self.buffer.values(), *training]
+        assert buffer.buffered == sum(a.num_tokens for a in in_buffer)
+
+    @invariant()
+    def admission_is_bounded(self) -> None:
+        counts = self.dispatcher.counts()
+        live = len(self.live) + self.num_untrained
+        assert counts.buffered >= self.num_untrained
+        assert live <= (self.eta + 1) * self.batch_size
+        assert counts.unfinished <= math.ceil(self.config.oversampling_factor * self.batch_size)
+        assert counts.inflight == self.num_inflight <= self.max_inflight
+
+    @invariant()
+    def states_agree(self) -> None:
+        counts, live = self.dispatcher.counts(), self.live
+        assert counts.live - counts.buffered == len(live)
+        assert self.dispatcher.diagnosis()
+        groups: dict[str, int] = {}
+        for sample_id, sample in live.items():
+            groups[sample.group_id] = groups.get(sample.group_id, 0) + 1
+            state = self.dispatcher.state_of(sample_id)
+            ended = state in (SampleState.FINISHED, SampleState.SCORED)
+            assert ended == (sample.finish_reason is not None)
+            assert (state is SampleState.SCORED) == (sample.reward is not None)
+            if state is SampleState.INTERRUPTED:
+                assert sample.segments
+            assert sample.num_tokens <= BUDGET
+        assert set(groups.values()) <= {self.group_size}
+
+    def teardown(self) -> None:
+        """Liveness: from any state, when all that runs finishes, a full batch comes about."""
+        if not hasattr(self, "phase"):
+            return
+        for _ in range(400):
+            if self.phase == "training":
+                break
+            self.drain()
+        assert self.phase == "training", self.dispatcher.diagnosis()
+        self.ledger_is_exact()
+
+    def drain(self) -> None:
+        """All that can go well goes well."""
+        while self.phase in ("acked", "synced"):
+            self.sync(True) if self.phase == "acked" else self.acknowledge()
+        if self.phase == "idle":
+            self.grant()
+        while self.reports:
+            self.report_arrives()
+        self.admit(100)
+        self.start(100)
+        while self.in_retry:
+            self.retry(0)
+        self.finish(0, len(self.requests))
+        self.score(0, len(self.ended))
+        self.arrive(len(self.on_the_way))
+        self.report()
+
+    @rule(num_long=st.integers(1, 4), acks_first=st.booleans(), aborts_first=st.booleans())
+    def step_with_long_tail(self, num_long: int, acks_first: bool, aborts_first: bool) -> None:
+        """A step passes while some samples go on; this takes the history to later versions."""
+        self.admit(100)
+        self.start(100)
+        self.decode(1, 1)
+        short = list(self.requests)[num_long:] if self.eta else list(self.requests)
+        for sample_id in short:
+            self.deliver_end(sample_id)
+        self.score(0, len(self.ended))
+        self.arrive(len(self.on_the_way))
+        if self.phase == "idle":
+            self.grant()
+        self.report()
+        while self.reports:
+            self.report_arrives()
+        self.interrupt_when_full()
+        if self.phase == "training" and acks_first:
+            self.acknowledge()
+        if self.phase in ("training", "acked"):
+            self.sync(aborts_first)
+        if self.phase == "synced":
+            self.acknowledge()
+        self.report()
+
+
+def hash_of(sample_id: str) -> int:
+    """A number for a sample, the same in every process; one sample in four is long."""
+    return zlib.crc32(sample_id.encode())
+
+
+def choose(items, pick: int):
+    """One of the items, by a number."""
+    ordered = sorted(items)
+    return ordered[pick % len(ordered)]
+
+
+TestAPRMachine = APRMachine.TestCase
+TestAPRMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # add Phase.shrink to look into a failure; it takes minutes
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("interrupt", ["never", "weight_sync", "batch_full"])
+@pytest.mark.parametrize("eta", [0, 1, 2, 5])
+def test_long_histories(eta, interrupt):
+    """The same machine over hundreds of events, where Hypothesis draws short histories."""
+    for seed in range(6):
+        rng = random.Random(f"{seed}-{eta}-{interrupt}")
+        machine = APRMachine()
+        machine.begin(
+            eta=eta,
+            oversampling=rng.random(),
+            group_size=rng.randint(1, 4),
+            groups_per_batch=rng.randint(1, 3),
+            max_inflight=rng.choice([1, 3, 100]),
+            interrupt=interrupt,
+            first_version=rng.choice([0, 7]),
+        )
+        for _ in range(250):
+            random_event(machine, rng)
+            machine.ledger_is_exact()
+            machine.admission_is_bounded()
+            machine.states_agree()
+        machine.teardown()
+
+
+def random_event(machine: APRMachine, rng: random.Random) -> None:
+    """One event that is possible now; failures are rarer than progress."""
+    pick = rng.randrange(10_000)
+    short = [i for i in machine.requests if hash_of(i) % 4]
+    events = [
+        (4, True, lambda: machine.admit(4)),
+        (6, True, lambda: machine.start(12)),
+        (2, True, machine.interrupt_when_full),
+        (1, True, machine.evict_stale),
+        (1, True, lambda: machine.event_in_wrong_state(pick)),
+        (4, machine.requests, lambda: machine.decode(pick % 3, 1 + pick % 2)),
+        (6, short, lambda: machine.deliver_end(choose(short, pick))),
+        (0.5, machine.requests, lambda: machine.finish(pick, 1)),
+        (2, machine.requests, lambda: machine.end_aborted(1 + pick % 3)),
+        (1, machine.requests, lambda: machine.fail_generation(pick)),
+        (6, machine.ended, lambda: machine.score(pick, 3)),
+        (0.3, machine.ended, lambda: machine.fail_reward(pick)),
+        (3, machine.in_retry, lambda: machine.retry(pick)),
+        (0.3, machine.in_retry, lambda: machine.give_up(pick)),
+        (4, machine.on_the_way, lambda: machine.arrive(2)),
+        (2, True, machine.report),
+        (4, machine.reports, machine.report_arrives),
+        (4, machine.phase == "idle", machine.grant),
+        (3, machine.phase in ("training", "synced"), machine.acknowledge),
+        (3, machine.phase in ("training", "acked"), lambda: machine.sync(pick % 2 == 0)),
+    ]
+    possible = [(weight, event) for weight, is_possible, event in events if is_possible]
+    weights = [weight for weight, _ in possible]
+    rng.choices([event for _, event in possible], weights)[0]()

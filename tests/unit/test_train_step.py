@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_apr.algorithms import group_advantages, importance_weights, policy_loss
+from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.exceptions import TrainError
+from ray_apr.train.fsdp import build_optimizer
+from ray_apr.train.logprobs import attach_response_logprobs
+from ray_apr.train.step import oldest_versions, train_step
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples
+
+TRAIN = TrainConfig(learning_rate=1e-3, max_grad_norm=1e9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+def load(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    attach_response_logprobs(model)
+    return model
+
+
+class CapturingOptimizer(torch.optim.SGD):
+    """Keeps the gradients that it was given, and changes nothing."""
+
+    def step(self, closure=None):
+        del closure
+        parameters = self.param_groups[0]["params"]
+        self.gradients = [p.grad.clone() for p in parameters]
+
+
+def naive_loss(model, samples, algorithm):
+    """The whole batch at once, one sample at a time through the model's own forward."""
+    length = max(s.num_tokens for s in samples)
+    logprobs, behavior, mask = [], [], []
+    for s in samples:
+        ids = torch.tensor([[*s.prompt.token_ids, *s.response_ids]])
+        row = model(input_ids=ids).logits[0, len(s.prompt.token_ids) - 1 : -1].log_softmax(-1)
+        row = row.gather(1, torch.tensor(s.response_ids)[:, None])[:, 0]
+        pad = (0, length - s.num_tokens)
+        logprobs.append(torch.nn.functional.pad(row, pad))
+        behavior.append(torch.nn.functional.pad(torch.tensor(s.behavior_logprobs), pad))
+        mask.append(torch.nn.functional.pad(torch.ones(s.num_tokens), pad))
+    logprobs, behavior, mask = map(torch.stack, (logprobs, behavior, mask))
+    names = list(dict.fromkeys(s.group_id for s in samples))
+    groups = torch.tensor([names.index(s.group_id) for s in samples])
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    advantages = group_advantages(rewards, groups, mask, algorithm.advantage).float()
+    cap = algorithm.importance_cap
+    proximal = behavior if cap is None else logprobs.detach()
+    weights = None if cap is None else importance_weights(proximal, behavior, mask, cap=cap)
+    return policy_loss(
+        logprobs,
+        proximal,
+        advantages,
+        mask,
+        loss="ppo",
+        aggregation=algorithm.aggregation,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        importance_weights=weights,
+    )
+
+
+@pytest.mark.parametrize("importance_cap", [2.0, None])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_gradients_equal_those_of_the_whole_batch(folder, aggregation, importance_cap):
+    algorithm = AlgorithmConfig(aggregation=aggregation, importance_cap=importance_cap)
+    samples, model = make_samples(), load(folder)
+    expected_loss = naive_loss(model, samples, algorithm)
+    expected_loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for micro_batch_tokens in (64, 4096):
+        (row,) = make_batches(samples, micro_batch_tokens=micro_batch_tokens)
+        optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+        figures = train_step(model, optimizer, row, algorithm, TRAIN)
+        assert figures["loss"] == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
+        scale = torch.stack([g.norm() for g in expected]).norm()
+        assert figures["grad_norm"] == pytest.approx(scale.item(), rel=1e-4)
+        for got, want in zip(optimizer.gradients, expected, strict=True):
+            assert (got - want).norm() < 1e-5 * scale
+
+
+def test_figures_of_the_batch(folder):
+    samples = make_samples()
+    (row,) = make_batches(samples)
+    model = load(folder)
+    optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+    figures = train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+    ages = [3 - s.oldest_version for s in samples]
+    lengths = [s.num_tokens for s in samples]
+    assert figures["staleness_mean"] == pytest.approx(np.mean(ages))
+    assert figures["staleness_max"] == max(ages)
+    assert figures["num_samples"] == len(samples)
+    assert figures["num_tokens"] == sum(lengths)
+    assert figures["response_tokens_mean"] == pytest.approx(np.mean(lengths))
+    assert figures["response_tokens_max"] == max(lengths)
+    assert figures["reward_mean"] == pytest.approx(np.mean([s.reward for s in samples]))
+    assert figures["ratio_mean"] == 1.0 and figures["clip_fraction"] == 0.0
+    assert 0 < figures["importance_capped_fraction"] < 1
+    assert 0 < figures["importance_weight_mean"] < 2.0
+    assert figures["kl_k3"] > 0
+    assert 0 < figures["entropy"] < math.log(model.config.vocab_size)
+    assert figures["learning_rate"] == TRAIN.learning_rate
+
+
+def test_without_correction_the_ratio_is_against_the_behavior_policy(folder):
+    (row,) = make_batches(make_samples())
+    model = load(folder)
+    optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+    algorithm = AlgorithmConfig(importance_cap=None)
+    figures = train_step(model, optimizer, row, algorithm, TRAIN)
+    assert figures["ratio_mean"] != 1.0 and figures["clip_fraction"] > 0
+    assert figures["importance_weight_mean"] == 1.0
+    assert figures["importance_capped_fraction"] == 0.0
+
+
+def test_gradients_are_scaled_down_to_the_largest_norm(folder):
+    (row,) = make_batches(make_samples())
+    model = load(folder)
+    optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+    train = dataclasses.replace(TRAIN, max_grad_norm=1e-3)
+    figures = train_step(model, optimizer, row, AlgorithmConfig(), train)
+    assert figures["grad_norm"] > 1e-3
+    norm = torch.stack([g.norm() for g in optimizer.gradients]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("column", ["behavior_logprobs", "rewards"])
+def test_not_finite_raises_and_changes_nothing(folder, column):
+    (row,) = make_batches(make_samples())
+    values = list(getattr(row, column))
+    values[0] = float("nan")
+    model = load(folder)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = build_optimizer(model, TRAIN)
+    with pytest.raises(TrainError, match="step 0: loss is nan"):
+        train_step(
+            model, optimizer, dataclasses.replace(row, **{column: values}), AlgorithmConfig(), TRAIN
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_steps_raise_the_chance_of_what_was_rewarded(folder):
+    model = load(folder)
+    optimizer = build_optimizer(model, TRAIN)
+    samples = make_samples()
+    algorithm = AlgorithmConfig()
+    before = naive_loss(model, samples, dataclasses.replace(algorithm, importance_cap=None)).item()
+    for step in range(3):
+        (row,) = make_batches(samples, step=step)
+        train_step(model, optimizer, row, algorithm, TRAIN)
+    after = naive_loss(model, samples, dataclasses.replace(algorithm, importance_cap=None)).item()
+    assert after < before
+
+
+def test_oldest_version_of_each_sample():
+    samples = make_samples()
+    (row,) = make_batches(samples)
+    expected = [samples[i].oldest_version for i in row.sample_index]
+    assert list(oldest_versions(row)) == expected
