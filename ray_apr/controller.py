@@ -10,8 +10,8 @@
                              └────────── grant, ack ──────────────┘
 
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
-buffer. Whatever fails, on whichever side, ends the run with its own error, and `_Parts.close` leaves
-nothing behind.
+buffer. Whatever fails, on whichever side, ends the run with its own error, and `_Parts.close`
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _Parts:
             )
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.time() - self._started_at
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             self._start_error = error
             reason = error if isinstance(error, APRError) else APRError(f"servers: {error!r}")
             ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`APRTrainer`: asynchronous RL post-training with partial rollouts, in the form of a Ray trainer."""
+"""`APRTrainer`: asynchronous RL post-training with partial rollouts, as a Ray trainer."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 class APRTrainer:
     """Train a language model on its own answers, asynchronously.
 
-    Generation (vLLM in Ray Serve), reward and training (FSDP2 in a ``TorchTrainer``) run at the same
-    time. Answers that a weight sync interrupts keep their tokens and are resumed under the new
+    Generation (vLLM in Ray Serve), reward and training (FSDP2 in a ``TorchTrainer``) run at the
+    same time. Answers that a weight sync interrupts keep their tokens and are resumed under the new
     weights; nothing older than ``max_staleness`` optimizer steps is trained.
 
     Args:
         model: Folder in Hugging Face's format, or hub id.
-        prompts: Rows with a prompt column (text, chat messages or token ids) and whatever the reward
-            reads from ``sample.prompt.row``.
-        reward: ``def`` or ``async def`` function of a finished `Sample` that returns a finite number
-            or a `RewardResult`.
+        prompts: Rows with a prompt column (text, chat messages or token ids) and whatever the
+            reward reads from ``sample.row``.
+        reward: ``def`` or ``async def`` function of a finished `Sample` that returns a finite
+            number or a `RewardResult`.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.

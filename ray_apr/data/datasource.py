@@ -55,8 +55,9 @@ class SampleBufferDatasource(Datasource):
 def _read(buffer: Any, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
     """Yield a table of one row for each step, until the buffer is closed.
 
-    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch. Unblocked
-    by: the buffer (grant, group, close, failure), at the latest by its time limit. Produces: a row.
+    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch.
+    Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit.
+    Produces: a row.
     """
     last_step: int | None = None
     while True:

@@ -65,7 +65,8 @@ class RewardWorker:
             if not inspect.isawaitable(value):
                 return value
         async with limit:
-            return await (self._reward(sample) if value is None else value)
+            pending: Any = self._reward(sample) if value is None else value
+            return await pending
 
 
 def _checked(sample: Sample, value: Any) -> RewardResult:

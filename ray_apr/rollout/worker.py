@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _RETRY_PAUSE_S = 1.0
-_STOP_TIMEOUT_S = 20.0
+_STOP_PAUSE_S = 0.5
+_STOP_TRIES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +136,7 @@ class RolloutWorker:
         self._stopping.set()
         self._wake.set()
         if self._main is not None:
-            await self._client.abort(None)
-            done, _ = await asyncio.wait({self._main}, timeout=_STOP_TIMEOUT_S)
-            if not done:
-                logger.error("rollout loops did not end within %.0f s", _STOP_TIMEOUT_S)
-                self._main.cancel()
+            await self._abort_until_done(self._main)
             await self._read_status()
         self._scorer.close()
         return RolloutSummary(
@@ -149,6 +146,16 @@ class RolloutWorker:
             prompts_position=self._prompts.position,
             engines=tuple(self._engines.values()),
         )
+
+    async def _abort_until_done(self, main: asyncio.Task[None]) -> None:
+        """Abort again and again: a call that was just about to begin escapes the first time."""
+        for _ in range(_STOP_TRIES):
+            await self._client.abort(None)
+            done, _ = await asyncio.wait({main}, timeout=_STOP_PAUSE_S)
+            if done:
+                return
+        logger.error("rollout loops did not end within %.0f s", _STOP_TRIES * _STOP_PAUSE_S)
+        main.cancel()
 
     async def _run(self) -> None:
         """Run the loops until `stop`; an error of any of them ends all and reaches the trainer."""

@@ -153,7 +153,7 @@ class Engine:
         last: Any = None
         with self._inside_engine(request_id):
             try:
-                async for last in self._llm.generate(
+                async for last in self._llm.generate(  # noqa: B007  (the last one is used)
                     {"prompt_token_ids": list(token_ids)},
                     _vllm_params(sampling, max_tokens),
                     request_id,

@@ -220,7 +220,8 @@ async def test_rewards_that_all_fail_stop_the_run_with_the_reason():
             await run.step(0)
 
 
-async def test_a_generation_error_is_retried_and_then_costs_its_group():
+async def test_a_generation_error_is_retried_and_then_costs_its_group(monkeypatch):
+    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
     engine = ScriptedEngine(auto=2)
     engine.fail = {
         "e0-0-0": [RolloutError("flaky")],
@@ -228,9 +229,9 @@ async def test_a_generation_error_is_retried_and_then_costs_its_group():
     }
     async with running(engine, max_staleness=2) as run:
         samples = [s for step in range(2) for s in await run.step(step)]
-        groups = {s.group_id for s in samples}
-        assert "e0-0" in groups
-        assert "e0-1" not in groups
+        assert "e0-1" not in {s.group_id for s in samples}
+        assert [call[0].partition("#")[0] for call in engine.calls].count("e0-0-0") == 2
+        assert [call[0].partition("#")[0] for call in engine.calls].count("e0-1-1") == 3
     await run.check_ledger(run.summary)
 
 
