@@ -102,6 +102,10 @@ def test_equal_lengths_are_spread_evenly():
     assert all(len(mb) == 2 for rank in result for mb in rank)
 
 
+def test_the_longest_of_a_round_goes_to_the_emptiest_rank():
+    assert loads(plan([8, 7, 6, 5], 2, 8), [8, 7, 6, 5]) == [13, 13]
+
+
 def test_long_tail_is_spread_over_the_ranks():
     lengths = [1000] * 4 + [10] * 60
     assert loads(plan(lengths, 4, 2000), lengths) == [1150] * 4

@@ -1,0 +1,195 @@
+"""Bad input is refused before anything starts; rewards with real Ray workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+import ray
+import ray.data
+import ray.train
+from ray.util.state import list_actors
+
+from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
+from ray_apr.data.prompts import encode_dataset
+from ray_apr.exceptions import RewardError
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.types import Prompt, Sample
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=4, namespace="ray_apr_inputs", log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return ray.data.from_items([{"prompt": [1, 2, 3], "answer": "6"}])
+
+
+def make(model, prompts, *, rollout=None, train=None, scaling=None, reward=lambda s: 0.0):
+    return APRTrainer(
+        model=model,
+        prompts=prompts,
+        reward=reward,
+        rollout_config=RolloutConfig(
+            **{"group_size": 2, "max_response_tokens": 16, "device": "cpu", **(rollout or {})}
+        ),
+        train_config=TrainConfig(**{"batch_size": 4, "steps": 1, **(train or {})}),
+        scaling_config=ray.train.ScalingConfig(**(scaling or {"num_workers": 1})),
+    )
+
+
+def test_good_input_is_taken_and_starts_nothing(model, prompts):
+    make(model, prompts)
+    names = {actor.class_name for actor in list_actors(filters=[("state", "=", "ALIVE")])}
+    assert not names & {"RolloutWorker", "SampleBuffer", "RunRecorder", "ServeController"}
+
+
+def test_prompts_without_the_prompt_column(model):
+    with pytest.raises(ConfigError, match=r"rollout\.prompt_column = 'prompt'.*question"):
+        make(model, ray.data.from_items([{"question": "1+1"}]))
+
+
+def test_an_empty_dataset(model, prompts):
+    with pytest.raises(ConfigError, match="dataset is empty"):
+        make(model, prompts.filter(lambda row: False))
+
+
+def test_something_that_is_no_dataset(model):
+    with pytest.raises(ConfigError, match=r"prompts = 'list'.*ray\.data\.Dataset"):
+        make(model, [{"prompt": "1+1"}])
+
+
+def test_a_prompt_longer_than_the_model_s_context_names_its_row(model):
+    rows = [{"prompt": [1] * n} for n in (3, 40, 200)]
+    with pytest.raises(ConfigError, match=r"prompts\[1\]\.prompt = '40 tokens': at most 32"):
+        encode_dataset(
+            ray.data.from_items(rows, override_num_blocks=1),
+            model=model,
+            column="prompt",
+            max_prompt_tokens=32,
+        )
+
+
+def test_a_response_budget_that_fills_the_context(model, prompts):
+    context = json.loads((__import__("pathlib").Path(model) / "config.json").read_text())[
+        "max_position_embeddings"
+    ]
+    with pytest.raises(ConfigError, match=r"max_response_tokens.*no room for a prompt"):
+        make(model, prompts, rollout={"max_response_tokens": context})
+    with pytest.raises(ConfigError, match=r"rollout\.max_model_len.*exceeds the model's context"):
+        make(model, prompts, rollout={"max_model_len": context + 1})
+
+
+def test_a_model_folder_without_tokenizer_or_config(model, prompts, tmp_path):
+    with pytest.raises(ConfigError, match=r"model = .*no config\.json"):
+        make(str(tmp_path), prompts)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no tokenizer; save one"):
+        make(str(tmp_path), prompts)
+    with pytest.raises(ConfigError, match="no such folder"):
+        make(str(tmp_path / "nowhere"), prompts)
+
+
+def test_a_port_in_use(model, prompts):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"rollout\.http_port = {port}.*choose another"):
+            make(model, prompts, rollout={"http_port": port})
+
+
+def test_gpus_where_there_are_none(model, prompts):
+    with pytest.raises(ConfigError, match=r"rollout\.device = 'cuda'.*no GPU"):
+        make(model, prompts, rollout={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True.*no GPU"):
+        make(model, prompts, scaling={"num_workers": 1, "use_gpu": True})
+
+
+def test_more_cpus_than_the_cluster_has(model, prompts):
+    with pytest.raises(ConfigError, match=r"want 9 CPUs together, the cluster has 4"):
+        make(model, prompts, rollout={"num_replicas": 8})
+
+
+def test_a_batch_that_workers_cannot_share(model, prompts):
+    with pytest.raises(ConfigError, match=r"train\.batch_size = 4.*multiple of the 3"):
+        make(model, prompts, scaling={"num_workers": 3})
+
+
+def test_a_reward_that_is_no_function(model, prompts):
+    with pytest.raises(ConfigError, match="reward = 1.0"):
+        make(model, prompts, reward=1.0)
+
+
+# -- rewards in real worker processes --------------------------------------------------------------
+
+
+def sample(number: int) -> Sample:
+    return Sample(
+        sample_id=f"s{number}",
+        group_id="g",
+        prompt=Prompt(prompt_id="g", token_ids=(1,), row={"number": number}),
+        max_response_tokens=4,
+    )
+
+
+async def score_all(reward, count, **config):
+    scorer = Scorer(reward, RolloutConfig(**config))
+    try:
+        async with asyncio.timeout(100):
+            return await asyncio.gather(
+                *(scorer.score(sample(i)) for i in range(count)), return_exceptions=True
+            )
+    finally:
+        scorer.close()
+
+
+def test_one_call_that_never_returns_costs_neither_the_others_nor_the_run():
+    def reward(sample):
+        while sample.row["number"] == 0:
+            time.sleep(0.1)
+        return float(sample.row["number"])
+
+    results = asyncio.run(score_all(reward, 6, reward_timeout_s=3.0, reward_retries=0))
+    assert isinstance(results[0], RewardError)
+    assert results[0].kind == "timeout"
+    assert [r.reward for r in results[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_worker_that_dies_is_replaced_and_its_calls_are_made_again(tmp_path):
+    died = tmp_path / "died"
+
+    def reward(sample):
+        if not died.exists():
+            died.touch()
+            __import__("os")._exit(1)
+        return 1.0
+
+    results = asyncio.run(score_all(reward, 4))
+    assert [r.reward for r in results] == [1.0] * 4
+
+
+def test_failures_keep_their_kind_across_processes():
+    def reward(sample):
+        if sample.row["number"] == 0:
+            raise KeyError("answer")
+        return float("nan")
+
+    raised, invalid = asyncio.run(score_all(reward, 2, reward_retries=0))
+    assert (raised.kind, invalid.kind) == ("raised", "invalid")
+    assert "KeyError" in str(raised)
