@@ -220,6 +220,10 @@ class PartialRolloutConfig:
     weights, or keep the old one."""
     max_inflight: int | None = None
     """Most samples in the engines at once; None takes what supplementation asks for."""
+    max_ready_batches: float | None = None
+    """No new group starts while the buffer holds this many batches, the one in training included.
+    Where generation is faster than training, it keeps the data fresher than ``max_staleness``
+    does; None leaves it to that bound."""
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> PartialRolloutConfig:
@@ -258,6 +262,8 @@ class PartialRolloutConfig:
         _whole(s, self, "max_staleness")
         _at_least(s, self, 0, "max_staleness")
         _at_least(s, self, 1, "oversampling_factor")
+        if self.max_ready_batches is not None:
+            _at_least(s, self, 1, "max_ready_batches")
         _whole_or_none(s, self, 1, "max_inflight")
         _require(
             self.oversampling_factor <= self.max_staleness + 1,

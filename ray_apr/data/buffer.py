@@ -179,8 +179,12 @@ class SampleBuffer:
             self._count_read_ahead(self._grant)
             return self._grant.ticket
 
-    async def ack(self, step: int) -> None:
+    async def ack(self, step: int, next_policy_version: int | None = None) -> None:
         """The optimizer has done `step`: its samples are trained, and their payload is let go.
+
+        Args:
+            step: The step that was trained.
+            next_policy_version: With it, the next step is granted at this version at once.
 
         Raises:
             APRError: If this is not the step that was handed out.
@@ -194,7 +198,9 @@ class SampleBuffer:
                 self._handed_out.pop(group.group_id, None)
             self._trainer_version = next_version(grant.policy_version)
             self._grant = None
-            self._touch()
+            if next_policy_version is not None:
+                self._grant = _Grant(step + 1, next_policy_version, time.monotonic())
+            self._choose()
         await self._recorder.record_many.remote("sample", _sample_rows(grant))
 
     async def watch(self, cursor: int) -> BufferState:

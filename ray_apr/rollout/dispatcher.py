@@ -118,10 +118,11 @@ class Dispatcher:
         """Say in one line what is waited for; for the error of a wait that ran out. O(n)."""
         counts, groups = self.counts(), self._roster.groups
         num_unscored = sum(g.waits_for_reward for g in groups)
-        supplementation, bound = (c // self._group_size for c in self._capacities())
-        admission = f"{min(supplementation, bound)} more groups may start"
-        if not supplementation or not bound:
-            limit = "oversampling_factor" if bound else "max_staleness"
+        capacities = self._capacities()
+        limit = min(capacities, key=capacities.__getitem__)
+        num_groups = capacities[limit] // self._group_size
+        admission = f"{num_groups} more groups may start"
+        if not num_groups:
             admission = f"no group may start ({limit} is reached)"
         hold = "; held until the next version, as the batch is full" if self.is_held else ""
         return (
@@ -133,8 +134,8 @@ class Dispatcher:
         )
 
     def num_groups_to_start(self) -> int:
-        """Whole groups that may be admitted now, by supplementation and by the staleness bound."""
-        return min(self._capacities()) // self._group_size
+        """Whole groups that may be admitted now, by the tightest of the limits."""
+        return min(self._capacities().values()) // self._group_size
 
     def add_group(self, group_id: str, sample_ids: Sequence[str]) -> None:
         """Admit a group of new ids; `num_groups_to_start` says how many."""
@@ -283,18 +284,22 @@ class Dispatcher:
             policy_version=self._policy_version,
         )
 
-    def _capacities(self) -> tuple[int, int]:
-        """Samples that may be admitted by (supplementation, staleness bound)."""
+    def _capacities(self) -> dict[str, int]:
+        """Samples that may be admitted, by the setting that limits them."""
         counts = self.counts()
-        return (
-            supplementation_capacity(
+        capacities = {
+            "oversampling_factor": supplementation_capacity(
                 batch_size=self._batch_size,
                 oversampling_factor=self._config.oversampling_factor,
                 num_unfinished=counts.unfinished,
             ),
-            staleness_capacity(
+            "max_staleness": staleness_capacity(
                 batch_size=self._batch_size,
                 max_staleness=self._config.max_staleness,
                 num_live=counts.live,
             ),
-        )
+        }
+        ready = self._config.max_ready_batches
+        if ready is not None and counts.buffered >= ready * self._batch_size:
+            capacities["max_ready_batches"] = 0
+        return capacities

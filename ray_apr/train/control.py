@@ -69,10 +69,9 @@ class RunControl:
             step: The step that was trained.
             next_policy_version: Version that the next batch is chosen against; None after the last.
         """
-        calls = [self._buffer.ack.remote(step)]
-        if next_policy_version is not None:
-            calls.append(self._buffer.grant.remote(step + 1, next_policy_version))
-        _get(calls, f"sample buffer, to end step {step}", _CALL_TIMEOUT_S)
+        # one call: the order in which an async actor runs two of them is not certain
+        ended = self._buffer.ack.remote(step, next_policy_version)
+        _get(ended, f"sample buffer, to end step {step}", _CALL_TIMEOUT_S)
 
     def connect(self, sender: WeightSender, num_engine_workers: int, *, timeout_s: float) -> None:
         """Join the weight group together with all engine workers.

@@ -90,6 +90,18 @@ async def test_ack_counts_what_was_trained_and_records_a_row_for_each_sample():
         await buffer.ack(1)
 
 
+async def test_ack_and_the_next_grant_are_one_call():
+    buffer, _ = make()
+    for name in "abcd":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    await buffer.take(0, None)
+    await buffer.ack(0, 1)
+    ticket = await buffer.take(0, 0)
+    assert (ticket.plan.step, ticket.plan.policy_version) == (1, 1)
+    assert (await buffer.stats()).trained_samples == 4
+
+
 async def test_every_rank_gets_the_same_step_once_and_read_ahead_stays_one_batch():
     buffer, _ = make(num_ranks=2)
     for name in "abcdef":

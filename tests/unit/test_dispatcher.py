@@ -21,8 +21,10 @@ def make(
     inflight=100,
     version=0,
     interrupt="weight_sync",
+    ready=None,
 ):
     config = PartialRolloutConfig(
+        max_ready_batches=ready,
         max_staleness=eta,
         oversampling_factor=eta + 1 if factor is None else factor,
         interrupt=interrupt,
@@ -473,3 +475,17 @@ def test_a_decision_does_not_cost_more_with_more_in_flight():
     few = min(seconds_a_decision(200) for _ in range(3))
     many = min(seconds_a_decision(20_000) for _ in range(3))
     assert many < 20 * few
+
+
+def test_no_group_starts_while_enough_batches_are_ready():
+    d = make(eta=4, batch=4, factor=2, ready=1.5)
+    admit(d)
+    started = start_all(d)
+    complete(d, started[:4])
+    assert d.num_groups_to_start() == 2, "4 of 6 samples are ready"
+    complete(d, started[4:6])
+    assert d.num_groups_to_start() == 0
+    assert "max_ready_batches is reached" in d.diagnosis()
+    d.on_buffer_counts(num_buffered=2, num_received=6, trainer_version=1)
+    d.on_version(1)
+    assert d.num_groups_to_start() > 0

@@ -93,6 +93,7 @@ class APRMachine(RuleBasedStateMachine):
         self.config = PartialRolloutConfig(
             max_staleness=eta,
             oversampling_factor=1 + oversampling * eta,
+            max_ready_batches=None if oversampling < 0.5 else 1 + oversampling,
             interrupt=interrupt,  # type: ignore[arg-type]
         )
         self.dispatcher = Dispatcher(
