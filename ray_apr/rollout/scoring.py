@@ -32,7 +32,6 @@ _GRACE_S = 5.0
 """How much longer than the worker's own limit the caller waits before it kills the worker."""
 
 
-@ray.remote(max_restarts=0, max_task_retries=0)
 class RewardWorker:
     """Async actor that runs a reward function; plain functions run in threads."""
 
@@ -160,6 +159,7 @@ class Scorer:
 
 def _start_worker(reward: RewardFunction, config: RolloutConfig) -> Any:
     threads = min(config.reward_concurrency, 32 + (os.cpu_count() or 1))
-    return RewardWorker.options(
+    actor: Any = ray.remote(
         num_cpus=config.num_cpus_per_reward, max_concurrency=config.reward_concurrency + 8
-    ).remote(reward, threads)
+    )(RewardWorker)
+    return actor.remote(reward, threads)

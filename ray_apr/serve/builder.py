@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
-_QUIET_ENV = {
+_QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
 }
-_CPU_ENV = {
+CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -71,7 +71,7 @@ def build_rollout_app(
         **_placement(config, on_cuda),
     )
     servers = deployment.bind(
-        model, _engine_kwargs(config, max_model_len, on_cuda), kv_cache == "keep"
+        model, engine_arguments(config, max_model_len, on_cuda), kv_cache == "keep"
     )
     if config.http_port is None:
         return servers
@@ -79,7 +79,7 @@ def build_rollout_app(
 
 
 def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    wanted = _QUIET_ENV if on_cuda else {**_QUIET_ENV, **_CPU_ENV}
+    wanted = _QUIET_ENVIRONMENT if on_cuda else {**_QUIET_ENVIRONMENT, **CPU_ENVIRONMENT}
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return {"num_cpus": config.num_cpus_per_replica, "runtime_env": {"env_vars": env}}
 
@@ -93,7 +93,7 @@ def _placement(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
 
 
-def _engine_kwargs(
+def engine_arguments(
     config: RolloutConfig, max_model_len: int | None, on_cuda: bool
 ) -> dict[str, Any]:
     """Arguments of vLLM; the user's own win."""
@@ -145,7 +145,11 @@ def start_rollout_servers(
         [serve.RunTarget(target=app, name=app_name, route_prefix=route)],
         wait_for_applications_running=False,
     )
-    _wait_until_running(app_name, config.start_timeout_s)
+    try:
+        _wait_until_running(app_name, config.start_timeout_s)
+    except ResourceError:
+        serve.delete(app_name)
+        raise
 
 
 def _wait_until_running(app_name: str, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ class RolloutServer:
         keep_kv_cache: Whether a pause of mode "keep" leaves the KV cache of the old weights.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: str, engine_kwargs: Mapping[str, Any], keep_kv_cache: bool
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -84,4 +84,6 @@ class RolloutServer:
         await self._engine.check_health()
 
     def __del__(self) -> None:
-        self._engine.shutdown()
+        engine = getattr(self, "_engine", None)  # missing if the constructor failed early
+        if engine is not None:
+            engine.shutdown()

@@ -50,7 +50,7 @@ class WeightSender:
         self._buckets = plan_buckets(self.params, self._bucket_bytes)
         self._is_sender = not dist.is_initialized() or dist.get_rank() == 0
         self._device = next(iter(self._params.values())).device
-        self._staged: list[torch.Tensor] = []
+        self.staged: list[torch.Tensor] = []
         self._group: WeightGroup | None = None
 
     def open_group(self, num_engine_workers: int, *, host: str, timeout_s: float) -> WeightGroup:
@@ -107,7 +107,7 @@ class WeightSender:
                     )
             if buffer is not None:
                 staged.append(buffer)
-        self._staged = staged
+        self.staged = staged
 
     def send(self) -> None:
         """Broadcast what `gather` staged (rank 0); returns when all of it is on its way.
@@ -117,16 +117,16 @@ class WeightSender:
         """
         from ray.util import collective
 
-        if self._group is None or not self._staged:
+        if self._group is None or not self.staged:
             raise WeightSyncError("connect() and gather() come before send()")
         try:
-            for buffer in self._staged:
+            for buffer in self.staged:
                 collective.broadcast(buffer, src_rank=0, group_name=address(self._group))
         except RuntimeError as error:
             raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._staged = []
+        self.staged = []
 
     def close(self) -> None:
         """Leave the group."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -86,9 +88,8 @@ def test_a_prompt_longer_than_the_model_s_context_names_its_row(model):
 
 
 def test_a_response_budget_that_fills_the_context(model, prompts):
-    context = json.loads((__import__("pathlib").Path(model) / "config.json").read_text())[
-        "max_position_embeddings"
-    ]
+    config = json.loads((Path(model) / "config.json").read_text())
+    context = config["max_position_embeddings"]
     with pytest.raises(ConfigError, match=r"max_response_tokens.*no room for a prompt"):
         make(model, prompts, rollout={"max_response_tokens": context})
     with pytest.raises(ConfigError, match=r"rollout\.max_model_len.*exceeds the model's context"):
@@ -132,7 +133,7 @@ def test_a_batch_that_workers_cannot_share(model, prompts):
 
 
 def test_a_reward_that_is_no_function(model, prompts):
-    with pytest.raises(ConfigError, match="reward = 1.0"):
+    with pytest.raises(ConfigError, match=r"reward = 1\.0"):
         make(model, prompts, reward=1.0)
 
 
@@ -177,7 +178,7 @@ def test_a_worker_that_dies_is_replaced_and_its_calls_are_made_again(tmp_path):
     def reward(sample):
         if not died.exists():
             died.touch()
-            __import__("os")._exit(1)
+            os._exit(1)
         return 1.0
 
     results = asyncio.run(score_all(reward, 4))

@@ -134,7 +134,7 @@ def no_ray(monkeypatch):
 async def until(condition) -> None:
     """Let the loops turn until a condition holds."""
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  (nothing signals the inner state of fakes)
             await asyncio.sleep(0.005)
 
 

@@ -28,7 +28,7 @@ class InProcessWorker:
     """A reward worker without Ray: `.score.remote` is the plain coroutine."""
 
     def __init__(self, reward) -> None:
-        worker = RewardWorker.__ray_actor_class__(reward, 4)
+        worker = RewardWorker(reward, 4)
         self.score = self
         self.remote = worker.score
 

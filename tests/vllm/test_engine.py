@@ -1,0 +1,312 @@
+"""The engine adapter on real vLLM: partial rollouts, aborts at any moment, pauses, weight syncs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams
+from tests.tiny_model import make_tiny_model
+from tests.vllm.engines import (
+    FREE,
+    GREEDY,
+    PROMPT,
+    Trainer,
+    hf_logprobs,
+    ids_of,
+    largest_gap,
+    logprobs_of,
+    make_engine,
+    running,
+    versions_of,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def parts(request, tmp_path_factory):
+    """(run, engine, trainer): one event loop for all tests of the module."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), tie=request.param == "tied")
+    with asyncio.Runner() as runner:
+        context = running(make_engine(folder))
+        engine = runner.run(context.__aenter__())
+        try:
+            yield runner.run, engine, Trainer(folder)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+async def generate(engine, *, name=None, ids=PROMPT, sampling=GREEDY, max_tokens=64):
+    return await engine.generate(
+        request_id=name or f"r{next(numbers)}", token_ids=ids, sampling=sampling,
+        max_tokens=max_tokens,
+    )  # fmt: skip
+
+
+def start(engine, **kwargs):
+    return asyncio.create_task(generate(engine, **kwargs))
+
+
+async def until_busy(engine, at_least=1):
+    async with asyncio.timeout(20):
+        while engine.num_inside < at_least:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def test_log_probs_are_those_of_the_raw_policy(parts):
+    run, engine, trainer = parts
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, ignore_eos=True)
+    generation = run(generate(engine, sampling=sampling))
+    expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert generation.num_tokens == 64
+    assert largest_gap(logprobs_of(generation), expected) < 1e-4
+
+
+def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
+    run, engine, _ = parts
+
+    async def body():
+        whole = await generate(engine, max_tokens=400)
+        sample = Sample(
+            sample_id="s", group_id="g", prompt=Prompt(prompt_id="g", token_ids=PROMPT),
+            max_response_tokens=400,
+        )  # fmt: skip
+        while sample.finish_reason is None:
+            task = start(
+                engine, name=f"s#{sample.num_interruptions}",
+                ids=(*PROMPT, *sample.response_ids), max_tokens=sample.remaining_budget,
+            )  # fmt: skip
+            await until_busy(engine)
+            await asyncio.sleep(0.05)
+            if sample.num_interruptions < 3:
+                await engine.abort([f"s#{sample.num_interruptions}"])
+            sample = sample.append(await task)
+        return whole, sample
+
+    whole, sample = run(body())
+    assert sample.num_interruptions >= 1
+    assert sample.response_ids == ids_of(whole)
+    assert largest_gap(sample.behavior_logprobs, logprobs_of(whole)) < 1e-5
+
+
+def test_aborts_at_any_moment(parts):
+    run, engine, _ = parts
+
+    async def body():
+        prefill = start(engine, name="prefill", ids=PROMPT * 40)
+        await asyncio.sleep(0)
+        assert await engine.abort(["prefill"]) == 1
+        assert (await prefill).finish_reason is FinishReason.ABORT
+
+        decode = start(engine, name="decode", max_tokens=400)
+        await until_busy(engine)
+        await asyncio.sleep(0.1)
+        assert await engine.abort(["decode"]) == 1
+        assert await engine.abort(["decode"]) in (0, 1), "twice"
+        partial = await decode
+        assert partial.finish_reason is FinishReason.ABORT
+        assert 0 < partial.num_tokens < 400
+
+        done = await generate(engine, name="done", max_tokens=2)
+        assert await engine.abort(["done", "unknown"]) == 0
+        assert done.finish_reason is FinishReason.LENGTH
+
+        many = [start(engine, max_tokens=400) for _ in range(8)]
+        await until_busy(engine, 8)
+        assert await engine.abort(None) == 8
+        assert {(await task).finish_reason for task in many} == {FinishReason.ABORT}
+        assert (await generate(engine)).num_tokens == 64, "the engine is fine"
+
+    run(body())
+
+
+def test_a_cancelled_call_frees_the_engine(parts):
+    run, engine, _ = parts
+
+    async def body():
+        task = start(engine, max_tokens=500)
+        await until_busy(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.status().num_running == 0
+
+    run(body())
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_request_sent_while_paused_runs_after_resume(parts, mode):
+    run, engine, _ = parts
+
+    async def body():
+        early = start(engine, max_tokens=300)
+        await until_busy(engine)
+        await engine.pause(mode)
+        assert engine.is_paused
+        late, unwanted = start(engine), start(engine, name="unwanted")
+        await asyncio.sleep(0.2)
+        assert not late.done()
+        assert await engine.abort(["unwanted"]) == 1
+        assert (await unwanted).num_tokens == 0
+        assert early.done() == (mode == "abort")
+        await engine.resume()
+        await engine.resume()  # harmless
+        expected = FinishReason.ABORT if mode == "abort" else FinishReason.LENGTH
+        assert (await early).finish_reason is expected
+        assert (await late).num_tokens == 64
+
+    run(body())
+
+
+def test_seeds_budget_and_stop_tokens_are_obeyed(parts):
+    run, engine, _ = parts
+
+    async def body():
+        seeded = SamplingParams(seed=7, ignore_eos=True)
+        first, second = [ids_of(await generate(engine, sampling=seeded)) for _ in range(2)]
+        assert first == second
+        siblings = await asyncio.gather(*(generate(engine, sampling=FREE) for _ in range(4)))
+        assert len({ids_of(s) for s in siblings}) == 4
+        stop = first[3]
+        stopping = SamplingParams(seed=7, ignore_eos=True, stop_token_ids=(stop,))
+        stopped = await generate(engine, sampling=stopping)
+        assert stopped.finish_reason is FinishReason.STOP
+        assert ids_of(stopped) == first[: first.index(stop) + 1], "the stop token is kept"
+
+    run(body())
+
+
+def test_bad_requests_are_refused_and_cost_nothing(parts):
+    run, engine, _ = parts
+
+    async def body():
+        with pytest.raises(RolloutError, match="budget of 0"):
+            await generate(engine, max_tokens=0)
+        with pytest.raises(RolloutError):
+            await generate(engine, ids=(1,) * 600)
+        task = start(engine, name="twin", max_tokens=100)
+        await until_busy(engine)
+        with pytest.raises(RolloutError, match="under way already"):
+            await generate(engine, name="twin")
+        assert (await task).num_tokens == 100
+
+    run(body())
+
+
+def test_status_counts_what_was_handed_out(parts):
+    run, engine, _ = parts
+
+    async def body():
+        before = engine.status()
+        generation = await generate(engine)
+        after = engine.status()
+        assert after.tokens_generated - before.tokens_generated == generation.num_tokens
+        assert after.busy_s > before.busy_s
+        assert "generate" in {what for what, _, _ in after.spans}
+        starts = [start for _, start, _ in after.spans]
+        assert starts == sorted(starts)
+
+    run(body())
+
+
+# -- weight syncs; they change the weights, so they come last --------------------------------------
+
+
+def test_after_each_sync_log_probs_equal_the_trainer_s(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        await trainer.join(engine)
+        for version in (1, 2):
+            cached = await generate(engine, ids=PROMPT * 30)  # fills the prefix cache
+            trainer.change()
+            await trainer.sync(engine, version)
+            generation = await generate(engine, ids=PROMPT * 30, sampling=FREE)
+            assert set(versions_of(generation)) == {version}
+            expected = hf_logprobs(trainer.model, PROMPT * 30, ids_of(generation))
+            assert largest_gap(logprobs_of(generation), expected) < 1e-4
+            assert set(versions_of(cached)) == {version - 1}
+
+    run(body())
+
+
+def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        tasks = [start(engine, sampling=FREE, max_tokens=300) for _ in range(64)]
+        await until_busy(engine, 64)
+        await asyncio.sleep(0.3)
+        trainer.change()
+        await trainer.sync(engine, 3)
+        partials = await asyncio.gather(*tasks)
+        assert {p.finish_reason for p in partials} == {FinishReason.ABORT}
+        assert {v for p in partials for v in versions_of(p)} == {2}
+        resumed = await generate(
+            engine, ids=(*PROMPT, *ids_of(partials[0])), sampling=FREE, max_tokens=20
+        )
+        assert set(versions_of(resumed)) == {3}
+        prompt = (*PROMPT, *ids_of(partials[0]))
+        expected = hf_logprobs(trainer.model, prompt, ids_of(resumed))
+        assert largest_gap(logprobs_of(resumed), expected) < 1e-4
+
+    run(body())
+
+
+def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        tasks = [start(engine, sampling=FREE, max_tokens=400) for _ in range(8)]
+        await until_busy(engine, 8)
+        await asyncio.sleep(0.2)
+        trainer.change()
+        await trainer.sync(engine, 4, mode="keep")
+        for generation in await asyncio.gather(*tasks):
+            old, new = generation.segments
+            assert (old.policy_version, new.policy_version) == (3, 4)
+            assert generation.num_tokens == 400
+            prompt = (*PROMPT, *old.token_ids)
+            expected = hf_logprobs(trainer.model, prompt, new.token_ids)
+            assert largest_gap(new.logprobs[1:], expected[1:]) < 1e-4, "the cache is recomputed"
+
+    run(body())
+
+
+def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        await engine.pause("abort")
+        try:
+            receiving = asyncio.create_task(engine.receive_weights(5))
+            await asyncio.sleep(0.2)
+            trainer.collective.destroy_group()  # the trainer dies
+            with pytest.raises(WeightSyncError, match="engine-0"):
+                await receiving
+        finally:
+            await engine.resume()
+        assert not engine.is_paused
+        with pytest.raises(EngineUnavailableError, match="undefined after a broken weight sync"):
+            await generate(engine)
+        await trainer.join(engine)
+        await trainer.sync(engine, 6)
+        generation = await generate(engine, sampling=FREE)
+        assert set(versions_of(generation)) == {6}
+        expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
+        assert largest_gap(logprobs_of(generation), expected) < 1e-4
+
+    run(body())
+
+
+def test_weights_are_only_received_while_paused(parts):
+    run, engine, _ = parts
+    with pytest.raises(WeightSyncError, match="must be paused"):
+        run(engine.receive_weights(9))

@@ -1,0 +1,231 @@
+"""Two rollout servers in Ray Serve: stickiness, control verbs, HTTP, failures, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections import Counter
+
+import psutil
+import pytest
+import ray
+from ray import serve
+
+from ray_apr.config import RolloutConfig
+from ray_apr.exceptions import APRError, ResourceError
+from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.types import FinishReason, SamplingParams
+from tests.processes import MARK, marked_environment, processes_of, wait_until_none
+from tests.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300),
+]  # fmt: skip
+
+APP = "test-rollout"
+TOKEN = "secret"
+SAMPLING = SamplingParams(ignore_eos=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def mark():
+    """A cluster whose processes all carry a mark; none of them outlives the module."""
+    mark, env = marked_environment()
+    os.environ[MARK] = env[MARK]
+    try:
+        ray.init(num_cpus=4, namespace="ray_apr_test", log_to_driver=False)
+        yield mark
+        ray.shutdown()
+    finally:
+        os.environ.pop(MARK, None)
+    left = wait_until_none(mark, 20)
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def servers(mark, model):
+    """(run, client, config) of two replicas behind HTTP."""
+    config = RolloutConfig(
+        num_replicas=2, device="cpu", max_response_tokens=256, http_port=free_port(),
+        control_token=TOKEN, engine_kwargs={"max_num_seqs": 64}, start_timeout_s=200,
+    )  # fmt: skip
+    start_rollout_servers(APP, model=model, config=config, max_model_len=512)
+    with asyncio.Runner() as runner:
+
+        async def make():
+            return ServeRolloutClient(APP, config)
+
+        yield runner.run, runner.run(make()), config
+    stop_rollout_servers(APP)
+    assert not any("EngineCore" in c for c in processes_of(mark).values()) or not wait_for_engines(
+        mark
+    )
+
+
+def wait_for_engines(mark: str) -> dict[int, str]:
+    """Engine processes that are still there after a while."""
+    for _ in range(50):
+        left = {pid: c for pid, c in processes_of(mark).items() if "EngineCore" in c}
+        if not left:
+            return {}
+        signal.sigtimedwait([], 0.2)
+    return left
+
+
+def request(client, name, session, max_tokens=32):
+    return client.generate(
+        request_id=name, session_id=session, token_ids=(5, 6, 7), sampling=SAMPLING,
+        max_tokens=max_tokens,
+    )  # fmt: skip
+
+
+def test_groups_stick_to_a_replica_and_the_load_is_balanced(servers):
+    run, client, _ = servers
+
+    async def body():
+        calls = [request(client, f"a{g}-{i}", f"g{g}") for g in range(8) for i in range(4)]
+        generations = await asyncio.gather(*calls)
+        replicas = [g.replica_id for g in generations]
+        groups = [set(replicas[4 * g : 4 * g + 4]) for g in range(8)]
+        assert all(len(group) == 1 for group in groups)
+        assert Counter(r for group in groups for r in group).most_common()[-1][1] == 4
+        assert all(g.num_tokens == 32 for g in generations)
+
+    run(body())
+
+
+def test_control_verbs_reach_every_replica(servers):
+    run, client, _ = servers
+
+    async def body():
+        assert len(await client.status()) == 2
+        await client.pause("abort")
+        assert [s.is_paused for s in await client.status()] == [True, True]
+        waiting = asyncio.gather(*(request(client, f"b{i}", f"p{i}") for i in range(4)))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await client.resume()
+        assert [g.num_tokens for g in await waiting] == [32] * 4
+        assert not await client.is_paused()
+
+    run(body())
+
+
+def test_abort_by_id_and_of_all(servers):
+    run, client, _ = servers
+
+    async def body():
+        tasks = [
+            asyncio.create_task(request(client, f"c{i}", f"q{i}", max_tokens=250))
+            for i in range(6)
+        ]
+        await asyncio.sleep(0.15)
+        await client.abort(["c0", "c1", "unknown"])
+        await client.abort(None)
+        reasons = [(await task).finish_reason for task in tasks]
+        assert FinishReason.ABORT in reasons
+        assert (await client.status())[0].num_running == 0
+
+    run(body())
+
+
+def http(config, method, path, body=None, token=None):
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    call = urllib.request.Request(
+        f"http://127.0.0.1:{config.http_port}{path}", method=method, headers=headers,
+        data=None if body is None else json.dumps(body).encode(),
+    )  # fmt: skip
+    try:
+        with urllib.request.urlopen(call, timeout=30) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")
+
+
+def test_http_verbs(servers):
+    _, _, config = servers
+    assert http(config, "GET", "/healthz") == (200, {"status": "ok"})
+    code, generation = http(
+        config, "POST", "/v1/rollouts/generate",
+        {"request_id": "h1", "token_ids": [5, 6], "max_tokens": 4, "ignore_eos": True},
+    )  # fmt: skip
+    assert (code, generation["finish_reason"]) == (200, "length")
+    segment = generation["segments"][0]
+    assert len(segment["token_ids"]) == len(segment["logprobs"]) == 4
+    assert segment["policy_version"] == 0
+    code, status = http(config, "GET", "/status")
+    assert (code, len(status)) == (200, 2)
+
+
+def test_http_control_verbs_need_the_token(servers):
+    _, _, config = servers
+    for verb, body in (("pause", {"mode": "abort"}), ("resume", {}), ("abort", {})):
+        for token in (None, "wrong"):
+            code, _ = http(config, "POST", f"/v1/rollouts/{verb}", body, token)
+            assert code == 401, verb
+    assert not http(config, "GET", "/status")[1][0]["is_paused"]
+    assert http(config, "POST", "/v1/rollouts/pause", {"mode": "keep"}, TOKEN)[0] == 200
+    assert all(s["is_paused"] for s in http(config, "GET", "/status")[1])
+    assert http(config, "POST", "/v1/rollouts/resume", {}, TOKEN)[0] == 200
+    assert http(config, "POST", "/v1/rollouts/abort", {}, TOKEN) == (200, {"num_aborted": 0})
+
+
+def test_bad_http_bodies_are_refused(servers):
+    _, _, config = servers
+    good = {"request_id": "h2", "token_ids": [5], "max_tokens": 4}
+    for change in ({"token_ids": []}, {"max_tokens": 0}, {"temperature": -1}, {"token_ids": "x"}):
+        code, _ = http(config, "POST", "/v1/rollouts/generate", {**good, **change})
+        assert code == 422, change
+    code, reply = http(config, "POST", "/v1/rollouts/generate", {**good, "token_ids": [5] * 600})
+    assert code == 400, reply
+
+
+def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers):
+    run, client, _ = servers
+    replicas = [
+        p for p in map(psutil.Process, processes_of(os.environ[MARK]))
+        if p.name().startswith("ray::ServeRepli") and any("Engine" in c.name() for c in p.children())
+    ]  # fmt: skip
+    assert len(replicas) == 2
+    engine = next(c for c in replicas[0].children() if "Engine" in c.name())
+    replicas[0].kill()
+    assert engine.wait(timeout=20) is not None or not engine.is_running()
+
+    async def body():
+        async with asyncio.timeout(60):
+            for i in range(20):
+                try:
+                    return await request(client, f"d{i}", "survivor")
+                except APRError:
+                    await asyncio.sleep(0.5)
+        raise AssertionError("the surviving replica does not answer")
+
+    assert run(body()).num_tokens == 32
+
+
+def test_a_start_that_fails_says_why_and_leaves_no_application(mark, model):
+    config = RolloutConfig(
+        device="cpu", start_timeout_s=150, engine_kwargs={"no_such_argument": 1}
+    )
+    with pytest.raises(ResourceError, match="no_such_argument"):
+        start_rollout_servers("broken", model=model, config=config)
+    assert "broken" not in serve.status().applications
