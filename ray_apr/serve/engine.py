@@ -25,6 +25,9 @@ from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, Ser
 
 logger = logging.getLogger(__name__)
 
+_ABORT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Waits for the end of aborted calls before they are aborted again."""
+
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -60,8 +63,9 @@ class Engine:
         self._gate.set()
         self._control = asyncio.Lock()
         self._running: dict[str, asyncio.Event] = {}
-        """Calls under way; the event is set when one is aborted before it entered vLLM."""
-        self._inside: set[str] = set()
+        """Calls under way; the event is set when one is aborted, wherever it is."""
+        self._inside: dict[str, asyncio.Event] = {}
+        """Calls that entered vLLM; the event is set when one comes out."""
         self._policy_version = 0
         self._weights_valid = True
         self._tokens_generated = 0
@@ -166,7 +170,7 @@ class Engine:
                     pass
             except EngineDeadError as error:
                 raise EngineUnavailableError(f"{self.replica_id} is dead: {error}") from error
-            except ValueError as error:
+            except Exception as error:
                 raise RolloutError(f"vLLM refused request {request_id}: {error}") from error
             except asyncio.CancelledError:
                 await self._llm.abort(request_id)
@@ -181,12 +185,13 @@ class Engine:
 
     @contextlib.contextmanager
     def _inside_engine(self, request_id: str) -> Iterator[None]:
-        self._inside.add(request_id)
+        ended = self._inside[request_id] = asyncio.Event()
         self._activity.set_running(len(self._inside))
         try:
             yield
         finally:
-            self._inside.discard(request_id)
+            del self._inside[request_id]
+            ended.set()
             self._activity.set_running(len(self._inside))
 
     def _generation(
@@ -214,9 +219,19 @@ class Engine:
         known = [i for i in ids if i in self._running]
         for request_id in known:
             self._running[request_id].set()
-        inside = [i for i in known if i in self._inside]
-        if inside:
+        for pause_s in _ABORT_PAUSES_S:
+            inside = [i for i in known if i in self._inside]
+            if not inside:
+                break
+            # vLLM ignores an abort of a request that is still on its way in: so do it again
             await self._llm.abort(inside)
+            ends = [
+                asyncio.create_task(self._inside[i].wait()) for i in inside if i in self._inside
+            ]
+            if ends:
+                await asyncio.wait(ends, timeout=pause_s)
+            for end in ends:
+                end.cancel()
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:

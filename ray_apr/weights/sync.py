@@ -75,6 +75,7 @@ class WeightSync:
     async def _run(self, policy_version: int, listening: asyncio.Future[None]) -> SyncTimes:
         begin = time.monotonic()
         paused = received = begin
+        errors: list[Exception] = []
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._client.pause(self._pause_mode)
@@ -82,11 +83,17 @@ class WeightSync:
                 listening.set_result(None)
                 await self._client.receive_weights(policy_version)
                 received = time.monotonic()
+        except TimeoutError:
+            errors.append(WeightSyncError(f"no weights within {self._timeout_s:g} s"))
         except Exception as error:
-            what = f"no weights within {self._timeout_s:g} s" if not str(error) else str(error)
-            raise WeightSyncError(f"weight sync to version {policy_version}: {what}") from error
+            errors.append(error)
         finally:
-            await self._client.resume()
+            errors += await self._resume()
+        if errors:
+            reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
+            message = f"weight sync to version {policy_version}: {reasons}"
+            logger.error("%s", message)  # nobody may be left to call `finish`
+            raise WeightSyncError(message) from errors[0]
         end = time.monotonic()
         return SyncTimes(
             pause_s=paused - begin,
@@ -94,3 +101,11 @@ class WeightSync:
             resume_s=end - received,
             stopped_s=end - begin,
         )
+
+    async def _resume(self) -> list[Exception]:
+        """Resume all engines; returns what went wrong, so that it hides no earlier error."""
+        try:
+            await self._client.resume()
+        except Exception as error:
+            return [WeightSyncError(f"engines could not be resumed: {error}")]
+        return []

@@ -1,0 +1,268 @@
+"""The control side of a weight sync on scripted engines, and the Gloo group that carries it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.types import FinishReason, SamplingParams
+from ray_apr.weights.plan import ParamSpec, WeightGroup
+from ray_apr.weights.sync import WeightSync
+from tests.fakes import ScriptedEngine
+
+LIMIT_S = 5.0
+
+
+class RecordingEngine(ScriptedEngine):
+    """Notes the order of the control verbs; weights arrive when the sender says so."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.verbs: list[str] = []
+        self.sent = asyncio.Event()
+        self.errors: dict[str, BaseException] = {}
+
+    async def _note(self, verb: str) -> None:
+        self.verbs.append(verb)
+        if verb in self.errors:
+            raise self.errors[verb]
+
+    async def pause(self, mode) -> None:
+        await super().pause(mode)
+        await self._note(f"pause {mode}")
+
+    async def receive_weights(self, policy_version: int) -> None:
+        await self._note("receive")
+        await self.sent.wait()
+        await super().receive_weights(policy_version)
+
+    async def resume(self) -> None:
+        await self._note("resume")
+        await super().resume()
+
+
+def make(mode="abort", timeout_s=LIMIT_S):
+    engine = RecordingEngine()
+    return engine, WeightSync(engine, pause_mode=mode, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_a_sync_pauses_receives_and_resumes(mode):
+    engine, sync = make(mode)
+    await sync.begin(1)
+    assert engine.is_paused, "the sender may send: the engines are stopped"
+    assert engine.policy_version == 0
+    await asyncio.sleep(0)
+    assert engine.verbs == [f"pause {mode}", "receive"]
+    engine.sent.set()
+    times = await sync.finish()
+    assert engine.verbs == [f"pause {mode}", "receive", "resume"]
+    assert engine.policy_version == 1
+    assert not engine.is_paused
+    parts = times.pause_s + times.receive_s + times.resume_s
+    assert times.stopped_s == pytest.approx(parts)
+
+
+async def test_syncs_follow_one_another():
+    engine, sync = make()
+    engine.sent.set()
+    for version in (1, 2, 3):
+        await sync.begin(version)
+        await sync.finish()
+    assert engine.policy_version == 3
+
+
+async def test_what_runs_during_a_sync_keeps_its_tokens():
+    engine, sync = make()
+    call = asyncio.create_task(
+        engine.generate(
+            request_id="s#0", session_id="g", token_ids=(1, 2), sampling=SamplingParams(),
+            max_tokens=9,
+        )
+    )  # fmt: skip
+    await asyncio.sleep(0)
+    engine.advance(3)
+    await sync.begin(1)
+    partial = await call
+    assert (partial.finish_reason, partial.num_tokens) == (FinishReason.ABORT, 3)
+    engine.sent.set()
+    await sync.finish()
+
+
+async def test_a_second_sync_cannot_begin_while_one_is_under_way():
+    engine, sync = make()
+    await sync.begin(1)
+    with pytest.raises(WeightSyncError, match="under way; version 2 cannot begin"):
+        await sync.begin(2)
+    engine.sent.set()
+    await sync.finish()
+    assert engine.policy_version == 1
+
+
+async def test_nothing_to_finish():
+    _, sync = make()
+    with pytest.raises(WeightSyncError, match="no sync is under way"):
+        await sync.finish()
+
+
+async def test_engines_that_cannot_be_paused_are_resumed_and_begin_says_why():
+    engine, sync = make()
+    engine.errors["pause abort"] = EngineUnavailableError("replica b is dead")
+    with pytest.raises(WeightSyncError, match="version 1: replica b is dead"):
+        await sync.begin(1)
+    assert engine.verbs == ["pause abort", "resume"]
+    assert not engine.is_paused
+
+
+@pytest.mark.parametrize("error", [RolloutError("peer closed"), ConnectionError(), OSError()])
+async def test_weights_that_break_off_leave_no_engine_paused(error):
+    engine, sync = make()
+    engine.fail_next_sync = error
+    await sync.begin(1)
+    engine.sent.set()
+    with pytest.raises(WeightSyncError, match=str(error) or type(error).__name__):
+        await sync.finish()
+    assert not engine.is_paused
+    assert not engine.weights_valid, "it answers again only after a whole sync"
+    await sync.begin(2)
+    await sync.finish()
+    assert (engine.policy_version, engine.weights_valid) == (2, True)
+
+
+async def test_a_resume_that_fails_is_a_failed_sync():
+    engine, sync = make()
+    engine.sent.set()
+    engine.errors["resume"] = EngineUnavailableError("replica b is dead")
+    await sync.begin(1)
+    with pytest.raises(WeightSyncError, match="could not be resumed: replica b is dead"):
+        await sync.finish()
+
+
+async def test_a_failed_resume_does_not_hide_why_the_sync_failed():
+    engine, sync = make()
+    engine.errors["resume"] = EngineUnavailableError("replica b is dead")
+    engine.fail_next_sync = RolloutError("peer closed")
+    engine.sent.set()
+    await sync.begin(1)
+    with pytest.raises(WeightSyncError, match="peer closed.*replica b is dead"):
+        await sync.finish()
+
+
+async def test_a_sync_whose_weights_never_come_ends_by_its_limit():
+    engine, sync = make(timeout_s=0.05)
+    await sync.begin(1)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(WeightSyncError, match=r"no weights within 0\.05 s"):
+            await sync.finish()
+    assert not engine.is_paused
+
+
+async def test_engines_go_on_by_themselves_when_nobody_finishes_the_sync(caplog):
+    engine, sync = make(timeout_s=0.05)
+    await sync.begin(1)
+    async with asyncio.timeout(LIMIT_S):
+        while engine.is_paused:
+            await asyncio.sleep(0.01)
+    assert "weight sync to version 1" in caplog.text
+    engine.sent.set()
+    await sync.begin(2)
+    await sync.finish()
+    assert engine.policy_version == 2
+
+
+# -- the group that carries the weights ------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+
+
+def gloo_group(world_size: int, timeout_s: float = LIMIT_S) -> WeightGroup:
+    from ray_apr.weights.collective import GLOO, open_rendezvous
+
+    return WeightGroup(
+        host="127.0.0.1", port=open_rendezvous(timeout_s), world_size=world_size, backend=GLOO,
+        group_name="test", timeout_s=timeout_s, bucket_bytes=1 << 20,
+        params=(ParamSpec("w", (3,), "float32"),),
+    )  # fmt: skip
+
+
+def in_threads(group: WeightGroup, body):
+    """Run ``body(member, rank)`` as every member of a group; returns results or errors by rank."""
+    from ray_apr.weights.collective import join
+
+    results: dict[int, object] = {}
+
+    def run(rank: int) -> None:
+        member = join(group, rank)
+        try:
+            results[rank] = body(member, rank)
+        except RuntimeError as error:
+            results[rank] = error
+        finally:
+            member.destroy_group()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(group.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * LIMIT_S)
+    return results
+
+
+def test_a_broadcast_reaches_all_members():
+    from ray.util.collective import types
+
+    def body(member, rank):
+        tensor = torch.full((5,), float(rank + 1))
+        member.broadcast([tensor], types.BroadcastOptions())
+        total = torch.full((2,), float(rank + 1))
+        member.allreduce([total])
+        member.barrier()
+        return tensor.tolist(), total.tolist()
+
+    results = in_threads(gloo_group(3), body)
+    assert results == {rank: ([1.0] * 5, [6.0] * 2) for rank in range(3)}
+
+
+def test_a_member_that_leaves_is_an_error_for_the_others_and_no_hang():
+    def body(member, rank):
+        if rank == 0:
+            return None
+        member.broadcast([torch.zeros(5)])
+
+    begin = time.monotonic()
+    results = in_threads(gloo_group(2), body)
+    assert isinstance(results[1], RuntimeError)
+    assert time.monotonic() - begin < 2 * LIMIT_S
+
+
+def test_members_that_never_come_are_an_error_that_says_where():
+    from ray_apr.weights.collective import join
+
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join .*127\.0\.0\.1"):
+        join(gloo_group(2, timeout_s=0.5), 0)
+
+
+def test_a_rendezvous_that_is_gone_is_an_error():
+    from ray_apr.weights.collective import GLOO, join
+
+    group = WeightGroup(
+        host="127.0.0.1", port=1, world_size=2, backend=GLOO, group_name="test", timeout_s=0.5,
+        bucket_bytes=1, params=(),
+    )  # fmt: skip
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not join"):
+        join(group, 1)
+
+
+def test_a_backend_that_is_missing_is_named():
+    from ray_apr.weights.collective import join
+
+    group = WeightGroup(
+        host="127.0.0.1", port=1, world_size=1, backend="APR_OTHER", group_name="test",
+        timeout_s=0.5, bucket_bytes=1, params=(),
+    )  # fmt: skip
+    with pytest.raises(WeightSyncError, match="APR_OTHER is not available"):
+        join(group, 0)
