@@ -195,6 +195,8 @@ class _Parts:
         servers.start()
         try:
             return self._make_trainer().fit()
+        except SystemExit as error:  # what Ray Train makes of Ctrl-C
+            raise KeyboardInterrupt from error
         except Exception as error:
             raise self._reason(error) from error
         finally:

@@ -115,6 +115,7 @@ class RolloutWorker:
         """Request id of each generate call under way, by sample."""
         self._failures: dict[str, int] = {}
         self._failures_in_a_row = 0
+        self._fatal: RolloutError | None = None
         self._metrics = Metrics()
         self._engines: dict[str, ServerStatus] = {}
 
@@ -191,6 +192,8 @@ class RolloutWorker:
                 tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
             await self._abort(self._dispatcher.to_interrupt())
             await self._wake.wait()
+        if self._fatal is not None:
+            await self._buffer.fail.remote(self._fatal)
 
     async def _follow_buffer(self) -> None:
         """Tell the dispatcher how full the buffer is.
@@ -338,8 +341,12 @@ class RolloutWorker:
         """Stop the run when everything fails, instead of dropping group after group."""
         self._failures_in_a_row += 1
         limit = self._config.max_consecutive_failures
-        if self._failures_in_a_row >= limit:
-            raise RolloutError(f"{limit} generations or rewards failed in a row; the last: {error}")
+        if self._failures_in_a_row == limit:
+            self._fatal = RolloutError(
+                f"{limit} generations or rewards failed in a row; the last: {error}"
+            )
+            self._stopping.set()  # not raised: cancelled calls would lose their tokens
+            self._wake.set()
 
     async def _abort(self, sample_ids: Sequence[str]) -> None:
         """Abort the generate calls of these samples; those that have ended meanwhile are left."""

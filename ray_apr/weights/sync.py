@@ -85,7 +85,7 @@ class WeightSync:
                 received = time.monotonic()
         except TimeoutError:
             errors.append(WeightSyncError(f"no weights within {self._timeout_s:g} s"))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
             errors += await self._resume()
@@ -106,6 +106,6 @@ class WeightSync:
         """Resume all engines; returns what went wrong, so that it hides no earlier error."""
         try:
             await self._client.resume()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (returned, and raised by the caller)
             return [WeightSyncError(f"engines could not be resumed: {error}")]
         return []

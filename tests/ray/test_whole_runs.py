@@ -107,7 +107,8 @@ from ray.util.state import list_actors, list_placement_groups
 ray.init(address=sys.argv[1], log_to_driver=False)
 actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
 groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
-print([a.class_name for a in actors if not a.class_name.startswith("JobSupervisor")]
+rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor")  # of jobs and Ray Data
+print([a.class_name for a in actors if a.class_name not in rays_own]
       + [g.placement_group_id for g in groups])
 """
 

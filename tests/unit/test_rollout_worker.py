@@ -218,6 +218,7 @@ async def test_rewards_that_all_fail_stop_the_run_with_the_reason():
             RolloutError, match=r"3 generations or rewards failed in a row.*no judge"
         ):
             await run.step(0)
+    await run.check_ledger(run.summary)
 
 
 async def test_a_generation_error_is_retried_and_then_costs_its_group(monkeypatch):

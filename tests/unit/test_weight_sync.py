@@ -148,7 +148,7 @@ async def test_a_failed_resume_does_not_hide_why_the_sync_failed():
     engine.fail_next_sync = RolloutError("peer closed")
     engine.sent.set()
     await sync.begin(1)
-    with pytest.raises(WeightSyncError, match="peer closed.*replica b is dead"):
+    with pytest.raises(WeightSyncError, match=r"peer closed.*replica b is dead"):
         await sync.finish()
 
 
@@ -165,7 +165,7 @@ async def test_engines_go_on_by_themselves_when_nobody_finishes_the_sync(caplog)
     engine, sync = make(timeout_s=0.05)
     await sync.begin(1)
     async with asyncio.timeout(LIMIT_S):
-        while engine.is_paused:
+        while engine.is_paused:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert "weight sync to version 1" in caplog.text
     engine.sent.set()

@@ -1,4 +1,4 @@
-"""Two rollout servers in Ray Serve: stickiness, control verbs, HTTP, failures, nothing left behind."""
+"""Two rollout servers in Ray Serve: stickiness, control verbs, HTTP, failures, no leftovers."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers):
     run, client, _ = servers
     replicas = [
         p for p in map(psutil.Process, processes_of(os.environ[MARK]))
-        if p.name().startswith("ray::ServeRepli") and any("Engine" in c.name() for c in p.children())
+        if "ServeReplica" in p.cmdline()[0] and any("Engine" in c.name() for c in p.children())
     ]  # fmt: skip
     assert len(replicas) == 2
     engine = next(c for c in replicas[0].children() if "Engine" in c.name())

@@ -1,0 +1,63 @@
+"""The trainer's end of a weight sync (weights/sender.py)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from ray.util.collective import types as collective_types
+
+from ray_apr.exceptions import WeightSyncError
+from ray_apr.weights.collective import as_tensor, join
+from ray_apr.weights.sender import WeightSender
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 5)
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.LayerNorm(5)
+
+
+def test_the_weights_arrive_whole_at_every_member_and_tied_ones_once():
+    model = Tied()
+    sender = WeightSender(model, bucket_mb=0.0001)
+    assert [p.name for p in sender.params] == ["embed.weight", "norm.weight", "norm.bias"]
+    group = sender.open_group(2, host="127.0.0.1", timeout_s=20)
+    received: dict[int, dict[str, torch.Tensor]] = {1: {}, 2: {}}
+    options = collective_types.BroadcastOptions()
+    options.root_rank, options.root_tensor = 0, 0
+
+    def receive(rank: int) -> None:
+        member = join(group, rank)
+        for bucket in group.buckets():
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            member.broadcast([buffer], options)
+            for piece in bucket.slices:
+                spec = piece.param
+                received[rank][spec.name] = as_tensor(
+                    buffer, piece.offset, spec.shape, spec.dtype
+                ).clone()
+        member.destroy_group()
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
+    for thread in threads:
+        thread.start()
+    sender.gather()
+    member = join(group, 0)
+    for bucket in sender.staged:
+        member.broadcast([bucket], options)
+    for thread in threads:
+        thread.join(timeout=20)
+    for weights in received.values():
+        assert set(weights) == {p.name for p in sender.params}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
+
+
+def test_send_needs_a_group_and_gathered_weights():
+    with pytest.raises(WeightSyncError, match="come before send"):
+        WeightSender(Tied(), bucket_mb=1).send()
