@@ -127,6 +127,7 @@ class _Parts:
         self._started_at = started_at
         self._start_error: BaseException | None = None
         self._setup_s: float | None = None
+        self._closing = threading.Event()
         self._actors: list[Any] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.recorder = self._actor(
@@ -200,7 +201,8 @@ class _Parts:
         except Exception as error:
             raise self._reason(error) from error
         finally:
-            servers.join(timeout=self.plan.rollout.start_timeout_s)
+            self._closing.set()
+            servers.join(timeout=_CALL_TIMEOUT_S)
 
     def _start_servers(self) -> None:
         """Start the rollout servers, then the rollout loops; an error reaches the trainer."""
@@ -212,6 +214,7 @@ class _Parts:
                 config=plan.rollout,
                 kv_cache=plan.partial_rollout.kv_cache,
                 max_model_len=plan.max_model_len,
+                cancelled=self._closing,
             )
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.time() - self._started_at

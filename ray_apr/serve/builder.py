@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -120,11 +121,21 @@ def start_rollout_servers(
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
     max_model_len: int | None = None,
+    cancelled: threading.Event | None = None,
 ) -> None:
     """Start the servers and wait until all of them are ready.
 
+    Args:
+        app_name: Name of the Serve application.
+        model: Folder or hub id.
+        config: Replicas, devices, engine arguments, HTTP.
+        kv_cache: What a pause of mode "keep" does with the KV cache.
+        max_model_len: Longest prompt + response, in tokens; None takes the model's.
+        cancelled: Another thread sets it to end the wait.
+
     Raises:
-        ResourceError: If they are not ready within ``start_timeout_s``, or one cannot start.
+        ResourceError: If they are not ready within ``start_timeout_s``, one cannot start, or the
+            wait was cancelled; the application is then taken away.
     """
     on_cuda = config.device == "cuda" or (
         config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
@@ -146,13 +157,13 @@ def start_rollout_servers(
         wait_for_applications_running=False,
     )
     try:
-        _wait_until_running(app_name, config.start_timeout_s)
+        _wait_until_running(app_name, config.start_timeout_s, cancelled or threading.Event())
     except ResourceError:
         serve.delete(app_name)
         raise
 
 
-def _wait_until_running(app_name: str, timeout_s: float) -> None:
+def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Event) -> None:
     """Wait for all replicas; Serve itself would retry a failing constructor without end."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -168,7 +179,8 @@ def _wait_until_running(app_name: str, timeout_s: float) -> None:
                 f"the rollout servers are not ready after {timeout_s:g} s (rollout.start_timeout_s)"
                 f": {message or 'Serve gives no reason'}; does the cluster hold what they ask for?"
             )
-        time.sleep(_POLL_S)
+        if cancelled.wait(_POLL_S):
+            raise ResourceError("the start of the rollout servers was cancelled")
 
 
 def stop_rollout_servers(app_name: str) -> None:

@@ -6,7 +6,8 @@ Invariants, kept by `Engine`:
       which would lose the tokens.
     * Each token carries the version that vLLM attests (spans, since 0.32); where it attests none,
       the version between whose two syncs the call ran, which is exact as long as a sync aborts.
-    * After a broken weight sync nothing is generated until the next one that succeeds.
+    * After a broken weight sync nothing is generated until the next one that succeeds; what was
+      frozen during it comes back with the tokens from before.
 """
 
 from __future__ import annotations
@@ -20,20 +21,14 @@ from typing import Any
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
-from ray_apr.serve.plugin import BACKEND, register
+from ray_apr.serve.outputs import REASONS, segments_of, vllm_params
+from ray_apr.serve.plugin import BACKEND, register, start_error
 from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
 
 _ABORT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Waits for the end of aborted calls before they are aborted again."""
-
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "repetition": FinishReason.STOP,
-    "abort": FinishReason.ABORT,
-}
 
 
 class Engine:
@@ -62,6 +57,7 @@ class Engine:
         self._gate = asyncio.Event()
         self._gate.set()
         self._control = asyncio.Lock()
+        self._receiving = asyncio.Lock()
         self._running: dict[str, asyncio.Event] = {}
         """Calls under way; the event is set when one is aborted, wherever it is."""
         self._inside: dict[str, asyncio.Event] = {}
@@ -77,6 +73,7 @@ class Engine:
 
         Raises:
             ConfigError: If vLLM does not take the arguments.
+            EngineUnavailableError: If the engine cannot start for another reason.
         """
         register()
         from vllm import AsyncEngineArgs
@@ -89,9 +86,14 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 **self._kwargs,
             )
+            with start_error() as reason:
+                self._llm = AsyncLLM.from_engine_args(args)
         except (TypeError, ValueError) as error:
             raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error
-        self._llm = AsyncLLM.from_engine_args(args)
+        except Exception as error:
+            raise EngineUnavailableError(
+                f"{self.replica_id} cannot start: {reason() or error}"
+            ) from error
         self._attests = hasattr(self._llm, "update_weight_version")
         if self._attests:
             await self._llm.update_weight_version(str(self._policy_version))
@@ -164,7 +166,7 @@ class Engine:
             try:
                 async for last in self._llm.generate(  # noqa: B007  (the last one is used)
                     {"prompt_token_ids": list(token_ids)},
-                    _vllm_params(sampling, max_tokens),
+                    vllm_params(sampling, max_tokens),
                     request_id,
                 ):
                     pass
@@ -178,10 +180,10 @@ class Engine:
         if last is None:
             return self._generation(request_id, (), FinishReason.ABORT)
         output = last.outputs[0]
-        reason = _REASONS.get(output.finish_reason or "abort")
+        reason = REASONS.get(output.finish_reason or "abort")
         if reason is None:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
-        return self._generation(request_id, _segments(output, version), reason)
+        return self._generation(request_id, segments_of(output, version), reason)
 
     @contextlib.contextmanager
     def _inside_engine(self, request_id: str) -> Iterator[None]:
@@ -248,6 +250,8 @@ class Engine:
         """Let the engine and the waiting calls go on; harmless when it is not paused."""
         async with self._control:
             try:
+                if not self._weights_valid:  # what is frozen inside would go on with half a model
+                    await self.abort(list(self._inside))
                 await self._llm.resume_generation()
             finally:
                 self._activity.set_paused(False)
@@ -277,24 +281,30 @@ class Engine:
         Raises:
             WeightSyncError: If it is not paused, or the weights did not arrive whole.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         if not self.is_paused:
             raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
         self._weights_valid = False
-        try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(
-                WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
-            )
-            if self._attests:
-                await self._llm.finish_weight_update(weight_version=str(policy_version))
-            else:
-                await self._llm.finish_weight_update()
-        except Exception as error:
-            raise WeightSyncError(f"{self.replica_id}: {error}") from error
-        self._policy_version = policy_version
-        self._weights_valid = True
+        # a caller that gives up must not leave vLLM's update half done: no later one could begin
+        await asyncio.shield(asyncio.create_task(self._receive(policy_version)))
+
+    async def _receive(self, policy_version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with self._receiving:
+            self._weights_valid = False
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(
+                    WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
+                )
+                if self._attests:
+                    await self._llm.finish_weight_update(weight_version=str(policy_version))
+                else:
+                    await self._llm.finish_weight_update()
+            except Exception as error:
+                raise WeightSyncError(f"{self.replica_id}: {error}") from error
+            self._policy_version = policy_version
+            self._weights_valid = True
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -325,40 +335,3 @@ class Engine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
-
-
-def _vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
-    """vLLM's own parameters of a call: one final output, ids only, log-probs of what is drawn."""
-    from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VLLMSamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _segments(output: Any, version: int) -> tuple[Segment, ...]:
-    """Cut an output at the boundaries that vLLM attests; `version` where it attests none."""
-    ids = tuple(output.token_ids)
-    logprobs = tuple(
-        step[token].logprob for token, step in zip(ids, output.logprobs or (), strict=True)
-    )
-    spans = getattr(output, "weight_versions", None)
-    if spans is None:
-        cuts = [(version, 0, len(ids))]
-    else:
-        cuts = [(int(s.version), s.start, s.end) for s in spans]
-    return tuple(
-        Segment(policy_version=v, token_ids=ids[start:end], logprobs=logprobs[start:end])
-        for v, start, end in cuts
-        if end > start
-    )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "ray_apr"
+
+_ERROR_FOLDER = "RAY_APR_START_ERROR_FOLDER"
 
 
 @functools.cache
@@ -32,6 +38,7 @@ def register() -> None:
     # The reload reports layers without weights of their own (a tied head) as if they were missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     _end_with_parent()
+    _keep_start_error()
 
 
 def _end_with_parent() -> None:
@@ -45,3 +52,36 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def start_error() -> Iterator[Callable[[], str]]:
+    """While an engine starts: a function that returns why its core process could not.
+
+    vLLM itself raises only that the root cause is to be found in the log.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-apr-start-") as folder:
+        os.environ[_ERROR_FOLDER] = folder
+        reason = ""
+        try:
+            yield lambda: reason
+        finally:
+            del os.environ[_ERROR_FOLDER]
+            for path in Path(folder).iterdir():
+                reason = path.read_text()
+
+
+def _keep_start_error() -> None:
+    """In a child process, write the first error that vLLM logs: the root cause of a failed start."""
+    folder = os.environ.get(_ERROR_FOLDER)
+    if folder is None or multiprocessing.parent_process() is None:
+        return
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = record.exc_info[1] if record.exc_info else None
+            path = Path(folder, "error")
+            if error is not None and path.parent.is_dir() and not path.exists():
+                path.write_text(f"{type(error).__name__}: {error}")
+
+    logging.getLogger("vllm").addHandler(Keep(level=logging.ERROR))

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         rank = init_info.first_rank + get_tensor_model_parallel_rank()
         self._collective = join(group, rank)
         self._buckets = group.buckets()
+        self._timeout_s = group.timeout_s
 
     def start_weight_update(self) -> None:
         """Prepare the model's layers for new weights."""
@@ -74,7 +76,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             raise WeightSyncError("this engine worker has not joined a weight group")
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
+        deadline = time.monotonic() + self._timeout_s  # of all buckets: a sync ends by its limit
         for bucket in self._buckets:
+            options.timeout_ms = max(1, int(1000 * (deadline - time.monotonic())))
             buffer = byte_buffer(bucket.num_bytes, self.device)
             try:
                 self._collective.broadcast([buffer], options)

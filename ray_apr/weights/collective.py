@@ -103,13 +103,17 @@ class GlooGroup(BaseGroup):
         """Send the root's tensor to all members, in place.
 
         Raises:
-            RuntimeError: If a peer died or the time limit passed.
+            RuntimeError: If a peer died or the time limit passed: the call's own or the group's.
         """
+        given = broadcast_options or types.BroadcastOptions()
+        timeout = self._timeout
+        if given.timeout_ms != types.unset_timeout_ms:
+            timeout = min(timeout, datetime.timedelta(milliseconds=given.timeout_ms))
         options = dist.BroadcastOptions()
-        options.rootRank = broadcast_options.root_rank if broadcast_options else 0
+        options.rootRank = given.root_rank
         options.rootTensor = 0
-        options.timeout = self._timeout
-        self._group.broadcast(tensor, options).wait(self._timeout)
+        options.timeout = timeout
+        self._group.broadcast(tensor, options).wait(timeout)
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
         """Reduce over all members, in place."""
@@ -177,7 +181,7 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
 
     try:
         return _global_registry.get(group.backend)(group.world_size, rank, address(group))
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise WeightSyncError(
             f"rank {rank} of {group.world_size} could not join the weight group at "
             f"{group.host}:{group.port} within {group.timeout_s:g} s: {error}"

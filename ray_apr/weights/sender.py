@@ -81,12 +81,13 @@ class WeightSender:
         """
         from ray.util import collective
 
+        self.close()  # a group that broke
         register_backends()
         try:
             collective.init_collective_group(
                 group.world_size, 0, backend=group.backend, group_name=address(group)
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise WeightSyncError(
                 f"the {group.world_size - 1} engine workers did not join the weight group within "
                 f"{group.timeout_s:g} s: {error}"

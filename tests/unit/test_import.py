@@ -1,0 +1,34 @@
+"""``import ray_apr`` is light: heavy packages load on first use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "vllm", "ray", "transformers", "numpy", "pyarrow")
+
+
+def python(code: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = f"import ray_apr, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_the_settings_load_nothing_heavy_either():
+    code = "import ray_apr, sys; ray_apr.RolloutConfig(); "
+    code += f"print([m for m in {HEAVY} if m in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_every_public_name_has_a_home():
+    import ray_apr
+
+    assert set(ray_apr.__all__) == {name for name in dir(ray_apr) if not name.startswith("_")}
+    for name in ray_apr.__all__:
+        assert getattr(ray_apr, name).__name__ == name
