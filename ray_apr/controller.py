@@ -241,6 +241,7 @@ class _Parts:
             "tensor_parallel_size": plan.rollout.tensor_parallel_size,
             "start_timeout_s": plan.rollout.start_timeout_s,
             "started_at": self._started_at,
+            "wire_dtype": plan.rollout.dtype,
         }
         run_config = plan.run
         if run_config.checkpoint_config is None or run_config.checkpoint_config.num_to_keep is None:

@@ -29,16 +29,17 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 _QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
 }
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
 }
-"""A worker inside the engine core, little memory, and one thread: engines share the cores with the
-trainer. A variable that is set outside wins."""
+"""A worker inside the engine core, little memory, one thread: engines share the cores with the
+trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
+variable that is set outside wins."""
 
 
 def build_rollout_app(
@@ -63,6 +64,7 @@ def build_rollout_app(
         name=DEPLOYMENT,
         num_replicas=config.num_replicas,
         max_ongoing_requests=100_000,
+        max_constructor_retry_count=2,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.5,
@@ -80,7 +82,8 @@ def build_rollout_app(
 
 
 def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    wanted = _QUIET_ENVIRONMENT if on_cuda else {**_QUIET_ENVIRONMENT, **CPU_ENVIRONMENT}
+    gpu_environment = {"RAY_APR_NAMESPACE": ray.get_runtime_context().namespace}
+    wanted = _QUIET_ENVIRONMENT | (gpu_environment if on_cuda else CPU_ENVIRONMENT)
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return {"num_cpus": config.num_cpus_per_replica, "runtime_env": {"env_vars": env}}
 
@@ -108,7 +111,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
     }
     if on_cuda:
-        ours["distributed_executor_backend"] = "ray"
+        ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
     else:
         ours |= {"block_size": 32, "enforce_eager": True}
     return {**ours, **config.engine_kwargs}

@@ -79,13 +79,16 @@ class ServeRolloutClient:
             await self._learn()
         replica_id = self._enter(session_id, request_id)
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                generation: Generation = await self._slots[replica_id].generate.remote(
+            generation: Generation = await _reply(
+                self._slots[replica_id].generate.remote(
                     request_id, tuple(token_ids), sampling, max_tokens
-                )
-        except (RayError, RayServeException, TimeoutError) as error:
+                ),
+                f"request {request_id}",
+                self._config.request_timeout_s,
+            )
+        except EngineUnavailableError:
             self._slots = {}  # learned again by the next call: a replica may be gone
-            raise _translated(error, f"request {request_id}") from error
+            raise
         finally:
             self._leave(session_id, request_id)
         if generation.replica_id != replica_id:
@@ -116,12 +119,13 @@ class ServeRolloutClient:
                 return
             replicas = {status.replica_id for status in await self.status(drain=False)}
             found: dict[str, Any] = {}
-            for number in range(_NUM_SLOTS_TRIED):
+            for number in range(_NUM_SLOTS_TRIED * len(replicas)):
                 if replicas <= set(found):
                     break
                 handle = self._handle.options(session_id=f"slot-{number}")
-                async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                    found.setdefault(await handle.replica_id.remote(), handle)
+                found.setdefault(await _reply(handle.replica_id.remote(), "replica_id"), handle)
+            if missing := replicas - set(found):
+                logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
             self._slots = found
 
     # -- control ---------------------------------------------------------------------------------
@@ -136,8 +140,8 @@ class ServeRolloutClient:
                 by_replica.setdefault(self._placed[request_id], []).append(request_id)
         if not set(by_replica) <= set(self._slots):
             return await self.abort_anywhere(request_ids)
-        async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-            return sum([await self._slots[r].abort.remote(ids) for r, ids in by_replica.items()])
+        calls = [_reply(self._slots[r].abort.remote(i), "abort") for r, i in by_replica.items()]
+        return sum(await asyncio.gather(*calls))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""
@@ -194,6 +198,15 @@ class ServeRolloutClient:
         if not results:
             raise EngineUnavailableError(f"{verb}: no rollout server runs")
         return results
+
+
+async def _reply(response: Any, what: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
+    """Await one replica's answer; every error is one of ours."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await response
+    except (RayError, RayServeException, TimeoutError) as error:
+        raise _translated(error, what) from error
 
 
 def _translated(error: BaseException, what: str) -> APRError:

@@ -165,7 +165,9 @@ class Engine:
         with self._inside_engine(request_id):
             try:
                 async for last in self._llm.generate(  # noqa: B007  (the last one is used)
-                    {"prompt_token_ids": list(token_ids)},
+                    # the salt keeps new calls off the prefix cache of older weights, of which a
+                    # pause that keeps the KV cache leaves all
+                    {"prompt_token_ids": list(token_ids), "cache_salt": f"v{version}"},
                     vllm_params(sampling, max_tokens),
                     request_id,
                 ):

@@ -72,15 +72,16 @@ def start_error() -> Iterator[Callable[[], str]]:
 
 
 def _keep_start_error() -> None:
-    """In a child process, write the first error that vLLM logs: the root cause of a failed start."""
+    """In a child process, write the first error that vLLM logs: why it could not start."""
     folder = os.environ.get(_ERROR_FOLDER)
     if folder is None or multiprocessing.parent_process() is None:
         return
 
+    path = Path(folder, "error")
+
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             error = record.exc_info[1] if record.exc_info else None
-            path = Path(folder, "error")
             if error is not None and path.parent.is_dir() and not path.exists():
                 path.write_text(f"{type(error).__name__}: {error}")
 

@@ -2,8 +2,10 @@
 
 Invariants:
     * Buckets arrive in the order of the plan that the sender computed from the same list.
-    * After `finish_weight_update` the model computes as if it had been loaded from a checkpoint of
-      these weights; on CPU that takes a new packing of the embeddings, too.
+    * After `receive_weights` the model computes as if it had been loaded from a checkpoint of these
+      weights; on CPU that takes a new packing of the embeddings, too.
+    * On CPU the model is touched only once all buckets are there: vLLM's layerwise reload, begun and
+      not ended, would spoil every later one.
 """
 
 from __future__ import annotations
@@ -60,11 +62,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._timeout_s = group.timeout_s
 
     def start_weight_update(self) -> None:
-        """Prepare the model's layers for new weights."""
-        if self._layerwise:
-            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-            initialize_layerwise_reload(self.model)
+        """Nothing to prepare: `receive_weights` does the whole of an update."""
 
     def receive_weights(self, update_info: ReceiverUpdate) -> None:
         """Take all buckets of one version.
@@ -77,6 +75,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
         deadline = time.monotonic() + self._timeout_s  # of all buckets: a sync ends by its limit
+        weights: list[tuple[str, torch.Tensor]] = []
         for bucket in self._buckets:
             options.timeout_ms = max(1, int(1000 * (deadline - time.monotonic())))
             buffer = byte_buffer(bucket.num_bytes, self.device)
@@ -86,19 +85,32 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
                 raise WeightSyncError(
                     f"the weights of version {update_info.policy_version} broke off: {error}"
                 ) from error
-            self.model.load_weights(
+            weights += [
                 (s.param.name, as_tensor(buffer, s.offset, s.param.shape, s.param.dtype))
                 for s in bucket.slices
-            )
+            ]
+            if not self._layerwise:
+                self.model.load_weights(weights)
+                weights = []
+        if self._layerwise:
+            self._reload(weights)
+
+    def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load all weights and let the layers pack them; every layer is whole again even on error."""
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(weights)
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._pack_embeddings()
 
     def finish_weight_update(self) -> None:
-        """Let the layers process what they got."""
-        if not self._layerwise:
-            return
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._pack_embeddings()
+        """Nothing is left to do."""
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -17,13 +17,13 @@ FREE = SamplingParams(ignore_eos=True)
 PROMPT = (5, 9, 2, 14, 3)
 
 
-def make_engine(model: Path, *, keep_kv_cache: bool = False) -> Any:
+def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: Any) -> Any:
     """An engine that is not started, set up as the rollout servers are on CPU."""
     from ray_apr.config import RolloutConfig
     from ray_apr.serve.engine import Engine
 
     os.environ.update(CPU_ENVIRONMENT)
-    config = RolloutConfig(device="cpu", engine_kwargs={"max_num_seqs": 64})
+    config = RolloutConfig(device="cpu", engine_kwargs={"max_num_seqs": 64, **engine_kwargs})
     return Engine(
         str(model),
         replica_id="engine-0",

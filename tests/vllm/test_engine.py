@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import (
@@ -53,6 +53,11 @@ def start(engine, **kwargs):
     return asyncio.create_task(generate(engine, **kwargs))
 
 
+def new_sample(budget):
+    prompt = Prompt(prompt_id="g", token_ids=PROMPT)
+    return Sample(sample_id="s", group_id="g", prompt=prompt, max_response_tokens=budget)
+
+
 async def until_busy(engine, at_least=1):
     async with asyncio.timeout(20):
         while engine.num_inside < at_least:  # noqa: ASYNC110
@@ -74,10 +79,7 @@ def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
 
     async def body():
         whole = await generate(engine, max_tokens=400)
-        sample = Sample(
-            sample_id="s", group_id="g", prompt=Prompt(prompt_id="g", token_ids=PROMPT),
-            max_response_tokens=400,
-        )  # fmt: skip
+        sample = new_sample(400)
         while sample.finish_reason is None:
             task = start(
                 engine, name=f"s#{sample.num_interruptions}",
@@ -137,6 +139,7 @@ def test_a_cancelled_call_frees_the_engine(parts):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.status().num_running == 0
+        assert engine._llm.output_processor.get_num_unfinished_requests() == 0, "vLLM's own"
 
     run(body())
 
@@ -249,13 +252,16 @@ def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(par
         partials = await asyncio.gather(*tasks)
         assert {p.finish_reason for p in partials} == {FinishReason.ABORT}
         assert {v for p in partials for v in versions_of(p)} == {2}
-        resumed = await generate(
-            engine, ids=(*PROMPT, *ids_of(partials[0])), sampling=FREE, max_tokens=20
-        )
-        assert set(versions_of(resumed)) == {3}
-        prompt = (*PROMPT, *ids_of(partials[0]))
+        longest = max(partials, key=lambda p: p.num_tokens)
+        sample = new_sample(320).append(longest)
+        prompt = (*PROMPT, *sample.response_ids)
+        resumed = await generate(engine, ids=prompt, sampling=FREE, max_tokens=20)
         expected = hf_logprobs(trainer.model, prompt, ids_of(resumed))
         assert largest_gap(logprobs_of(resumed), expected) < 1e-4
+        both = sample.append(resumed).segments
+        assert [(s.policy_version, len(s.token_ids)) for s in both] == [
+            (2, longest.num_tokens), (3, 20),
+        ]  # fmt: skip
 
     run(body())
 
@@ -306,7 +312,80 @@ def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts):
     run(body())
 
 
+def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        tasks = [start(engine, sampling=FREE, max_tokens=450) for _ in range(4)]
+        await until_busy(engine, 4)
+        await asyncio.sleep(0.1)
+        await engine.pause("keep")
+        receiving = asyncio.create_task(engine.receive_weights(7))
+        await asyncio.sleep(0.1)
+        trainer.collective.destroy_group()
+        with pytest.raises(WeightSyncError):
+            await receiving
+        assert not any(task.done() for task in tasks)
+        await engine.resume()
+        for generation in await asyncio.gather(*tasks):
+            assert generation.finish_reason is FinishReason.ABORT
+            assert set(versions_of(generation)) == {6}
+            expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
+            assert largest_gap(logprobs_of(generation), expected) < 1e-4
+        await trainer.join(engine)
+        await trainer.sync(engine, 8)
+        assert set(versions_of(await generate(engine))) == {8}
+
+    run(body())
+
+
+def test_a_sync_that_its_caller_gave_up_ends_by_itself(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        frozen = start(engine, sampling=FREE, max_tokens=450)
+        await until_busy(engine)
+        await engine.pause("keep")
+        receiving = asyncio.create_task(engine.receive_weights(9))
+        await asyncio.sleep(0.1)
+        receiving.cancel()
+        resuming = asyncio.create_task(engine.resume())
+        assert (await frozen).finish_reason is FinishReason.ABORT
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        trainer.change()
+        await asyncio.to_thread(trainer.broadcast)  # too late, but whole
+        await resuming
+        await trainer.sync(engine, 10)
+        generation = await generate(engine, sampling=FREE)
+        assert set(versions_of(generation)) == {10}
+        expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
+        assert largest_gap(logprobs_of(generation), expected) < 1e-4
+
+    run(body())
+
+
 def test_weights_are_only_received_while_paused(parts):
     run, engine, _ = parts
     with pytest.raises(WeightSyncError, match="must be paused"):
-        run(engine.receive_weights(9))
+        run(engine.receive_weights(11))
+
+
+# -- engines that cannot start ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "reason"),
+    [
+        ({"no_such_argument": 1}, ConfigError, "no_such_argument"),
+        ({"max_num_seqs": -1}, ConfigError, "max_num_seqs"),
+        ({"num_gpu_blocks_override": 1}, EngineUnavailableError, "cache blocks|KV cache"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(tmp_path, arguments, error, reason):
+    engine = make_engine(make_tiny_model(tmp_path / "model"), **arguments)
+    try:
+        with pytest.raises(error, match=reason):
+            asyncio.run(engine.start())
+    finally:
+        engine.shutdown()

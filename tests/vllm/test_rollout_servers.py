@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import time
@@ -30,6 +31,7 @@ pytestmark = [
 
 APP = "test-rollout"
 TOKEN = "secret"
+logger = logging.getLogger(__name__)
 SAMPLING = SamplingParams(ignore_eos=True)
 
 
@@ -127,19 +129,58 @@ def test_control_verbs_reach_every_replica(servers):
     run(body())
 
 
-def test_abort_by_id_and_of_all(servers):
+def test_abort_by_id_ends_these_and_no_others(servers):
+    run, client, config = servers
+
+    async def body():
+        names = [f"c{i}" for i in range(6)]
+        tasks = {n: asyncio.create_task(request(client, n, n, max_tokens=250)) for n in names}
+        await asyncio.sleep(0.1)
+        await client.pause("keep")  # frozen, or still at the gate
+        assert await client.abort(["c0", "c1", "unknown"]) == 2
+        other = ServeRolloutClient(APP, config)  # knows of no request
+        assert await other.abort_anywhere(["c2", "unknown"]) == 1
+        stopped = await asyncio.gather(*(tasks[n] for n in names[:3]))
+        assert {g.finish_reason for g in stopped} == {FinishReason.ABORT}
+        assert not any(tasks[n].done() for n in names[3:])
+        await client.resume()
+        rest = await asyncio.gather(*(tasks[n] for n in names[3:]))
+        assert {(g.finish_reason, g.num_tokens) for g in rest} == {(FinishReason.LENGTH, 250)}
+        assert [s.num_running for s in await client.status()] == [0, 0]
+
+    run(body())
+
+
+def test_abort_of_all_reaches_every_replica(servers):
     run, client, _ = servers
 
     async def body():
         tasks = [
-            asyncio.create_task(request(client, f"c{i}", f"q{i}", max_tokens=250)) for i in range(6)
+            asyncio.create_task(request(client, f"e{i}", f"e{i}", max_tokens=500)) for i in range(4)
         ]
-        await asyncio.sleep(0.15)
-        await client.abort(["c0", "c1", "unknown"])
+        await asyncio.sleep(0.1)
         await client.abort(None)
-        reasons = [(await task).finish_reason for task in tasks]
-        assert FinishReason.ABORT in reasons
-        assert (await client.status())[0].num_running == 0
+        generations = await asyncio.gather(*tasks)
+        assert {g.finish_reason for g in generations} == {FinishReason.ABORT}
+        assert len({g.replica_id for g in generations}) == 2
+
+    run(body())
+
+
+def test_the_servers_count_the_tokens_that_the_client_got(servers):
+    run, client, _ = servers
+
+    async def body():
+        before = sum(s.tokens_generated for s in await client.status())
+        begin = time.monotonic()
+        generations = await asyncio.gather(
+            *(request(client, f"n{i}", f"n{i % 64}", max_tokens=1) for i in range(512))
+        )
+        rate = len(generations) / (time.monotonic() - begin)
+        logger.info("%.0f calls/s of one token, 512 at a time, 2 replicas", rate)
+        after = sum(s.tokens_generated for s in await client.status())
+        assert after - before == sum(g.num_tokens for g in generations) == 512
+        assert rate > 20, "a call costs milliseconds; this is slow even on a busy machine"
 
     run(body())
 

@@ -1,0 +1,24 @@
+"""vLLM's Ray executor, in the namespace of the run; for engines on GPUs.
+
+vLLM's engine core opens Ray again, in an anonymous namespace. The members of an NCCL group of
+ray.util.collective meet at a named actor, which they find only from one namespace.
+"""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+NAMESPACE = "RAY_APR_NAMESPACE"
+"""Environment variable that carries the namespace into the engine core."""
+
+
+class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
+    """Joins Ray in the run's namespace before vLLM would do so without one."""
+
+    def _init_executor(self) -> None:
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace=os.environ[NAMESPACE])
+        super()._init_executor()
