@@ -158,11 +158,9 @@ class Engine:
     async def _run(
         self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, max_tokens: int
     ) -> Generation:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         version = self._policy_version
         last: Any = None
-        with self._inside_engine(request_id):
+        with self._inside_engine(request_id), self._dead_is_unavailable():
             try:
                 async for last in self._llm.generate(  # noqa: B007  (the last one is used)
                     # the salt keeps new calls off the prefix cache of older weights, of which a
@@ -172,8 +170,8 @@ class Engine:
                     request_id,
                 ):
                     pass
-            except EngineDeadError as error:
-                raise EngineUnavailableError(f"{self.replica_id} is dead: {error}") from error
+            except self._dead_error:
+                raise
             except Exception as error:
                 raise RolloutError(f"vLLM refused request {request_id}: {error}") from error
             except asyncio.CancelledError:
@@ -197,6 +195,20 @@ class Engine:
             del self._inside[request_id]
             ended.set()
             self._activity.set_running(len(self._inside))
+
+    @property
+    def _dead_error(self) -> type[Exception]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        return EngineDeadError
+
+    @contextlib.contextmanager
+    def _dead_is_unavailable(self) -> Iterator[None]:
+        """Callers get an error that they can unpickle without vLLM."""
+        try:
+            yield
+        except self._dead_error as error:
+            raise EngineUnavailableError(f"{self.replica_id} is dead: {error}") from error
 
     def _generation(
         self, request_id: str, segments: tuple[Segment, ...], reason: FinishReason
@@ -228,7 +240,8 @@ class Engine:
             if not inside:
                 break
             # vLLM ignores an abort of a request that is still on its way in: so do it again
-            await self._llm.abort(inside)
+            with self._dead_is_unavailable():
+                await self._llm.abort(inside)
             ends = [
                 asyncio.create_task(self._inside[i].wait()) for i in inside if i in self._inside
             ]
@@ -239,14 +252,17 @@ class Engine:
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it."""
+        """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it.
+
+        Raises:
+            EngineUnavailableError: If the engine is dead.
+        """
         async with self._control:
             self._gate.clear()
             self._activity.set_paused(True)
-            keep = mode == "keep"
-            await self._llm.pause_generation(
-                mode=mode, clear_cache=not (keep and self._keep_kv_cache)
-            )
+            clear_cache = not (mode == "keep" and self._keep_kv_cache)
+            with self._dead_is_unavailable():
+                await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Let the engine and the waiting calls go on; harmless when it is not paused."""
@@ -254,7 +270,8 @@ class Engine:
             try:
                 if not self._weights_valid:  # what is frozen inside would go on with half a model
                     await self.abort(list(self._inside))
-                await self._llm.resume_generation()
+                with self._dead_is_unavailable():
+                    await self._llm.resume_generation()
             finally:
                 self._activity.set_paused(False)
                 self._gate.set()

@@ -4,8 +4,8 @@ Invariants:
     * Buckets arrive in the order of the plan that the sender computed from the same list.
     * After `receive_weights` the model computes as if it had been loaded from a checkpoint of these
       weights; on CPU that takes a new packing of the embeddings, too.
-    * On CPU the model is touched only once all buckets are there: vLLM's layerwise reload, begun and
-      not ended, would spoil every later one.
+    * On CPU the model is touched only once all buckets are there: vLLM's layerwise reload, begun
+      and not ended, would spoil every later one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             self._reload(weights)
 
     def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights and let the layers pack them; every layer is whole again even on error."""
+        """Load all weights and let the layers pack them; even on error every layer is whole."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,

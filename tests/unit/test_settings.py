@@ -110,7 +110,7 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("buffer.wait_timeout_s=-1", "buffer.wait_timeout_s", "above 0"),
         ("partial_rollout.mode=sync", "partial_rollout.mode", "top level"),
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness", "at least 0"),
-        ("mode=async", "mode", "apr, sync"),
+        ("mode=async", "mode", "sync, apr"),
         ("mode=3", "mode", "sync or apr"),
         ("model=null", "model", "is missing"),
         ("model=3", "model", "text"),

@@ -88,14 +88,14 @@ class Trainer:
         self.collective = await asyncio.to_thread(join, group, 0)
         await joined
 
-    def broadcast(self) -> None:
-        """Send all buckets; a train worker does the same through ray.util.collective."""
+    def broadcast(self, num_buckets: int | None = None) -> None:
+        """Send all buckets, or the first of them, as a train worker does."""
         from ray.util.collective import types
 
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
         self.sender.gather()
-        for bucket in self.sender.staged:
+        for bucket in self.sender.staged[:num_buckets]:
             self.collective.broadcast([bucket], options)
 
     async def sync(self, engine: Any, version: int, mode: str = "abort") -> None:

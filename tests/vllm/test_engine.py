@@ -286,14 +286,36 @@ def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(
     run(body())
 
 
-def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts):
+def test_new_requests_never_use_the_prefix_cache_of_older_weights(parts, monkeypatch):
+    run, engine, trainer = parts
+    monkeypatch.setattr(engine, "_keep_kv_cache", True)  # a pause then leaves all cached blocks
+
+    async def body():
+        version = engine.status().policy_version + 1
+        await generate(engine, ids=PROMPT * 30)  # fills the prefix cache
+        trainer.change()
+        await trainer.sync(engine, version, mode="keep")
+        generation = await generate(engine, ids=PROMPT * 30, sampling=FREE)
+        assert set(versions_of(generation)) == {version}
+        expected = hf_logprobs(trainer.model, PROMPT * 30, ids_of(generation))
+        assert largest_gap(logprobs_of(generation), expected) < 1e-4
+
+    run(body())
+
+
+@pytest.mark.parametrize("num_arrived", [0, 1, 2])
+def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, num_arrived):
     run, engine, trainer = parts
 
     async def body():
+        assert len(trainer.sender.staged) > num_arrived
+        before = engine.status().policy_version
+        trainer.change()
         await engine.pause("abort")
         try:
-            receiving = asyncio.create_task(engine.receive_weights(5))
-            await asyncio.sleep(0.2)
+            receiving = asyncio.create_task(engine.receive_weights(before + 1))
+            await asyncio.to_thread(trainer.broadcast, num_arrived)
+            await asyncio.sleep(0.1)
             trainer.collective.destroy_group()  # the trainer dies
             with pytest.raises(WeightSyncError, match="engine-0"):
                 await receiving
@@ -303,9 +325,10 @@ def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts):
         with pytest.raises(EngineUnavailableError, match="undefined after a broken weight sync"):
             await generate(engine)
         await trainer.join(engine)
-        await trainer.sync(engine, 6)
+        trainer.change()
+        await trainer.sync(engine, before + 2)
         generation = await generate(engine, sampling=FREE)
-        assert set(versions_of(generation)) == {6}
+        assert set(versions_of(generation)) == {before + 2}
         expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
         assert largest_gap(logprobs_of(generation), expected) < 1e-4
 
@@ -316,11 +339,12 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
     run, engine, trainer = parts
 
     async def body():
+        version = engine.status().policy_version
         tasks = [start(engine, sampling=FREE, max_tokens=450) for _ in range(4)]
         await until_busy(engine, 4)
         await asyncio.sleep(0.1)
         await engine.pause("keep")
-        receiving = asyncio.create_task(engine.receive_weights(7))
+        receiving = asyncio.create_task(engine.receive_weights(version + 1))
         await asyncio.sleep(0.1)
         trainer.collective.destroy_group()
         with pytest.raises(WeightSyncError):
@@ -329,12 +353,12 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
         await engine.resume()
         for generation in await asyncio.gather(*tasks):
             assert generation.finish_reason is FinishReason.ABORT
-            assert set(versions_of(generation)) == {6}
+            assert set(versions_of(generation)) == {version}
             expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
             assert largest_gap(logprobs_of(generation), expected) < 1e-4
         await trainer.join(engine)
-        await trainer.sync(engine, 8)
-        assert set(versions_of(await generate(engine))) == {8}
+        await trainer.sync(engine, version + 2)
+        assert set(versions_of(await generate(engine))) == {version + 2}
 
     run(body())
 
@@ -343,10 +367,11 @@ def test_a_sync_that_its_caller_gave_up_ends_by_itself(parts):
     run, engine, trainer = parts
 
     async def body():
+        version = engine.status().policy_version
         frozen = start(engine, sampling=FREE, max_tokens=450)
         await until_busy(engine)
         await engine.pause("keep")
-        receiving = asyncio.create_task(engine.receive_weights(9))
+        receiving = asyncio.create_task(engine.receive_weights(version + 1))
         await asyncio.sleep(0.1)
         receiving.cancel()
         resuming = asyncio.create_task(engine.resume())
@@ -356,9 +381,9 @@ def test_a_sync_that_its_caller_gave_up_ends_by_itself(parts):
         trainer.change()
         await asyncio.to_thread(trainer.broadcast)  # too late, but whole
         await resuming
-        await trainer.sync(engine, 10)
+        await trainer.sync(engine, version + 2)
         generation = await generate(engine, sampling=FREE)
-        assert set(versions_of(generation)) == {10}
+        assert set(versions_of(generation)) == {version + 2}
         expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
         assert largest_gap(logprobs_of(generation), expected) < 1e-4
 
