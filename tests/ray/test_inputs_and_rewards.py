@@ -57,7 +57,9 @@ def make(model, prompts, *, rollout=None, train=None, scaling=None, reward=lambd
 
 def test_good_input_is_taken_and_starts_nothing(model, prompts):
     make(model, prompts)
-    names = {actor.class_name for actor in list_actors(filters=[("state", "=", "ALIVE")])}
+    here = ray.get_runtime_context().gcs_address  # "auto" may find another cluster of this machine
+    alive = list_actors(address=here, filters=[("state", "=", "ALIVE")])
+    names = {actor.class_name for actor in alive}
     assert not names & {"RolloutWorker", "SampleBuffer", "RunRecorder", "ServeController"}
 
 

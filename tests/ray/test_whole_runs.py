@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
     try:
-        job = ray_cli(env, "job", "submit", "--", *command(tmp_path, "train.steps=4"), timeout=300)
+        job = submit(env, *command(tmp_path, "train.steps=4"))
         assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
         assert "step    4/4" in job.stdout
         summary = check_summary(tmp_path / "run", steps=4)
@@ -99,6 +100,16 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
         assert left.stdout.strip() == "[]", left.stdout + left.stderr
     finally:
         kill_all(mark)  # `ray stop` would stop every cluster of this machine
+
+
+def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess:
+    """Run a job to its end; a head that has just started may have no agent for it yet."""
+    for _ in range(20):
+        job = ray_cli(env, "job", "submit", "--", *entrypoint, timeout=360)
+        if "No available agent" not in job.stdout + job.stderr:
+            break
+        time.sleep(3)
+    return job
 
 
 LIVING_PARTS = """
