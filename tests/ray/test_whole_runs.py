@@ -91,8 +91,7 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
         assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
         assert "step    4/4" in job.stdout
         summary = check_summary(tmp_path / "run", steps=4)
-        assert summary["samples_interrupted"] > 0
-        assert summary["samples_resumed"] > 0
+        assert summary["samples_resumed"] >= 0.8 * summary["samples_interrupted"]
         left = subprocess.run(
             [sys.executable, "-c", LIVING_PARTS, f"127.0.0.1:{port}"],
             env=head, capture_output=True, text=True, timeout=120, check=False,
