@@ -6,89 +6,36 @@ ray nor torch, so that a bad setting is found before anything starts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.checks import (
+    at_least,
+    from_mapping,
+    is_number,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole,
+    whole_or_none,
+)
 from ray_apr.types import SamplingParams
 
-Mode = Literal["sync", "apr"]
+Mode = Literal["sync", "one_step_off", "stream", "async", "in_flight", "apr"]
 Interrupt = Literal["never", "batch_full", "weight_sync"]
+AfterInterrupt = Literal["resume", "restart", "discard"]
 KVCache = Literal["recompute", "keep"]
+ResumeOrder = Literal["oldest_version", "fifo", "most_tokens"]
+OnStale = Literal["evict", "mask", "wait"]
+Admission = Literal["stream", "batch"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 Estimator = Literal["grpo", "dr_grpo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 Schedule = Literal["constant", "linear", "cosine"]
-
-
-def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(name, value, remedy)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite int or float; bool, text, NaN and what no float can hold are not."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _at_least(section: str, config: Any, minimum: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(
-            _is_number(value) and value >= minimum,
-            f"{section}.{name}",
-            value,
-            f"must be a finite number of at least {minimum:g}",
-        )
-
-
-def _positive(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(
-            _is_number(value) and value > 0,
-            f"{section}.{name}",
-            value,
-            "must be a finite number above 0",
-        )
-
-
-def _whole(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        whole = isinstance(value, int) and _is_number(value)
-        _require(whole, f"{section}.{name}", value, "must be a whole number")
-
-
-def _whole_or_none(section: str, config: Any, minimum: int, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) is not None:
-            _whole(section, config, name)
-            _at_least(section, config, minimum, name)
-
-
-def _of_type(section: str, config: Any, kind: Any, words: str, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(isinstance(value, kind), f"{section}.{name}", value, f"must be {words}")
-
-
-def _one_of(section: str, config: Any, choices: Mapping[str, Any]) -> None:
-    for name, literal in choices.items():
-        allowed: Collection[str] = get_args(literal)
-        value = getattr(config, name)
-        _require(
-            value in allowed, f"{section}.{name}", value, f"must be one of {', '.join(allowed)}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,40 +96,38 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         s = "rollout"
-        whole = ("num_replicas", "group_size", "max_response_tokens", "tensor_parallel_size")
+        sizes = ("num_replicas", "group_size", "max_response_tokens", "tensor_parallel_size")
         limits = ("max_request_failures", "max_consecutive_failures", "reward_concurrency")
-        _whole(s, self, *whole, *limits, "top_k", "reward_retries", "num_reward_workers")
-        _at_least(s, self, 1, *whole, *limits, "num_reward_workers")
-        _at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
-        _at_least(s, self, 0, "reward_retries")
-        _positive(s, self, "temperature", "top_p", "start_timeout_s")
-        _positive(s, self, "request_timeout_s", "reward_timeout_s")
-        _require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
-        _one_of(s, self, {"device": Device, "dtype": DType})
-        _of_type(s, self, Mapping, "a mapping", "engine_kwargs")
-        _of_type(s, self, str, "a text", "prompt_column", "http_host")
-        _of_type(s, self, str | None, "a text or None", "control_token")
-        _of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
+        whole(s, self, *sizes, *limits, "top_k", "reward_retries", "num_reward_workers")
+        at_least(s, self, 1, *sizes, *limits, "num_reward_workers")
+        at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
+        at_least(s, self, 0, "reward_retries")
+        positive(s, self, "temperature", "top_p", "start_timeout_s")
+        positive(s, self, "request_timeout_s", "reward_timeout_s")
+        require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        one_of(s, self, {"device": Device, "dtype": DType})
+        of_type(s, self, Mapping, "a mapping", "engine_kwargs")
+        of_type(s, self, str, "a text", "prompt_column", "http_host")
+        of_type(s, self, str | None, "a text or None", "control_token")
+        of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require(
-            all(isinstance(i, int) and _is_number(i) and i >= 0 for i in self.stop_token_ids),
+        require(
+            all(isinstance(i, int) and is_number(i) and i >= 0 for i in self.stop_token_ids),
             f"{s}.stop_token_ids",
             self.stop_token_ids,
             "must be a list of whole numbers of at least 0",
         )
-        _whole_or_none(s, self, 1, "max_model_len", "http_port")
-        _whole_or_none(s, self, 0, "seed")
+        whole_or_none(s, self, 1, "max_model_len", "http_port")
+        whole_or_none(s, self, 0, "seed")
         if self.max_model_len is not None:
-            _require(
+            require(
                 self.max_model_len > self.max_response_tokens,
                 f"{s}.max_model_len",
                 self.max_model_len,
                 f"must exceed max_response_tokens = {self.max_response_tokens}, to hold the prompt",
             )
         port = self.http_port
-        _require(
-            port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None"
-        )
+        require(port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -196,42 +141,114 @@ class RolloutConfig:
 
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "sync": {"max_staleness": 0, "oversampling_factor": 1.0, "interrupt": "never"},
+    "sync": {
+        "max_staleness": 0,
+        "oversampling_factor": 1.0,
+        "interrupt": "never",
+        "on_stale": "evict",
+        "admission": "batch",
+        "overlap_rewards": False,
+        "overlap_sync": False,
+        "max_inflight": None,
+        "max_live_batches": None,
+    },
+    "one_step_off": {
+        "max_staleness": 1,
+        "oversampling_factor": 1.0,
+        "interrupt": "never",
+        "drain": True,
+        "on_stale": "evict",
+        "admission": "batch",
+        "overlap_sync": False,
+        "max_inflight": None,
+        "max_live_batches": None,
+    },
+    "stream": {
+        "max_staleness": 0,
+        "interrupt": "batch_full",
+        "after_interrupt": "restart",
+        "on_stale": "evict",
+        "max_live_batches": None,
+    },
+    "async": {"interrupt": "never", "drain": True, "on_stale": "evict"},
+    "in_flight": {"interrupt": "never"},
     "apr": {},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRolloutConfig:
-    """When samples are started, interrupted and resumed."""
+    """When samples are started, interrupted, resumed and dropped.
+
+    The settings are orthogonal; a mode is a name for a set of them (`preset`). The defaults are
+    those of ``"apr"``.
+    """
 
     mode: Mode = "apr"
     """Name of the preset that these settings come from; shown in reports."""
     max_staleness: int = 4
-    """Largest staleness that is trained, in optimizer steps."""
+    """Oldest token that is trained, in optimizer steps before the version that trains it."""
     oversampling_factor: float = 2.0
     """Samples kept under generation, in batches: supplementation (1 = none)."""
+    admission: Admission = "stream"
+    """stream: a new group starts whenever there is room; batch: new groups start a batch at a
+    time, once nothing generates any more."""
     interrupt: Interrupt = "weight_sync"
-    """never: engines freeze and go on across a weight sync; weight_sync: each sync interrupts what
-    is in flight; batch_full: as soon as the next batch is complete, the rest is interrupted and
-    waits for the next version."""
-    kv_cache: KVCache = "recompute"
-    """What ``interrupt="never"`` does with the KV cache across a sync: recompute it under the new
-    weights, or keep the old one."""
-    max_inflight: int | None = None
-    """Most samples in the engines at once; None takes what supplementation asks for."""
-    max_ready_batches: float | None = None
-    """No new group starts while the buffer holds this many batches, the one in training included.
-    Where generation is faster than training, it keeps the data fresher than ``max_staleness``
-    does; None leaves it to that bound."""
+    """never: a weight sync leaves requests in flight; weight_sync: each sync interrupts them;
+    batch_full: as soon as the next batch is complete, the rest is interrupted and waits for the
+    next version."""
+    after_interrupt: AfterInterrupt = "resume"
+    """What becomes of an interrupted sample: resume goes on from its tokens, restart drops them and
+    generates it anew, discard drops its whole group."""
+    drain: bool = False
+    """Let requests in flight end before each weight sync, so that each response has one version;
+    only with ``interrupt="never"``, which otherwise freezes them in the engine."""
+    kv_cache: KVCache = "keep"
+    """What becomes of KV entries of earlier weights at a sync: keep goes on with them (behavior
+    log-probs are those of the mixture, so that the correction stays exact), recompute drops them
+    and prefills again."""
+    resume_order: ResumeOrder = "oldest_version"
+    """Which interrupted sample is resumed first: the one with the oldest token, the one that was
+    interrupted first, or the one with the most tokens."""
+    tail_round: int | None = None
+    """Tail batching: samples that were interrupted twice or more are held back until this many are
+    there, and are then resumed together; one at the edge of the staleness bound releases them
+    all. None resumes each at once."""
+    on_stale: OnStale = "mask"
+    """What becomes of a group whose oldest token is beyond ``max_staleness``: evict drops it whole,
+    mask trains the tokens that are within the bound and leaves the others out of the loss, wait
+    lets the trainer wait for groups that are about to get there."""
+    sync_every: int = 1
+    """Optimizer steps for each weight sync."""
+    overlap_sync: bool = True
+    """The trainer begins its next step while the weights of the last one travel; False waits until
+    the engines run again."""
+    max_inflight: int | Literal["adaptive"] | None = "adaptive"
+    """Most samples in the engines at once: a number; adaptive finds it for each replica from the
+    engine's queue, KV use and preemptions; None takes what supplementation asks for."""
+    max_live_batches: float | None = 4.0
+    """No new group starts while this many batches are alive: generating, waiting for a reward, in
+    the buffer or in training. What is alive has to be trained before what starts now, so that less
+    of it means fresher data, and too little of it a trainer that waits; ``max_staleness + 1`` is
+    the most there can be, and what None takes."""
+    overlap_rewards: bool = True
+    """Score each sample as soon as it ends; False scores once nothing generates any more."""
+    filter_zero_variance: bool = False
+    """Drop groups whose rewards are all equal, which GRPO learns nothing from (DAPO, 2503.14476);
+    another prompt takes the place at once."""
+    max_filter_retries: int = 0
+    """Further tries of a prompt whose group was filtered."""
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> PartialRolloutConfig:
         """Settings of a named mode, with single settings replaced.
 
         Args:
-            name: ``"sync"`` (each batch is generated by the version that it trains) or ``"apr"``
-                (supplementation, interruption, resume, staleness bound).
+            name: ``"sync"`` (generate a batch, wait for its last sample, score, train),
+                ``"one_step_off"`` (batch k + 1 is generated while k trains), ``"stream"`` (fill the
+                batch with what ends first, abort and restart the rest), ``"async"`` (stream within
+                the staleness bound, never interrupt), ``"in_flight"`` (requests go on across the
+                weight sync) or ``"apr"`` (supplementation, interruption, resume).
             overrides: Fields of this class.
 
         Raises:
@@ -242,37 +259,78 @@ class PartialRolloutConfig:
             2
         """
         known = ", ".join(_PRESETS)
-        _require(name in tuple(_PRESETS), "mode", name, f"must be one of {known}")
+        require(name in tuple(_PRESETS), "mode", name, f"must be one of {known}")
         values = {"mode": name, **_PRESETS[name], **overrides}
         config: PartialRolloutConfig = from_mapping(cls, "partial_rollout", values)
         return config
 
     @property
     def pause_mode(self) -> Literal["abort", "keep"]:
-        """What a weight sync does with requests in flight."""
+        """What a weight sync does with requests that are still in flight."""
         return "keep" if self.interrupt == "never" else "abort"
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the engines say how many samples may be in flight."""
+        return self.max_inflight == "adaptive"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether interruption leaves no tokens, so that what runs cannot become stale."""
+        return self.interrupt == "batch_full" and self.after_interrupt != "resume"
+
     def max_inflight_samples(self, batch_size: int) -> int:
-        """`max_inflight`, or what supplementation asks for: ceil(oversampling_factor * B)."""
-        return self.max_inflight or math.ceil(self.oversampling_factor * batch_size)
+        """`max_inflight` if it is a number; None: what supplementation asks for, ceil(f * B);
+        adaptive: where it begins, half way between one batch and that."""
+        if isinstance(self.max_inflight, int):
+            return self.max_inflight
+        factor = self.oversampling_factor
+        return math.ceil(batch_size * ((1 + factor) / 2 if self.is_adaptive else factor))
 
     def __post_init__(self) -> None:
         s = "partial_rollout"
-        _one_of(s, self, {"mode": Mode, "interrupt": Interrupt, "kv_cache": KVCache})
-        _whole(s, self, "max_staleness")
-        _at_least(s, self, 0, "max_staleness")
-        _at_least(s, self, 1, "oversampling_factor")
-        if self.max_ready_batches is not None:
-            _at_least(s, self, 1, "max_ready_batches")
-        _whole_or_none(s, self, 1, "max_inflight")
-        _require(
-            self.oversampling_factor <= self.max_staleness + 1,
+        one_of(s, self, {"mode": Mode, "interrupt": Interrupt, "after_interrupt": AfterInterrupt})
+        one_of(s, self, {"kv_cache": KVCache, "resume_order": ResumeOrder, "on_stale": OnStale})
+        one_of(s, self, {"admission": Admission})
+        of_type(
+            s,
+            self,
+            bool,
+            "true or false",
+            "drain",
+            "overlap_rewards",
+            "overlap_sync",
+            "filter_zero_variance",
+        )
+        whole(s, self, "max_staleness", "sync_every", "max_filter_retries")
+        at_least(s, self, 0, "max_staleness", "max_filter_retries")
+        at_least(s, self, 1, "oversampling_factor", "sync_every")
+        if self.max_live_batches is not None:
+            at_least(s, self, 1, "max_live_batches")
+        if not self.is_adaptive:
+            whole_or_none(s, self, 1, "max_inflight")
+        whole_or_none(s, self, 1, "tail_round")
+        require(
+            self.restarts or self.oversampling_factor <= self.max_staleness + 1,
             f"{s}.oversampling_factor",
             self.oversampling_factor,
             f"must be at most max_staleness + 1 = {self.max_staleness + 1}: samples started beyond "
             "that could only be trained when they are too old; raise max_staleness or lower it",
         )
-        _require(
+        require(
+            self.sync_every <= self.max_staleness + 1,
+            f"{s}.sync_every",
+            self.sync_every,
+            f"must be at most max_staleness + 1 = {self.max_staleness + 1}: the last step before a "
+            "sync would find only samples beyond the bound",
+        )
+        require(
+            not self.drain or self.interrupt == "never",
+            f"{s}.drain",
+            self.drain,
+            'needs interrupt="never": a sync cannot both interrupt requests and let them end',
+        )
+        require(
             self.mode != "sync" or self.max_staleness == 0,
             f"{s}.max_staleness",
             self.max_staleness,
@@ -290,7 +348,7 @@ class BufferConfig:
     """Longest single call that waits inside the buffer; callers then call again."""
 
     def __post_init__(self) -> None:
-        _positive("buffer", self, "wait_timeout_s", "poll_timeout_s")
+        positive("buffer", self, "wait_timeout_s", "poll_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,14 +371,14 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         s = "algorithm"
-        _one_of(s, self, {"advantage": Estimator, "aggregation": Aggregation})
-        _positive(s, self, "clip_low", "clip_high")
-        _require(self.clip_low < 1, f"{s}.clip_low", self.clip_low, "must be in (0, 1)")
+        one_of(s, self, {"advantage": Estimator, "aggregation": Aggregation})
+        positive(s, self, "clip_low", "clip_high")
+        require(self.clip_low < 1, f"{s}.clip_low", self.clip_low, "must be in (0, 1)")
         if self.dual_clip is not None:
-            _positive(s, self, "dual_clip")
-            _require(self.dual_clip > 1, f"{s}.dual_clip", self.dual_clip, "must exceed 1")
+            positive(s, self, "dual_clip")
+            require(self.dual_clip > 1, f"{s}.dual_clip", self.dual_clip, "must exceed 1")
         if self.importance_cap is not None:
-            _positive(s, self, "importance_cap")
+            positive(s, self, "importance_cap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,22 +420,22 @@ class TrainConfig:
     def __post_init__(self) -> None:
         s = "train"
         counts = ("steps", "batch_size", "micro_batch_tokens", "num_checkpoints_to_keep")
-        _whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
-        _at_least(s, self, 1, *counts)
-        _at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
-        _positive(s, self, "learning_rate", "eps", "max_grad_norm")
-        _positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
-        _one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
-        _of_type(s, self, bool, "true or false", "activation_checkpointing")
-        _of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
+        whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
+        at_least(s, self, 1, *counts)
+        at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
+        positive(s, self, "learning_rate", "eps", "max_grad_norm")
+        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
+        one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
+        of_type(s, self, bool, "true or false", "activation_checkpointing")
+        of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
         object.__setattr__(self, "betas", tuple(self.betas))
-        _require(
-            len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
+        require(
+            len(self.betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in self.betas),
             f"{s}.betas",
             self.betas,
             "must be two numbers in [0, 1)",
         )
-        _whole_or_none(s, self, 1, "num_threads")
+        whole_or_none(s, self, 1, "num_threads")
 
 
 def check_together(
@@ -391,31 +449,16 @@ def check_together(
         ConfigError: If the batch is no multiple of the group, or a group of one meets an estimator
             that compares the samples of a group.
     """
-    _require(
+    require(
         train.batch_size % rollout.group_size == 0,
         "train.batch_size",
         train.batch_size,
         f"must be a multiple of rollout.group_size = {rollout.group_size}: groups train whole",
     )
-    _require(
+    require(
         rollout.group_size > 1,
         "rollout.group_size",
         rollout.group_size,
         f'must be at least 2 with algorithm.advantage = "{algorithm.advantage}", which compares '
         "the samples of one prompt",
     )
-
-
-def from_mapping(cls: type, section: str, values: Mapping[str, Any]) -> Any:
-    """Build a config of class `cls` from a mapping, naming unknown keys.
-
-    Raises:
-        ConfigError: For a key that is no field of `cls`, or if `values` is no mapping.
-    """
-    names = [f.name for f in dataclasses.fields(cls)]
-    _require(isinstance(values, Mapping), section, values, "must be a mapping of settings")
-    for key in values:
-        _require(
-            key in names, f"{section}.{key}", values[key], f"unknown; known: {', '.join(names)}"
-        )
-    return cls(**values)

@@ -76,3 +76,7 @@ class WeightSyncError(APRError, RuntimeError):
 
 class LedgerError(APRError, AssertionError):
     """Generated tokens are missing or counted twice (invariant 1)."""
+
+
+class SimulationError(APRError, RuntimeError):
+    """A simulated run cannot go on."""

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 def next_version(policy_version: int) -> int:
@@ -35,6 +36,42 @@ def staleness(policy_version: int, oldest_version: int) -> int:
 def is_stale(policy_version: int, oldest_version: int, max_staleness: int) -> bool:
     """Whether a sample may no longer be trained at `policy_version`."""
     return staleness(policy_version, oldest_version) > max_staleness
+
+
+def oldest_trainable(policy_version: int, max_staleness: int) -> int:
+    """Version of the oldest token that may be trained at `policy_version`."""
+    return policy_version - max_staleness
+
+
+def leaves_none_behind(
+    ready_by_version: Mapping[int, int],
+    unfinished_by_version: Mapping[int, int],
+    *,
+    policy_version: int,
+    max_staleness: int,
+    batch_size: int,
+) -> bool:
+    """Whether a batch of the oldest ready samples lets every other one be trained in time.
+
+    Earliest deadline first: of all samples whose oldest token has version v or an older one, at
+    most ``B * (v - (p - eta))`` can be left to the batches after this one, which trains at p.
+
+    Args:
+        ready_by_version: Samples that can be trained, by the version of their oldest token.
+        unfinished_by_version: Samples that still generate or wait for their reward.
+        policy_version: Version p that the batch trains at.
+        max_staleness: The bound eta, in optimizer steps.
+        batch_size: Samples B of one optimizer step.
+    """
+    ready = total = 0
+    oldest = oldest_trainable(policy_version, max_staleness)
+    for version in sorted({*ready_by_version, *unfinished_by_version}):
+        ready += ready_by_version.get(version, 0)
+        total += ready_by_version.get(version, 0) + unfinished_by_version.get(version, 0)
+        due = total - batch_size * max(0, version - oldest)
+        if ready < min(due, batch_size):
+            return False
+    return True
 
 
 def staleness_capacity(*, batch_size: int, max_staleness: int, num_live: int) -> int:

@@ -100,6 +100,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset's row, for the reward function."""
+    num_retries: int = 0
+    """Times that a group of this prompt was dropped and tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +242,16 @@ class SampleMeta:
     reward: float
     finish_reason: FinishReason
     num_interruptions: int
+    version_tokens: tuple[tuple[int, int], ...]
+    """(policy version, response tokens made under it), oldest first."""
+
+    def trainable_tokens(self, oldest_version: int) -> int:
+        """Response tokens of `oldest_version` or newer."""
+        return sum(tokens for version, tokens in self.version_tokens if version >= oldest_version)
+
+    def trained_version(self, oldest_version: int) -> int | None:
+        """Version of its first token of `oldest_version` or newer; None if there is none."""
+        return next((v for v, _ in self.version_tokens if v >= oldest_version), None)
 
     @classmethod
     def of(cls, sample: Sample) -> SampleMeta:
@@ -266,6 +278,7 @@ class SampleMeta:
             reward=sample.reward,
             finish_reason=sample.finish_reason,
             num_interruptions=sample.num_interruptions,
+            version_tokens=tuple((s.policy_version, len(s.token_ids)) for s in sample.segments),
         )
 
 
@@ -282,6 +295,11 @@ class GroupMeta:
     def oldest_version(self) -> int:
         """Version of the oldest token of the group."""
         return min(s.oldest_version for s in self.samples)
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest token of the group."""
+        return max(s.newest_version for s in self.samples)
 
     @property
     def num_tokens(self) -> int:

@@ -5,11 +5,12 @@ Invariants, kept here and in `roster`:
     * Groups are admitted, handed over and dropped whole (invariant 4).
     * A group is admitted only while ``live + G <= (max_staleness + 1) * B`` and
       ``unfinished + G <= ceil(oversampling_factor * B)``: see `staleness`. What is alive counts,
-      never what was once started, so nothing changes when versions do not begin at 0.
+      never what was once started, so nothing changes when versions do not begin at 0. Where
+      interruption leaves no tokens, samples that generate cannot get old and do not count as live.
     * At most `max_inflight` samples are in flight; interrupted ones resume before new ones start.
-    * A group with a member too old to be trained is evicted whole, unless all its members are
-      scored: such a group is on its way to the buffer, which then evicts it. So no token is
-      discarded twice.
+    * With ``on_stale="evict"`` a group with a member too old to be trained is evicted whole, unless
+      all its members are scored: such a group is on its way to the buffer, which then evicts it. So
+      no token is discarded twice.
     * Nothing is latched: a hold ends when its cause ends, so a lost batch cannot block generation.
 
 Pure: no I/O, no clock, no ray, no torch. The simulator, the property tests and the rollout worker
@@ -18,14 +19,17 @@ run this same class. A decision costs O(log n) in the number of live samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.exceptions import ConfigError, RolloutError
 from ray_apr.rollout.roster import DispatcherCounts, Roster
 from ray_apr.staleness import (
     is_stale,
+    next_version,
     num_untrained,
+    oldest_trainable,
     staleness_capacity,
     supplementation_capacity,
 )
@@ -78,7 +82,8 @@ class Dispatcher:
         self._max_inflight = max_inflight
         self._policy_version = policy_version
         self._trainer_version = policy_version
-        self._roster = Roster()
+        self._roster = Roster(config.resume_order)
+        self._num_owed = 0
         self._num_buffered = 0
         self._num_handed = 0
         self._has_interrupted = False
@@ -106,9 +111,33 @@ class Dispatcher:
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing starts because the next batch is complete (``batch_full``)."""
-        full = self._num_untrained() >= self._batch_size
+        """Whether nothing starts because all batches until the next sync are there (batch_full)."""
+        full = self._num_untrained() >= self._batch_size * self._config.sync_every
         return full and self._config.interrupt == "batch_full"
+
+    @property
+    def max_inflight(self) -> int:
+        """Most samples in the engines at once."""
+        return self._max_inflight
+
+    @max_inflight.setter
+    def max_inflight(self, max_inflight: int) -> None:
+        self._max_inflight = max(1, max_inflight)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the buffer holds no batch beside the one in training."""
+        return self._num_untrained() <= self._batch_size
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether any sample still has to generate."""
+        return self._roster.num_unfinished > 0
+
+    @property
+    def num_by_version(self) -> Mapping[int, int]:
+        """Samples of live groups that have started, by the version of the group's oldest token."""
+        return self._roster.num_by_version
 
     def counts(self) -> DispatcherCounts:
         """How many samples are where."""
@@ -135,7 +164,10 @@ class Dispatcher:
 
     def num_groups_to_start(self) -> int:
         """Whole groups that may be admitted now, by the tightest of the limits."""
-        return min(self._capacities().values()) // self._group_size
+        num_groups = min(self._capacities().values()) // self._group_size
+        if self._config.admission == "batch" and self.is_generating:
+            return min(num_groups, self._num_owed)
+        return num_groups
 
     def add_group(self, group_id: str, sample_ids: Sequence[str]) -> None:
         """Admit a group of new ids; `num_groups_to_start` says how many."""
@@ -144,6 +176,7 @@ class Dispatcher:
                 f"group {group_id!r} has {len(sample_ids)} samples, not {self._group_size}"
             )
         self._roster.add_group(group_id, sample_ids)
+        self._num_owed = max(0, self._num_owed - 1)
 
     def next_start(self) -> str | None:
         """Mark the next sample as in flight and return it: resumed ones first, oldest first.
@@ -154,8 +187,12 @@ class Dispatcher:
         if len(self._roster.inflight) >= self._max_inflight or self.is_held:
             return None
         entry = self._roster.pop_runnable()
+        if entry is None and self._roster.held_back and not self._roster.inflight:
+            self._roster.release()  # nothing else is left to run
+            entry = self._roster.pop_runnable()
         if entry is None:
             return None
+        self._roster.note_start(entry, self._policy_version)
         self._roster.move(entry, SampleState.INFLIGHT)
         self._has_interrupted = False
         return entry.sample_id
@@ -171,11 +208,27 @@ class Dispatcher:
         self._has_interrupted = True
         return tuple(self._roster.inflight)
 
-    def on_interrupted(self, sample_id: str, *, oldest_version: int | None) -> None:
+    def on_interrupted(
+        self, sample_id: str, *, oldest_version: int | None, num_tokens: int = 0
+    ) -> None:
         """A sample was aborted before its end; without any token it waits again, at the front."""
         entry = self._roster.expect(sample_id, "on_interrupted", SampleState.INFLIGHT)
         self._roster.learn_version(entry, oldest_version)
+        entry.num_tokens = num_tokens
         self.on_retry(sample_id)
+        tail_round = self._config.tail_round
+        if tail_round is not None and entry.num_interruptions > 1:
+            self._roster.hold_back(entry)
+            if len(self._roster.held_back) >= tail_round:
+                self._roster.release()
+            else:
+                self._release_aged()
+
+    def on_restart(self, sample_id: str) -> None:
+        """An interrupted sample lost its tokens on purpose and waits to start anew."""
+        entry = self._roster.expect(sample_id, "on_restart", SampleState.INTERRUPTED)
+        self._roster.forget_tokens(entry)
+        self._roster.move(entry, SampleState.WAITING)
 
     def on_retry(self, sample_id: str) -> None:
         """A generate call failed and will be tried again; tokens of earlier calls are kept."""
@@ -217,10 +270,18 @@ class Dispatcher:
         Returns:
             Ids of all its members, those in flight included, which the caller aborts.
         """
+        self._num_owed += 1
         return self._roster.remove(self._roster.sample(sample_id).group, SampleState.FAILED)
+
+    def on_given_up(self, sample_id: str) -> tuple[str, ...]:
+        """Drop the group of an interrupted sample that is not to be resumed; returns all ids."""
+        entry = self._roster.expect(sample_id, "on_given_up", SampleState.INTERRUPTED)
+        self._num_owed += 1
+        return self._roster.remove(entry.group, SampleState.EVICTED)
 
     def on_filtered(self, group_id: str) -> tuple[str, ...]:
         """Drop a live group for its content; returns the ids of all its members."""
+        self._num_owed += 1
         return self._roster.remove(self._roster.group(group_id), SampleState.FILTERED)
 
     def on_version(self, policy_version: int) -> tuple[str, ...]:
@@ -231,18 +292,23 @@ class Dispatcher:
             )
         self._policy_version = policy_version
         self._has_interrupted = False
+        self._release_aged()
         return self.evict_stale()
 
     def evict_stale(self) -> tuple[str, ...]:
         """Drop, whole, each group that can never be trained any more; returns their group ids.
 
         A group is judged by its oldest token that is known here. Its members may be in flight: the
-        caller aborts them and discards their tokens.
+        caller aborts them and discards their tokens. With ``on_stale="mask"`` a group that still
+        generates is never too old: its next tokens will be fresh.
         """
         evicted: list[str] = []
+        if self._config.on_stale == "mask":
+            return ()
         group = self._roster.oldest_group()
         while group is not None and self._is_stale(group.oldest_version):
             self._roster.remove(group, SampleState.EVICTED)
+            self._num_owed += 1
             evicted.append(group.group_id)
             group = self._roster.oldest_group()
         return tuple(evicted)
@@ -276,6 +342,14 @@ class Dispatcher:
             return False
         return is_stale(self._policy_version, oldest_version, self._config.max_staleness)
 
+    def _release_aged(self) -> None:
+        """Resume what was held back once one of them would be too old at the next version."""
+        bound = self._config.max_staleness
+        versions = [e.oldest_version for e in self._roster.held_back.values()]
+        oldest = min((v for v in versions if v is not None), default=self._policy_version)
+        if oldest < oldest_trainable(next_version(self._policy_version), bound):
+            self._roster.release()
+
     def _num_untrained(self) -> int:
         return num_untrained(
             num_buffered=self._num_buffered,
@@ -286,20 +360,24 @@ class Dispatcher:
 
     def _capacities(self) -> dict[str, int]:
         """Samples that may be admitted, by the setting that limits them."""
-        counts = self.counts()
+        config, roster, size = self._config, self._roster, self._batch_size
+        unfinished = roster.num_unfinished
+        ended = roster.num_in[SampleState.FINISHED] + roster.num_in[SampleState.SCORED]
+        num_live = ended + self._num_untrained() + (0 if config.restarts else unfinished)
+        if config.on_stale == "mask":
+            oldest = oldest_trainable(self._policy_version, config.max_staleness)
+            num_live -= sum(n for v, n in roster.num_by_version.items() if v < oldest)
         capacities = {
             "oversampling_factor": supplementation_capacity(
-                batch_size=self._batch_size,
-                oversampling_factor=self._config.oversampling_factor,
-                num_unfinished=counts.unfinished,
+                batch_size=size,
+                oversampling_factor=config.oversampling_factor,
+                num_unfinished=unfinished,
             ),
             "max_staleness": staleness_capacity(
-                batch_size=self._batch_size,
-                max_staleness=self._config.max_staleness,
-                num_live=counts.live,
+                batch_size=size, max_staleness=config.max_staleness, num_live=num_live
             ),
         }
-        ready = self._config.max_ready_batches
-        if ready is not None and counts.buffered >= ready * self._batch_size:
-            capacities["max_ready_batches"] = 0
+        if config.max_live_batches is not None:
+            bound = math.floor((config.max_live_batches + config.sync_every - 1) * size)
+            capacities["max_live_batches"] = max(0, bound - num_live)
         return capacities

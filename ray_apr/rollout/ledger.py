@@ -10,7 +10,15 @@ Invariants, kept here:
 The life of a token::
 
     generated -> pending -> [interrupted -> pending] -> handed over | buffered -> trained
-                    any place -> discarded (stale, failed, filtered, shutdown)
+                    any place -> discarded, with a reason:
+
+    stale      the group was too old to be trained
+    masked     the token was too old, but its sample was trained on newer ones
+    restarted  the sample was interrupted and starts anew
+    surplus    the sample was interrupted and its group given up
+    filtered   the group was dropped for its content
+    failed     a generation or a reward of the group failed for good
+    shutdown   the run ended
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from typing import Literal, get_args
 from ray_apr.exceptions import LedgerError
 
 Place = Literal["pending", "interrupted", "buffered", "trained"]
-DiscardReason = Literal["stale", "failed", "filtered", "shutdown"]
+DiscardReason = Literal["stale", "masked", "restarted", "surplus", "failed", "filtered", "shutdown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 Invariants, all kept here:
     * A live sample is in exactly one state and one group; `num_in` always agrees with the states.
-    * A sample can run exactly when it is WAITING or INTERRUPTED. Interrupted ones come first, the
-      oldest version first; then waiting ones in order of admission.
-    * The version of a sample's first token is learnt once and never changes.
+    * A sample can run exactly when it is WAITING or INTERRUPTED and not held back. Interrupted ones
+      come first, in the order asked for; then waiting ones in order of admission.
+    * The version of a sample's first token is learnt once, and changes only if it starts anew.
+    * `num_by_version` always counts the samples of the groups that have started.
     * A group leaves whole.
 
 The queues are heaps with lazy deletion: an entry counts only while its sample or group is still in
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from ray_apr.config import ResumeOrder
 from ray_apr.exceptions import RolloutError
 from ray_apr.types import SampleState
 
@@ -58,7 +60,14 @@ class GroupEntry:
     num_scored: int = 0
     oldest_version: int | None = None
     """Version of the oldest token that is known; None while there is none."""
+    started_version: int | None = None
+    """Version of the engines when its first member started: none of its tokens is older."""
     is_live: bool = True
+
+    @property
+    def age_version(self) -> int | None:
+        """Version of the oldest token, as far as it is known; None before the start."""
+        return self.started_version if self.oldest_version is None else self.oldest_version
 
     @property
     def is_complete(self) -> bool:
@@ -83,21 +92,35 @@ class SampleEntry:
     state: SampleState = SampleState.WAITING
     oldest_version: int | None = None
     """Version of its first token; None while it has none."""
+    num_tokens: int = 0
+    """Tokens that it held when it was interrupted last."""
+    num_interruptions: int = 0
+    is_held_back: bool = False
 
 
 class Roster:
-    """States and queues of live samples; it decides nothing."""
+    """States and queues of live samples; it decides nothing.
 
-    def __init__(self) -> None:
+    Args:
+        resume_order: Which interrupted sample runs first.
+    """
+
+    def __init__(self, resume_order: ResumeOrder = "oldest_version") -> None:
+        self._resume_order = resume_order
         self.num_in: Counter[SampleState] = Counter()
         """Live samples in each state."""
         self.inflight: dict[str, None] = {}
         """Ids in flight, in order of their start."""
+        self.num_by_version: Counter[int] = Counter()
+        """Samples of live groups that have started, by the version of the group's oldest token."""
+        self.held_back: dict[str, SampleEntry] = {}
+        """Interrupted samples that wait to be resumed together."""
         self._samples: dict[str, SampleEntry] = {}
         self._groups: dict[str, GroupEntry] = {}
         self._num_admitted = 0
         self._waiting: list[tuple[int, SampleEntry]] = []
         self._interrupted: list[tuple[int, int, SampleEntry]] = []
+        self._num_queued = 0
         self._by_age: list[tuple[int, int, GroupEntry]] = []
         self._interruptions_total = 0
         self._resumptions_total = 0
@@ -109,6 +132,12 @@ class Roster:
     def groups(self) -> Collection[GroupEntry]:
         """All live groups, in order of admission."""
         return self._groups.values()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that still have to generate."""
+        states = (SampleState.WAITING, SampleState.INFLIGHT, SampleState.INTERRUPTED)
+        return sum(self.num_in[state] for state in states)
 
     def counts(self, *, buffered: int) -> DispatcherCounts:
         """How many samples are where; those that left for the buffer are told from outside."""
@@ -188,15 +217,24 @@ class Roster:
         if state is SampleState.INFLIGHT and entry.state is SampleState.INTERRUPTED:
             self._resumptions_total += 1
         entry.state = state
+        if entry.is_held_back:
+            self._let_go(entry)
         if state is SampleState.INFLIGHT:
             self.inflight[entry.sample_id] = None
         elif state is SampleState.WAITING:
             heapq.heappush(self._waiting, (entry.order, entry))
-        elif state is SampleState.INTERRUPTED and entry.oldest_version is not None:
+        elif state is SampleState.INTERRUPTED:
             self._interruptions_total += 1
-            heapq.heappush(self._interrupted, (entry.oldest_version, entry.order, entry))
+            entry.num_interruptions += 1
+            self._queue(entry)
         elif state is SampleState.SCORED:
             entry.group.num_scored += 1
+
+    def note_start(self, entry: SampleEntry, policy_version: int) -> None:
+        """A sample is about to start while the engines have `policy_version`."""
+        if entry.group.age_version is None:
+            entry.group.started_version = policy_version
+            self._count_age(entry.group, +1)
 
     def learn_version(self, entry: SampleEntry, oldest_version: int | None) -> None:
         """Note the version of a sample's first token; None says nothing.
@@ -214,14 +252,60 @@ class Roster:
         entry.oldest_version = oldest_version
         group = entry.group
         if group.oldest_version is None or oldest_version < group.oldest_version:
-            group.oldest_version = oldest_version
+            self._set_oldest(group, oldest_version)
+
+    def forget_tokens(self, entry: SampleEntry) -> None:
+        """A sample starts anew, without the tokens it had."""
+        entry.oldest_version = None
+        entry.num_tokens = 0
+        known = [m.oldest_version for m in entry.group.members if m.oldest_version is not None]
+        self._set_oldest(entry.group, min(known, default=None))
+
+    def _set_oldest(self, group: GroupEntry, oldest_version: int | None) -> None:
+        self._count_age(group, -1)
+        group.oldest_version = oldest_version
+        self._count_age(group, +1)
+        if oldest_version is not None:
             heapq.heappush(self._by_age, (oldest_version, group.order, group))
+
+    def _count_age(self, group: GroupEntry, sign: int) -> None:
+        version = group.age_version
+        if version is not None:
+            self.num_by_version[version] += sign * len(group.members)
+            if not self.num_by_version[version]:
+                del self.num_by_version[version]
+
+    def hold_back(self, entry: SampleEntry) -> None:
+        """Keep an interrupted sample from running until `release`."""
+        entry.is_held_back = True
+        self.held_back[entry.sample_id] = entry
+
+    def release(self) -> None:
+        """Let all samples that were held back run again."""
+        for entry in tuple(self.held_back.values()):
+            self._let_go(entry)
+            self._queue(entry)
+
+    def _let_go(self, entry: SampleEntry) -> None:
+        entry.is_held_back = False
+        del self.held_back[entry.sample_id]
+
+    def _queue(self, entry: SampleEntry) -> None:
+        """Put an interrupted sample into its queue; the number keeps first in, first out."""
+        self._num_queued += 1
+        rank = {
+            "oldest_version": entry.oldest_version or 0,
+            "fifo": 0,
+            "most_tokens": -entry.num_tokens,
+        }[self._resume_order]
+        order = self._num_queued if self._resume_order == "fifo" else entry.order
+        heapq.heappush(self._interrupted, (rank, order, entry))
 
     def pop_runnable(self) -> SampleEntry | None:
         """Take the sample that runs next out of its queue; the caller moves it to INFLIGHT."""
         while self._interrupted:
             resumable = heapq.heappop(self._interrupted)[-1]
-            if resumable.state is SampleState.INTERRUPTED:
+            if resumable.state is SampleState.INTERRUPTED and not resumable.is_held_back:
                 return resumable
         while self._waiting:
             startable = heapq.heappop(self._waiting)[-1]
@@ -241,6 +325,7 @@ class Roster:
     def remove(self, group: GroupEntry, state: SampleState) -> tuple[str, ...]:
         """Let a whole group leave as `state`; returns the ids of its members."""
         group.is_live = False
+        self._count_age(group, -1)
         del self._groups[group.group_id]
         for entry in group.members:
             self.move(entry, state)

@@ -12,8 +12,11 @@ Pure: no I/O, no clock, no ray, no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
+from ray_apr.config import PartialRolloutConfig
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.rollout.store import SampleStore
@@ -25,13 +28,17 @@ class RolloutState:
 
     Args:
         dispatcher: Decides which sample runs next.
+        config: What becomes of samples that are interrupted, and of groups without a signal.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, config: PartialRolloutConfig) -> None:
         self.dispatcher = dispatcher
+        self._config = config
+        self._retries: deque[Prompt] = deque()
         self._store = SampleStore()
         self._ledger = TokenLedger()
         self._inflight: set[str] = set()
+        self._surplus: tuple[str, ...] = ()
         self._dropped: dict[str, DiscardReason] = {}
         """Samples that were in flight when their group was dropped, until their tokens arrive."""
 
@@ -39,9 +46,17 @@ class RolloutState:
         """Whether the sample is live: neither handed over nor dropped."""
         return sample_id in self._store
 
+    def live_groups(self) -> Iterator[str]:
+        """Ids of the groups that are neither handed over nor dropped."""
+        return iter(dict.fromkeys(sample.group_id for sample in self._store))
+
     def ledger(self) -> LedgerSnapshot:
         """Where the tokens are."""
         return self._ledger.snapshot()
+
+    def next_retry(self) -> Prompt | None:
+        """A prompt whose group was dropped and that is to be tried again; None if there is none."""
+        return self._retries.popleft() if self._retries else None
 
     def admit(self, prompt: Prompt, *, group_size: int, max_response_tokens: int) -> None:
         """Take a new group in; its samples wait to be started."""
@@ -86,11 +101,31 @@ class RolloutState:
         sample = self._store.append(sample_id, generation)
         if sample.finish_reason is None:
             self._ledger.interrupted(new)
-            self.dispatcher.on_interrupted(sample_id, oldest_version=sample.oldest_version)
+            self._interrupt(sample)
         else:
             self._ledger.ended(held)
             self.dispatcher.on_finished(sample_id, oldest_version=sample.oldest_version)
         return sample
+
+    def _interrupt(self, sample: Sample) -> None:
+        """A sample came back before its end: it is resumed, starts anew, or is given up."""
+        sample_id = sample.sample_id
+        self.dispatcher.on_interrupted(
+            sample_id, oldest_version=sample.oldest_version, num_tokens=sample.num_tokens
+        )
+        if not sample.num_tokens or self._config.after_interrupt == "resume":
+            return
+        if self._config.after_interrupt == "restart":
+            self._ledger.discard(sample.num_tokens, "interrupted", "restarted")
+            self._store.restart(sample_id)
+            self.dispatcher.on_restart(sample_id)
+        else:
+            self._surplus += self._drop(self.dispatcher.on_given_up(sample_id), "surplus")
+
+    def take_surplus(self) -> tuple[str, ...]:
+        """Samples that run although their group was given up; the caller aborts them."""
+        surplus, self._surplus = self._surplus, ()
+        return surplus
 
     def on_generation_error(self, sample_id: str) -> bool:
         """A generate call failed; the sample stays as it was before the call.
@@ -122,10 +157,27 @@ class RolloutState:
         group_id = self.dispatcher.on_scored(sample_id)
         if group_id is None:
             return None
-        samples = tuple(self._store.pop(self.dispatcher.members_of(group_id)))
+        members = self.dispatcher.members_of(group_id)
+        if self._config.filter_zero_variance and self._has_no_signal(members):
+            self._retry(self._store.get(sample_id).prompt, self._config.max_filter_retries)
+            self._drop(self.dispatcher.on_filtered(group_id), "filtered")
+            return None
+        samples = tuple(self._store.pop(members))
         self.dispatcher.on_buffered(group_id)
         self._ledger.hand_over(sum(s.num_tokens for s in samples))
         return samples
+
+    def _has_no_signal(self, members: Sequence[str]) -> bool:
+        """Whether all rewards of a group are equal, so that all its advantages are zero."""
+        return len({self._store.get(m).reward for m in members}) == 1
+
+    def _retry(self, prompt: Prompt, max_retries: int) -> None:
+        """Try a prompt again, under an id of its own."""
+        if prompt.num_retries < max_retries:
+            number = prompt.num_retries + 1
+            name = prompt.prompt_id.partition("~")[0]
+            retried = dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
+            self._retries.append(retried)
 
     def fail(self, sample_id: str) -> tuple[str, ...]:
         """Drop the group of a sample that failed for good.
@@ -150,7 +202,11 @@ class RolloutState:
         return self._drop_groups(self.dispatcher.evict_stale())
 
     def _drop_groups(self, group_ids: Iterable[str]) -> tuple[str, ...]:
-        members = [s.sample_id for g in group_ids for s in self._store.group(g)]
+        groups = [self._store.group(g) for g in group_ids]
+        if self._config.restarts and self._config.after_interrupt == "restart":
+            for samples in groups:  # a member that ended in time must not cost its prompt the turn
+                self._retry(samples[0].prompt, sys.maxsize)
+        members = [s.sample_id for samples in groups for s in samples]
         return self._drop(members, "stale")
 
     def _drop(self, members: Sequence[str], reason: DiscardReason) -> tuple[str, ...]:

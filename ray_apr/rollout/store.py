@@ -1,8 +1,8 @@
 """Store: the payload of every live sample, from admission until it is handed over or dropped.
 
 Invariants, kept here:
-    * A sample's tokens change through `append` alone, that is through `Sample.append`, which keeps
-      ids, log-probs, versions and the budget in step (invariant 5).
+    * A sample gets tokens through `append` alone, that is through `Sample.append`, which keeps
+      ids, log-probs, versions and the budget in step (invariant 5); `restart` takes them all away.
     * `held_tokens` is always the sum of the tokens of samples that have not ended.
 
 Pure: no I/O, no ray, no torch. States are the dispatcher's; the places of tokens are the ledger's.
@@ -10,6 +10,7 @@ Pure: no I/O, no ray, no torch. States are the dispatcher's; the places of token
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -88,6 +89,18 @@ class SampleStore:
         """
         old = self.get(sample_id)
         return self._put(old, old.append(generation))
+
+    def restart(self, sample_id: str) -> Sample:
+        """Take the tokens of a sample that has not ended away; returns it as it was.
+
+        Raises:
+            RolloutError: If it is not there, or has ended.
+        """
+        old = self.get(sample_id)
+        if old.finish_reason is not None:
+            raise RolloutError(f"sample {sample_id} has ended; it cannot start anew")
+        self._put(old, dataclasses.replace(old, segments=()))
+        return old
 
     def replace(self, sample: Sample) -> Sample:
         """Put a sample with a text or a reward in the place of what is there.

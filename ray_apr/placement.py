@@ -1,0 +1,167 @@
+"""Placement: which replica gets a request, and how many each one may have.
+
+Invariants, kept by `Placement`:
+    * A replica never has more requests than its limit, except for those it had when the limit fell.
+    * A sample goes on where its KV entries are, and a group meets on one replica, unless that one
+      is markedly fuller than the emptiest.
+
+Pure: the Serve client and the simulator run this same code. Choosing costs O(log n) in the number
+of replicas, whatever is in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_SLACK = 0.125
+"""How much fuller, as a share of its limit, the usual replica may be than the emptiest one."""
+_NUM_HOMES = 1 << 20
+"""Samples and groups whose replica is remembered; the least recently used is forgotten first."""
+
+
+class Placement:
+    """Spreads requests over replicas.
+
+    Args:
+        replicas: Their ids.
+        limit: Most requests of each one.
+
+    Example:
+        >>> placement = Placement(["a", "b"], limit=2)
+        >>> placement.enter("g0-0", "g0"), placement.enter("g1-0", "g1")
+        ('a', 'b')
+        >>> placement.leave("b")
+        >>> placement.enter("g1-0", "g1"), placement.enter("g2-0", "g2")
+        ('b', 'a')
+    """
+
+    def __init__(self, replicas: Iterable[str], *, limit: int) -> None:
+        self._limits = dict.fromkeys(replicas, limit)
+        self._load = dict.fromkeys(self._limits, 0)
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        """Replica that a sample or group was on last."""
+        self._heap = [(0.0, replica) for replica in self._limits]
+        heapq.heapify(self._heap)
+        self._capacity = limit * len(self._limits)
+
+    @property
+    def capacity(self) -> int:
+        """Sum of all limits."""
+        return self._capacity
+
+    def load(self, replica: str) -> int:
+        """Requests that a replica has."""
+        return self._load[replica]
+
+    def limit(self, replica: str) -> int:
+        """Most requests that a replica is given."""
+        return self._limits[replica]
+
+    def set_limit(self, replica: str, limit: int) -> None:
+        """Change a replica's limit; at least 1."""
+        limit = max(1, limit)
+        self._capacity += limit - self._limits[replica]
+        self._limits[replica] = limit
+        self._note(replica)
+
+    def enter(self, sample_id: str, group_id: str) -> str | None:
+        """Choose the replica of a sample's next call; None when all are at their limits."""
+        emptiest = self._emptiest()
+        if emptiest is None:
+            return None
+        bound = self._fill(emptiest) + _SLACK
+        known = (self._homes.get(sample_id), self._homes.get(group_id))
+        replica = next((r for r in known if r and self._has_room(r, bound)), emptiest)
+        for name in (sample_id, group_id):
+            self._homes[name] = replica
+            self._homes.move_to_end(name)
+        while len(self._homes) > _NUM_HOMES:
+            self._homes.popitem(last=False)
+        self._load[replica] += 1
+        self._note(replica)
+        return replica
+
+    def leave(self, replica: str) -> None:
+        """A request of a replica has ended."""
+        self._load[replica] -= 1
+        self._note(replica)
+
+    def _has_room(self, replica: str, bound: float) -> bool:
+        return self._load[replica] < self._limits[replica] and self._fill(replica) <= bound
+
+    def _fill(self, replica: str) -> float:
+        return self._load[replica] / self._limits[replica]
+
+    def _note(self, replica: str) -> None:
+        heapq.heappush(self._heap, (self._fill(replica), replica))
+
+    def _emptiest(self) -> str | None:
+        while self._heap:
+            fill, replica = self._heap[0]
+            if fill == self._fill(replica):
+                return replica if fill < 1 else None
+            heapq.heappop(self._heap)
+        return None
+
+
+@dataclass(slots=True)
+class AdaptiveLimit:
+    """How many requests one replica should have: it grows while the engine has room for more.
+
+    A request fills its KV entries slowly, so that one too many shows only a response later. The
+    limit therefore grows with what ends, by one for each `ends_per_growth` responses, while nothing
+    queues and KV entries are left; above the target it follows what runs, so that nothing refills
+    the engine. Requests that queue twice in a row (those that have just come queue once) cut it to
+    what runs, and a preemption to nine tenths of it: a preempted request loses its KV entries.
+    """
+
+    limit: int
+    """Most requests of the replica."""
+    kv_target: float = 0.75
+    """Share of the KV cache up to which the limit grows: more in flight makes each one slower,
+    and older when it ends."""
+    kv_target_starved: float = 0.92
+    """The same while the trainer has no batch in store."""
+    ends_per_growth: int = 8
+    had_queue: bool = False
+    num_ended: int = 0
+    """Responses that have ended since the limit grew last."""
+
+    def observe(
+        self,
+        *,
+        num_running: int,
+        num_queued: int,
+        kv_usage: float,
+        num_preempted: int,
+        num_ended: int,
+        is_starved: bool,
+    ) -> int:
+        """Adjust the limit to what the engine reports, and return it.
+
+        Args:
+            num_running: Requests that decode or prefill.
+            num_queued: Requests that wait inside of the engine.
+            kv_usage: Share of the KV cache in use.
+            num_preempted: Requests that were preempted since the last observation.
+            num_ended: Responses that have ended since the last observation.
+            is_starved: Whether the trainer has no batch in store.
+        """
+        kv_target = self.kv_target_starved if is_starved else self.kv_target
+        self.num_ended += num_ended
+        if num_running + num_queued > self.limit:
+            pass  # the last decrease still has to take effect
+        elif num_preempted:
+            self.limit = max(1, num_running * 9 // 10)
+            self.num_ended = 0
+        elif kv_usage >= kv_target or (num_queued and self.had_queue):
+            self.limit = max(1, num_running)
+            self.num_ended = 0
+        elif not num_queued and num_running >= self.limit * 0.9 - 1:
+            growth, self.num_ended = divmod(self.num_ended, self.ends_per_growth)
+            self.limit += growth
+        self.had_queue = num_queued > 0
+        return self.limit

@@ -1,0 +1,155 @@
+"""What the simulator knows of a machine: engines, trainer, rewards, and how GPUs are shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_apr.checks import at_least, from_mapping, of_type, one_of, positive, require, whole
+from ray_apr.exceptions import ConfigError
+
+Placement = Literal["disaggregated", "colocated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One rollout engine on one GPU.
+
+    A decode step of n sequences with C context tokens in all lasts
+    ``decode_base_s + decode_per_sequence_s * n + decode_per_context_token_s * C``.
+    """
+
+    decode_base_s: float = 0.008
+    decode_per_sequence_s: float = 0.00003
+    decode_per_context_token_s: float = 3.7e-8
+    kv_capacity_tokens: int = 500_000
+    max_sequences: int = 256
+    prefill_tokens_per_s: float = 12_000.0
+
+    def __post_init__(self) -> None:
+        s = "cluster.engine"
+        whole(s, self, "kv_capacity_tokens", "max_sequences")
+        at_least(s, self, 1, "kv_capacity_tokens", "max_sequences")
+        positive(s, self, "decode_base_s", "prefill_tokens_per_s")
+        at_least(s, self, 0, "decode_per_sequence_s", "decode_per_context_token_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The optimizer's side."""
+
+    tokens_per_s_per_gpu: float = 1850.0
+    """Response tokens that one GPU trains in a second."""
+    step_overhead_s: float = 2.0
+    """What an optimizer step costs beside its tokens."""
+
+    def __post_init__(self) -> None:
+        positive("cluster.trainer", self, "tokens_per_s_per_gpu")
+        at_least("cluster.trainer", self, 0, "step_overhead_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """One optimizer step."""
+
+    prompts: int = 64
+    group_size: int = 8
+
+    def __post_init__(self) -> None:
+        whole("cluster.batch", self, "prompts", "group_size")
+        at_least("cluster.batch", self, 1, "prompts", "group_size")
+
+    @property
+    def size(self) -> int:
+        """Samples of a step: prompts * group_size."""
+        return self.prompts * self.group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A simulated machine and run length."""
+
+    gpus: int = 16
+    placement: Placement = "disaggregated"
+    """disaggregated: some GPUs generate, the others train; colocated: all do both, in turns."""
+    rollout_gpus: int | None = None
+    """GPUs that generate, where disaggregated; None finds the best number."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weight_sync_s: float = 0.5
+    """Time for which a weight sync stops the engines and the trainer."""
+    switch_s: float = 0.0
+    """What colocated GPUs pay each time they turn from generation to training or back."""
+    reward_workers: int = 256
+    """Rewards that are computed at the same time."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    steps: int = 32
+    """Optimizer steps of the run."""
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        s = "cluster"
+        one_of(s, self, {"placement": Placement})
+        whole(s, self, "gpus", "reward_workers", "steps")
+        at_least(s, self, 1, "gpus", "reward_workers", "steps")
+        at_least(s, self, 0, "weight_sync_s", "switch_s")
+        of_type(s, self, str, "a text", "notes")
+        if self.placement == "disaggregated":
+            require(
+                self.gpus >= 2,
+                f"{s}.gpus",
+                self.gpus,
+                'must be at least 2 with placement "disaggregated"; use "colocated" for one GPU',
+            )
+            if self.rollout_gpus is not None:
+                whole(s, self, "rollout_gpus")
+                require(
+                    1 <= self.rollout_gpus < self.gpus,
+                    f"{s}.rollout_gpus",
+                    self.rollout_gpus,
+                    f"must be in 1..{self.gpus - 1}, so that both sides have a GPU",
+                )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether all GPUs take turns."""
+        return self.placement == "colocated"
+
+    def with_rollout_gpus(self, rollout_gpus: int) -> ClusterConfig:
+        """The same machine with another split."""
+        return dataclasses.replace(self, rollout_gpus=rollout_gpus)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ClusterConfig:
+        """Read nested mappings.
+
+        Raises:
+            ConfigError: For an unknown key, or a value that makes no sense.
+        """
+        require(isinstance(values, Mapping), "cluster", values, "must be a JSON object")
+        parts = {"engine": EngineConfig, "trainer": TrainerConfig, "batch": BatchConfig}
+        built = {
+            name: from_mapping(part, f"cluster.{name}", values[name])
+            for name, part in parts.items()
+            if name in values
+        }
+        config: ClusterConfig = from_mapping(cls, "cluster", {**values, **built})
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ClusterConfig:
+        """Read a JSON file.
+
+        Raises:
+            ConfigError: If it cannot be read, is no JSON, or holds a wrong setting.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            remedy = f"cannot be read as JSON: {error}"
+            raise ConfigError("cluster", str(path), remedy) from error
+        return cls.from_dict(values)
