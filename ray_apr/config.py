@@ -265,8 +265,10 @@ class PartialRolloutConfig:
         return config
 
     @property
-    def pause_mode(self) -> Literal["abort", "keep"]:
+    def pause_mode(self) -> Literal["abort", "keep", "wait"]:
         """What a weight sync does with requests that are still in flight."""
+        if self.drain:
+            return "wait"
         return "keep" if self.interrupt == "never" else "abort"
 
     @property

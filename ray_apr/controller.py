@@ -170,11 +170,12 @@ class _Parts:
     def _make_worker(self) -> Any:
         plan, tables = self.plan, self._tables
         rollout, name, seed, reward = plan.rollout, plan.name, plan.train.seed, plan.reward
+        max_inflight = plan.partial_rollout.max_inflight_samples(plan.train.batch_size)
 
         def make_client() -> Any:
             from ray_apr.serve.client import ServeRolloutClient
 
-            return ServeRolloutClient(name, rollout)
+            return ServeRolloutClient(name, rollout, max_inflight=max_inflight)
 
         return self._actor(
             RolloutWorker,
@@ -213,6 +214,7 @@ class _Parts:
                 model=plan.model,
                 config=plan.rollout,
                 kv_cache=plan.partial_rollout.kv_cache,
+                reports_load=plan.partial_rollout.is_adaptive,
                 max_model_len=plan.max_model_len,
                 cancelled=self._closing,
             )

@@ -1,7 +1,7 @@
 """Placement: which replica gets a request, and how many each one may have.
 
 Invariants, kept by `Placement`:
-    * A replica never has more requests than its limit, except for those it had when the limit fell.
+    * No replica gets more requests than its limit while another one has room.
     * A sample goes on where its KV entries are, and a group meets on one replica, unless that one
       is markedly fuller than the emptiest.
 
@@ -67,11 +67,9 @@ class Placement:
         self._limits[replica] = limit
         self._note(replica)
 
-    def enter(self, sample_id: str, group_id: str) -> str | None:
-        """Choose the replica of a sample's next call; None when all are at their limits."""
+    def enter(self, sample_id: str, group_id: str) -> str:
+        """Choose the replica of a sample's next call; the emptiest one when all are full."""
         emptiest = self._emptiest()
-        if emptiest is None:
-            return None
         bound = self._fill(emptiest) + _SLACK
         known = (self._homes.get(sample_id), self._homes.get(group_id))
         replica = next((r for r in known if r and self._has_room(r, bound)), emptiest)
@@ -98,13 +96,10 @@ class Placement:
     def _note(self, replica: str) -> None:
         heapq.heappush(self._heap, (self._fill(replica), replica))
 
-    def _emptiest(self) -> str | None:
-        while self._heap:
-            fill, replica = self._heap[0]
-            if fill == self._fill(replica):
-                return replica if fill < 1 else None
+    def _emptiest(self) -> str:
+        while self._heap[0][0] != self._fill(self._heap[0][1]):
             heapq.heappop(self._heap)
-        return None
+        return self._heap[0][1]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from ray_apr.types import Generation, RewardResult, Sample, SamplingParams, ServerStatus
 
-PauseMode = Literal["abort", "keep"]
+PauseMode = Literal["abort", "keep", "wait"]
 
 RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
 """A reward reads `sample.response_text`, `sample.prompt.row` and whatever else it needs."""
@@ -40,7 +40,8 @@ class RolloutClient(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Freeze all engines; "abort" ends what runs, "keep" freezes it in place."""
+        """Freeze all engines; "abort" ends what runs, "keep" freezes it in place, "wait" lets it
+        end first."""
         ...
 
     async def resume(self) -> None:
@@ -49,6 +50,10 @@ class RolloutClient(Protocol):
 
     async def status(self) -> list[ServerStatus]:
         """One status for each replica."""
+        ...
+
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Give each replica at most this many requests from now on."""
         ...
 
     async def join_weight_group(self, group: Mapping[str, Any]) -> None:

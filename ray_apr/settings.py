@@ -12,16 +12,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ray_apr.checks import from_mapping
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
+    Mode,
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
     check_together,
-    from_mapping,
 )
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings_files import check_model, check_prompts, check_reward
@@ -139,7 +140,7 @@ class RunSettings:
 
     @property
     def mode(self) -> str:
-        """Name of the preset: sync or apr."""
+        """Name of the preset."""
         return self.partial_rollout.mode
 
     @property
@@ -258,7 +259,7 @@ def _partial_rollout(values: Mapping[str, Any]) -> PartialRolloutConfig:
         )
     mode = values.get("mode", "apr")
     if not isinstance(mode, str):
-        raise ConfigError("mode", mode, "must be sync or apr")
+        raise ConfigError("mode", mode, f"must be one of {', '.join(get_args(Mode))}")
     return PartialRolloutConfig.preset(mode, **section)
 
 

@@ -325,5 +325,13 @@ class ServerStatus:
     busy_s: float
     """Time with at least one request running and the engine not paused."""
     paused_s: float
+    num_queued: int = 0
+    """Of the requests, those that wait inside of the engine for a place or for KV entries."""
+    kv_usage: float = 0.0
+    """Share of the KV cache in use."""
+    num_preempted: int = 0
+    """Requests that lost their KV entries to others, since the start."""
+    num_ended: int = 0
+    """Calls that came to their own end, since the start."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""

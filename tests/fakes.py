@@ -186,6 +186,10 @@ class ScriptedEngine:
             for i in range(self._num_replicas)
         ]
 
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Remember the limits."""
+        self.limits = dict(limits)
+
     async def join_weight_group(self, group: Mapping[str, Any]) -> None:
         """Remember the group."""
         self.groups.append(dict(group))

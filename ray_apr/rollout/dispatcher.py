@@ -377,6 +377,8 @@ class Dispatcher:
                 batch_size=size, max_staleness=config.max_staleness, num_live=num_live
             ),
         }
+        if config.restarts and capacities["max_staleness"] > 0:
+            del capacities["max_staleness"]  # what generates has no age, however much it is
         if config.max_live_batches is not None:
             bound = math.floor((config.max_live_batches + config.sync_every - 1) * size)
             capacities["max_live_batches"] = max(0, bound - num_live)

@@ -24,6 +24,7 @@ from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import APRError, RewardError, RolloutError
 from ray_apr.metrics import Metrics
+from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import LedgerSnapshot
@@ -88,25 +89,27 @@ class RolloutWorker:
         policy_version: int = 0,
     ) -> None:
         self._config = rollout
-        self._state = RolloutState(
-            Dispatcher(
-                partial_rollout,
-                batch_size=batch_size,
-                group_size=rollout.group_size,
-                max_inflight=partial_rollout.max_inflight_samples(batch_size),
-                policy_version=policy_version,
-            )
+        self._partial_rollout = partial_rollout
+        self._max_inflight = partial_rollout.max_inflight_samples(batch_size)
+        self._dispatcher = Dispatcher(
+            partial_rollout,
+            batch_size=batch_size,
+            group_size=rollout.group_size,
+            max_inflight=self._max_inflight,
+            policy_version=policy_version,
         )
-        self._dispatcher = self._state.dispatcher
+        self._state = RolloutState(self._dispatcher, partial_rollout)
         self._prompts = make_prompts()
         self._tokenizer = load_tokenizer(model)
         self._make_client = make_client
         self._scorer = make_scorer()
         self._buffer = buffer
         self._recorder = recorder
-        self._pause_mode = partial_rollout.pause_mode
         self._sync_timeout_s = sync_timeout_s
         self._wake = asyncio.Event()
+        self._generated = asyncio.Event()
+        """Set while nothing generates; only looked at where rewards do not overlap."""
+        self._limits: dict[str, AdaptiveLimit] = {}
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -126,7 +129,10 @@ class RolloutWorker:
         if self._main is None:
             self._client = self._make_client()
             self._sync = WeightSync(
-                self._client, pause_mode=self._pause_mode, timeout_s=self._sync_timeout_s
+                self._client,
+                pause_mode=self._partial_rollout.pause_mode,
+                timeout_s=self._sync_timeout_s
+                + (self._config.request_timeout_s if self._partial_rollout.drain else 0.0),
             )
             self._main = asyncio.create_task(self._run(), name="rollout")
             self._started.set()
@@ -184,14 +190,20 @@ class RolloutWorker:
             await self._abort(self._state.evict_stale())
             for _ in range(self._dispatcher.num_groups_to_start()):
                 self._state.admit(
-                    self._prompts.next(),
+                    self._state.next_retry() or self._prompts.next(),
                     group_size=self._config.group_size,
                     max_response_tokens=self._config.max_response_tokens,
                 )
             while (sample := self._state.start_next()) is not None:
                 tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
-            await self._abort(self._dispatcher.to_interrupt())
+            await self._abort((*self._dispatcher.to_interrupt(), *self._state.take_surplus()))
+            if self._partial_rollout.on_stale == "wait":
+                by_version = dict(self._dispatcher.num_by_version)
+                await self._buffer.report_unfinished.remote(by_version)
+            if not self._dispatcher.is_generating:
+                self._generated.set()
             await self._wake.wait()
+        self._generated.set()  # nothing may wait for it any more
         if self._fatal is not None:
             await self._buffer.fail.remote(self._fatal)
 
@@ -248,7 +260,10 @@ class RolloutWorker:
     async def _read_status(self) -> None:
         """Ask all servers for their status and record what they did since the last time."""
         spans: list[dict[str, Any]] = []
-        for status in await self._client.status():
+        statuses = await self._client.status()
+        if self._partial_rollout.is_adaptive:
+            self._adapt(statuses)
+        for status in statuses:
             self._engines[status.replica_id] = replace(status, spans=())
             self._metrics.set(
                 "apr_server_running_requests", status.num_running, replica=status.replica_id
@@ -260,6 +275,25 @@ class RolloutWorker:
             )
         if spans:
             await self._recorder.record_many.remote("timeline", spans)
+
+    def _adapt(self, statuses: Sequence[ServerStatus]) -> None:
+        """Adapt how many requests each engine gets to what it reports."""
+        for status in statuses:
+            begin = -(-self._max_inflight // len(statuses))
+            limit = self._limits.setdefault(status.replica_id, AdaptiveLimit(begin))
+            before = self._engines.get(status.replica_id, status)
+            limit.observe(
+                num_running=status.num_running - status.num_queued,
+                num_queued=status.num_queued,
+                kv_usage=status.kv_usage,
+                num_preempted=status.num_preempted - before.num_preempted,
+                num_ended=status.num_ended - before.num_ended,
+                is_starved=self._dispatcher.is_starved,
+            )
+        limits = {s.replica_id: self._limits[s.replica_id].limit for s in statuses}
+        self._client.set_limits(limits)
+        self._dispatcher.max_inflight = sum(limits.values())
+        self._wake.set()
 
     # -- one sample ------------------------------------------------------------------------------
 
@@ -296,6 +330,8 @@ class RolloutWorker:
 
     async def _score(self, sample: Sample) -> None:
         """Score a finished sample; the last one of a group sends the group to the buffer."""
+        if not self._partial_rollout.overlap_rewards:
+            await self._all_generated()
         text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         begin = time.monotonic()
         try:
@@ -312,6 +348,12 @@ class RolloutWorker:
                 self._failures.pop(member.sample_id, None)
             metas = tuple(SampleMeta.of(member) for member in group)
             await self._buffer.put_group.remote(metas, [ray.put(group)])
+
+    async def _all_generated(self) -> None:
+        """Wait until nothing generates, or the run stops; each call in flight has a limit."""
+        while self._dispatcher.is_generating and not self._stopping.is_set():
+            self._generated.clear()
+            await self._generated.wait()
 
     async def _on_generation_error(self, sample_id: str, error: Exception) -> None:
         """Try a sample again after a pause, or give its group up."""

@@ -47,6 +47,7 @@ def build_rollout_app(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
+    reports_load: bool = False,
     max_model_len: int | None = None,
     on_cuda: bool = False,
 ) -> serve.Application:
@@ -55,7 +56,8 @@ def build_rollout_app(
     Args:
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
-        kv_cache: What a pause of mode "keep" does with the KV cache.
+        kv_cache: What becomes of KV entries of old weights at a weight sync.
+        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         on_cuda: Whether the engines run on GPUs.
     """
@@ -74,7 +76,7 @@ def build_rollout_app(
         **_placement(config, on_cuda),
     )
     servers = deployment.bind(
-        model, engine_arguments(config, max_model_len, on_cuda), kv_cache == "keep"
+        model, engine_arguments(config, max_model_len, on_cuda), kv_cache == "keep", reports_load
     )
     if config.http_port is None:
         return servers
@@ -123,6 +125,7 @@ def start_rollout_servers(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
+    reports_load: bool = False,
     max_model_len: int | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
@@ -132,7 +135,8 @@ def start_rollout_servers(
         app_name: Name of the Serve application.
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
-        kv_cache: What a pause of mode "keep" does with the KV cache.
+        kv_cache: What becomes of KV entries of old weights at a weight sync.
+        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         cancelled: Another thread sets it to end the wait.
 
@@ -147,6 +151,7 @@ def start_rollout_servers(
         model=model,
         config=config,
         kv_cache=kv_cache,
+        reports_load=reports_load,
         max_model_len=max_model_len,
         on_cuda=on_cuda,
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.types import Generation, SamplingParams, ServerStatus
@@ -41,11 +41,17 @@ class ServeRolloutClient:
     Args:
         app_name: Name of the Serve application.
         config: Number of replicas and time limits.
+        max_inflight: Most requests of one replica, until `set_limits` says otherwise.
         weight_sync_timeout_s: Limit for the replicas to join a group or to receive weights.
     """
 
     def __init__(
-        self, app_name: str, config: RolloutConfig, *, weight_sync_timeout_s: float = 120.0
+        self,
+        app_name: str,
+        config: RolloutConfig,
+        *,
+        max_inflight: int = 1024,
+        weight_sync_timeout_s: float = 120.0,
     ) -> None:
         self._handle: Any = serve.get_deployment_handle(DEPLOYMENT, app_name)
         self._config = config
@@ -53,9 +59,8 @@ class ServeRolloutClient:
         self._slots: dict[str, Any] = {}
         """A handle for each replica, by replica id."""
         self._learning = asyncio.Lock()
-        self._sessions: dict[str, dict[str, None]] = {}
-        """Requests under way, by session."""
-        self._load: Counter[str] = Counter()
+        self._placement = Placement((), limit=max_inflight)
+        self._max_inflight = max_inflight
         self._placed: dict[str, str] = {}
         """Replica of each request under way."""
 
@@ -77,11 +82,14 @@ class ServeRolloutClient:
         """
         if not self._slots:
             await self._learn()
-        replica_id = self._enter(session_id, request_id)
+        placement, slots = self._placement, self._slots
+        replica_id = self._placed[request_id] = placement.enter(
+            request_id.partition("#")[0], session_id
+        )
         try:
             generation: Generation = await _reply(
-                self._slots[replica_id].generate.remote(
-                    request_id, tuple(token_ids), sampling, max_tokens
+                slots[replica_id].generate.remote(
+                    request_id, tuple(token_ids), sampling, max_tokens, session_id
                 ),
                 f"request {request_id}",
                 self._config.request_timeout_s,
@@ -90,27 +98,17 @@ class ServeRolloutClient:
             self._slots = {}  # learned again by the next call: a replica may be gone
             raise
         finally:
-            self._leave(session_id, request_id)
+            del self._placed[request_id]
+            placement.leave(replica_id)
         if generation.replica_id != replica_id:
             self._slots = {}  # the replicas have changed, and the slots with them
         return generation
 
-    def _enter(self, session_id: str, request_id: str) -> str:
-        """Choose the replica of a request: its session's, or the one with the fewest."""
-        replica_id = next((self._placed[r] for r in self._sessions.get(session_id, ())), None)
-        if replica_id not in self._slots:
-            replica_id = min(self._slots, key=lambda r: (self._load[r], r))
-        self._sessions.setdefault(session_id, {})[request_id] = None
-        self._placed[request_id] = replica_id
-        self._load[replica_id] += 1
-        return replica_id
-
-    def _leave(self, session_id: str, request_id: str) -> None:
-        self._load[self._placed.pop(request_id)] -= 1
-        requests = self._sessions[session_id]
-        del requests[request_id]
-        if not requests:
-            del self._sessions[session_id]
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Give each replica at most this many requests from now on; unknown ones are left out."""
+        for replica_id, limit in limits.items():
+            if replica_id in self._slots:
+                self._placement.set_limit(replica_id, limit)
 
     async def _learn(self) -> None:
         """Find a slot for each replica."""
@@ -127,6 +125,7 @@ class ServeRolloutClient:
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
             self._slots = found
+            self._placement = Placement(found, limit=self._max_inflight)
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -148,8 +147,9 @@ class ServeRolloutClient:
         return sum(await self._all("abort", None if request_ids is None else list(request_ids)))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Freeze all engines."""
-        await self._all("pause", mode)
+        """Freeze all engines; with "wait" once what runs has ended."""
+        limit_s = self._config.request_timeout_s if mode == "wait" else _CONTROL_TIMEOUT_S
+        await self._all("pause", mode, timeout_s=limit_s)
 
     async def resume(self) -> None:
         """Unfreeze all engines; every replica is tried before an error is raised."""

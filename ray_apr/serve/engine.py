@@ -21,6 +21,7 @@ from typing import Any
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
+from ray_apr.serve.load import EngineLoad
 from ray_apr.serve.outputs import REASONS, segments_of, vllm_params
 from ray_apr.serve.plugin import BACKEND, register, start_error
 from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
@@ -38,7 +39,8 @@ class Engine:
         model: Folder or hub id.
         replica_id: Name in statuses and replies.
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
-        keep_kv_cache: Whether a pause of mode "keep" leaves the KV cache of the old weights.
+        keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
+        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class Engine:
         replica_id: str,
         engine_kwargs: Mapping[str, Any],
         keep_kv_cache: bool = False,
+        reports_load: bool = False,
     ) -> None:
         self._model = model
         self._kwargs = dict(engine_kwargs)
         self._keep_kv_cache = keep_kv_cache
+        self._reports_load = reports_load
+        self._load = EngineLoad()
         self.replica_id = replica_id
         self._llm: Any = None
         self._gate = asyncio.Event()
@@ -66,6 +71,7 @@ class Engine:
         self._weights_valid = True
         self._tokens_generated = 0
         self._num_aborted = 0
+        self._num_ended = 0
         self._activity = Activity()
 
     async def start(self) -> None:
@@ -87,7 +93,8 @@ class Engine:
                 **self._kwargs,
             )
             with start_error() as reason:
-                self._llm = AsyncLLM.from_engine_args(args)
+                loggers = [self._load.make_logger()] if self._reports_load else None
+                self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (TypeError, ValueError) as error:
             raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error
         except Exception as error:
@@ -118,8 +125,17 @@ class Engine:
         token_ids: Sequence[int],
         sampling: SamplingParams,
         max_tokens: int,
+        session_id: str = "",
     ) -> Generation:
         """Continue `token_ids` by at most `max_tokens`.
+
+        Args:
+            request_id: Unique among the calls under way.
+            token_ids: Prompt, and what earlier calls made.
+            sampling: How tokens are drawn.
+            max_tokens: Most new tokens.
+            session_id: With `keep_kv_cache`, only calls of one session share KV entries, so that
+                no call meets those of weights that are older than its own session.
 
         Raises:
             RolloutError: If the request is malformed, or its id is in use.
@@ -140,7 +156,9 @@ class Engine:
                 raise EngineUnavailableError(
                     f"the weights of {self.replica_id} are undefined after a broken weight sync"
                 )
-            return await self._run(request_id, token_ids, sampling, max_tokens)
+            salt = session_id if self._keep_kv_cache else f"v{self._policy_version}"
+            prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt or request_id}
+            return await self._run(request_id, prompt, vllm_params(sampling, max_tokens))
         finally:
             del self._running[request_id]
 
@@ -155,21 +173,13 @@ class Engine:
                     wait.cancel()
         return not aborted.is_set()
 
-    async def _run(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, max_tokens: int
-    ) -> Generation:
+    async def _run(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Generation:
         version = self._policy_version
         last: Any = None
         with self._inside_engine(request_id), self._dead_is_unavailable():
             try:
-                async for last in self._llm.generate(  # noqa: B007  (the last one is used)
-                    # the salt keeps new calls off the prefix cache of older weights, of which a
-                    # pause that keeps the KV cache leaves all
-                    {"prompt_token_ids": list(token_ids), "cache_salt": f"v{version}"},
-                    vllm_params(sampling, max_tokens),
-                    request_id,
-                ):
-                    pass
+                async for last in self._llm.generate(prompt, params, request_id):  # noqa: B007
+                    pass  # only the last output is used
             except self._dead_error:
                 raise
             except Exception as error:
@@ -221,6 +231,7 @@ class Engine:
         )
         self._tokens_generated += generation.num_tokens
         self._num_aborted += reason is FinishReason.ABORT
+        self._num_ended += reason is not FinishReason.ABORT
         return generation
 
     # -- control ---------------------------------------------------------------------------------
@@ -252,17 +263,36 @@ class Engine:
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it.
+        """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it, "wait"
+        lets it end.
 
         Raises:
             EngineUnavailableError: If the engine is dead.
         """
+        self._gate.clear()
+        if mode == "wait":  # vLLM's own wait does not see requests that are on their way in
+            await self._drain()
         async with self._control:
+            if mode == "wait" and not self.is_paused:
+                return  # resumed meanwhile: whoever paused has given up
             self._gate.clear()
             self._activity.set_paused(True)
-            clear_cache = not (mode == "keep" and self._keep_kv_cache)
             with self._dead_is_unavailable():
-                await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+                await self._llm.pause_generation(
+                    mode="keep" if mode == "keep" else "abort",
+                    clear_cache=not self._keep_kv_cache,
+                )
+
+    async def _drain(self) -> None:
+        """Wait until all calls have come out of vLLM, or the engine is resumed."""
+        while self._inside and self.is_paused:
+            ends = [asyncio.create_task(ended.wait()) for ended in self._inside.values()]
+            resumed = asyncio.create_task(self._gate.wait())
+            try:
+                await asyncio.wait({*ends, resumed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*ends, resumed):
+                    task.cancel()
 
     async def resume(self) -> None:
         """Let the engine and the waiting calls go on; harmless when it is not paused."""
@@ -343,6 +373,10 @@ class Engine:
             uptime_s=activity.uptime_s,
             busy_s=activity.seconds["generate"],
             paused_s=activity.seconds["paused"],
+            num_queued=self._load.num_queued,
+            kv_usage=self._load.kv_usage,
+            num_preempted=self._load.num_preempted,
+            num_ended=self._num_ended,
         )
 
     async def check_health(self) -> None:

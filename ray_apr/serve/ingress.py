@@ -13,6 +13,7 @@ from ray import serve
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.protocols import PauseMode
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.names import INGRESS
 from ray_apr.types import SamplingParams
@@ -48,7 +49,7 @@ class AbortRequest(BaseModel):
 class PauseRequest(BaseModel):
     """Body of ``POST /v1/rollouts/pause``."""
 
-    mode: str = Field("abort", pattern="^(abort|keep)$")
+    mode: PauseMode = "abort"
 
 
 http = FastAPI(title="ray_apr rollout servers")
@@ -104,7 +105,7 @@ class RolloutIngress:
     ) -> dict[str, bool]:
         """Freeze all engines."""
         self._authorize(authorization)
-        await self._client.pause("keep" if body.mode == "keep" else "abort")
+        await self._client.pause(body.mode)
         return {"is_paused": True}
 
     @http.post("/v1/rollouts/resume")

@@ -21,15 +21,24 @@ class RolloutServer:
     Args:
         model: Folder or hub id.
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
-        keep_kv_cache: Whether a pause of mode "keep" leaves the KV cache of the old weights.
+        keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
+        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, engine_kwargs: Mapping[str, Any], keep_kv_cache: bool
+        self,
+        model: str,
+        engine_kwargs: Mapping[str, Any],
+        keep_kv_cache: bool,
+        reports_load: bool,
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = Engine(
-            model, replica_id=replica_id, engine_kwargs=engine_kwargs, keep_kv_cache=keep_kv_cache
+            model,
+            replica_id=replica_id,
+            engine_kwargs=engine_kwargs,
+            keep_kv_cache=keep_kv_cache,
+            reports_load=reports_load,
         )
         await self._engine.start()
 
@@ -39,10 +48,15 @@ class RolloutServer:
         token_ids: Sequence[int],
         sampling: SamplingParams,
         max_tokens: int,
+        session_id: str,
     ) -> Generation:
         """Continue `token_ids`; see `Engine.generate`."""
         return await self._engine.generate(
-            request_id=request_id, token_ids=token_ids, sampling=sampling, max_tokens=max_tokens
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            session_id=session_id,
         )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:

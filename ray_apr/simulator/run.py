@@ -214,10 +214,7 @@ class Simulation:
         )
 
     def _start(self, sample: Sample) -> None:
-        replica = self._placement.enter(sample.sample_id, sample.group_id)
-        if replica is None:
-            raise SimulationError("the dispatcher started more than the replicas may have")
-        engine = int(replica)
+        engine = int(self._placement.enter(sample.sample_id, sample.group_id))
         held = sample.num_tokens
         request = Request(
             sample.sample_id,
@@ -431,7 +428,7 @@ class Simulation:
             self._trainer_busy_s += self._cluster.weight_sync_s
 
     def _end_sync(self, version: int) -> None:
-        for sample_id, call in self._calls.items():
+        for call in self._calls.values():
             made = self._engines[call.engine].made(call.request)
             call.marks.append((self._synced, made))
         self._synced = version

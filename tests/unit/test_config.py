@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from ray_apr.checks import from_mapping
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -17,7 +18,6 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
     check_together,
-    from_mapping,
 )
 from ray_apr.exceptions import APRError, ConfigError
 

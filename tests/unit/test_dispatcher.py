@@ -21,13 +21,15 @@ def make(
     inflight=100,
     version=0,
     interrupt="weight_sync",
-    ready=None,
+    live=None,
+    **settings,
 ):
     config = PartialRolloutConfig(
-        max_ready_batches=ready,
+        max_live_batches=live,
         max_staleness=eta,
         oversampling_factor=eta + 1 if factor is None else factor,
         interrupt=interrupt,
+        **{"on_stale": "evict", **settings},
     )
     return Dispatcher(
         config, batch_size=batch, group_size=group, max_inflight=inflight, policy_version=version
@@ -477,15 +479,165 @@ def test_a_decision_does_not_cost_more_with_more_in_flight():
     assert many < 20 * few
 
 
-def test_no_group_starts_while_enough_batches_are_ready():
-    d = make(eta=4, batch=4, factor=2, ready=1.5)
+def test_no_group_starts_while_enough_batches_are_alive():
+    d = make(eta=4, batch=4, factor=2, live=1.5)
     admit(d)
     started = start_all(d)
+    assert len(started) == 6, "1.5 batches, although supplementation asks for 2"
     complete(d, started[:4])
-    assert d.num_groups_to_start() == 2, "4 of 6 samples are ready"
-    complete(d, started[4:6])
     assert d.num_groups_to_start() == 0
-    assert "max_ready_batches is reached" in d.diagnosis()
-    d.on_buffer_counts(num_buffered=2, num_received=6, trainer_version=1)
+    assert "max_live_batches is reached" in d.diagnosis()
+    d.on_buffer_counts(num_buffered=0, num_received=4, trainer_version=1)
     d.on_version(1)
-    assert d.num_groups_to_start() > 0
+    assert d.num_groups_to_start() == 2
+
+
+# -- the settings of the modes ---------------------------------------------------------------
+
+
+def interrupt_all(dispatcher, sample_ids, *, version=0, tokens=1):
+    for sample_id in sample_ids:
+        dispatcher.on_interrupted(sample_id, oldest_version=version, num_tokens=tokens)
+
+
+def test_mask_never_evicts_a_group_that_still_generates_and_leaves_room_beside_it():
+    d = make(eta=1, batch=4, factor=2, on_stale="mask")
+    admit(d, "long")
+    started = start_all(d)
+    interrupt_all(d, started)
+    d.on_version(5)
+    assert d.evict_stale() == ()
+    assert set(start_all(d)) == set(started)
+    assert d.num_groups_to_start() == 3, "6 of 8: the bound is about samples that are within it"
+
+
+def test_evict_drops_what_mask_keeps():
+    d = make(eta=1, batch=4, factor=2, on_stale="evict")
+    admit(d, "long")
+    interrupt_all(d, start_all(d))
+    assert d.on_version(5) == ("glong",)
+
+
+def test_restart_forgets_the_age_of_a_sample_and_of_its_group():
+    d = make(eta=0, batch=2, factor=2, interrupt="batch_full", after_interrupt="restart")
+    admit(d, "a")
+    started = start_all(d)
+    interrupt_all(d, started)
+    for sample_id in started:
+        d.on_restart(sample_id)
+        assert d.state_of(sample_id) is SampleState.WAITING
+    assert d.on_version(1) == (), "nothing is left of version 0"
+    assert start_all(d) == started
+    assert not d.is_resumed(started[0])
+
+
+def test_supplementation_beyond_the_bound_needs_interruption_without_tokens():
+    restarts = make(eta=0, batch=4, factor=3, interrupt="batch_full", after_interrupt="restart")
+    assert restarts.num_groups_to_start() == 6
+    with pytest.raises(ConfigError, match="oversampling_factor"):
+        make(eta=0, batch=4, factor=3, interrupt="batch_full", after_interrupt="resume")
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("oldest_version", [1, 2, 0]), ("fifo", [0, 1, 2]), ("most_tokens", [2, 0, 1])],
+)
+def test_resume_order(order, expected):
+    d = make(eta=4, batch=3, group=1, factor=1, resume_order=order)
+    admit(d)
+    ids = start_all(d)
+    for i, (version, tokens) in enumerate([(2, 5), (0, 3), (1, 9)]):
+        d.on_interrupted(ids[i], oldest_version=version, num_tokens=tokens)
+    assert start_all(d) == [ids[i] for i in expected]
+
+
+def test_tail_round_resumes_long_samples_together():
+    d = make(eta=4, batch=4, group=1, factor=1, tail_round=2)
+    admit(d)
+    a, b, *_ = start_all(d)
+    interrupt_all(d, [a, b])
+    assert set(start_all(d)) == {a, b}, "one interruption proves nothing"
+    interrupt_all(d, [a])
+    assert start_all(d) == [], "a is held back"
+    interrupt_all(d, [b])
+    assert set(start_all(d)) == {a, b}
+
+
+def test_tail_that_is_held_back_is_released_before_it_expires():
+    d = make(eta=2, batch=4, group=1, factor=1, tail_round=3)
+    admit(d)
+    first, *_ = start_all(d)
+    interrupt_all(d, [first])
+    start_all(d)
+    interrupt_all(d, [first])
+    d.on_version(1)
+    assert start_all(d) == []
+    d.on_version(2)
+    assert start_all(d) == [first], "at version 3 its first token would be too old"
+
+
+def test_tail_is_not_held_back_when_nothing_else_can_run():
+    d = make(eta=4, batch=1, group=1, factor=1, tail_round=8)
+    admit(d)
+    (only,) = start_all(d)
+    interrupt_all(d, [only])
+    start_all(d)
+    interrupt_all(d, [only])
+    assert start_all(d) == [only]
+
+
+def test_batch_admission_waits_until_nothing_generates_but_replaces_what_is_dropped():
+    d = make(eta=1, batch=6, factor=1, admission="batch")
+    admit(d)
+    started = start_all(d)
+    complete(d, started[:2])
+    assert d.num_groups_to_start() == 0, "the rest of the batch still generates"
+    d.on_failed(started[2])
+    assert d.num_groups_to_start() == 1, "a dropped group is replaced at once"
+    admit(d, "new")
+    assert d.num_groups_to_start() == 0
+
+
+def test_stream_admission_does_not_wait():
+    d = make(eta=1, batch=4, factor=1)
+    admit(d)
+    complete(d, start_all(d)[:2])
+    assert d.num_groups_to_start() == 1
+
+
+def test_sync_every_holds_for_all_batches_until_the_next_sync():
+    d = make(eta=1, batch=2, factor=2, interrupt="batch_full", sync_every=2)
+    admit(d)
+    started = start_all(d)
+    complete(d, started[:2])
+    assert not d.is_held, "two batches are trained before the next version"
+    complete(d, started[2:])
+    assert d.is_held
+    d.on_buffer_counts(num_buffered=2, num_received=4, trainer_version=1)
+    assert d.is_held, "the first one is trained, and the engines are still at version 0"
+    d.on_buffer_counts(num_buffered=0, num_received=4, trainer_version=2)
+    d.on_version(2)
+    assert not d.is_held
+
+
+def test_samples_are_counted_by_the_age_of_their_group():
+    d = make(eta=4, batch=4)
+    admit(d, "a", "b")
+    assert dict(d.num_by_version) == {}, "nothing has started"
+    started = start_all(d)
+    assert dict(d.num_by_version) == {0: 4}
+    d.on_version(2)
+    for sample_id in started[:2]:
+        d.on_finished(sample_id, oldest_version=1)
+    assert dict(d.num_by_version) == {1: 2, 0: 2}, "what ended tells its true age"
+    d.on_failed(started[2])
+    assert dict(d.num_by_version) == {1: 2}
+
+
+def test_starved_means_no_batch_beside_the_one_in_training():
+    d = make(eta=4, batch=2)
+    assert d.is_starved
+    d.on_buffer_counts(num_buffered=2)
+    assert d.is_starved
+    d.on_buffer_counts(num_buffered=4)
+    assert not d.is_starved

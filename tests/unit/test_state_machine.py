@@ -1,6 +1,6 @@
 """Random histories of the scheduling core: dispatcher, store, ledger, selection.
 
-`APRMachine` drives the real `RolloutState` and `select_batch`; the engines, the buffer actor and
+`APRMachine` drives the real `RolloutState` and `Shelf`; the engines, the buffer actor and
 the trainer are small models in which every message may be late: hand-overs, the buffer's reports,
 aborts, acknowledgements and weight syncs cross in any order. Invariants 1, 2, 4 and 5 of the
 architecture are checked after each step, and at the end that a full batch still comes about.
@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.data.selection import select_batch
+from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import RolloutError
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import TokenLedger
 from ray_apr.rollout.state import RolloutState
+from ray_apr.staleness import oldest_trainable
 from ray_apr.types import (
     FinishReason,
     Generation,
@@ -76,6 +77,12 @@ class APRMachine(RuleBasedStateMachine):
         max_inflight=st.sampled_from([1, 3, 100]),
         interrupt=st.sampled_from(["never", "weight_sync", "batch_full"]),
         first_version=st.sampled_from([0, 7]),
+        on_stale=st.sampled_from(["evict", "mask", "wait"]),
+        after_interrupt=st.sampled_from(["resume", "resume", "restart", "discard"]),
+        resume_order=st.sampled_from(["oldest_version", "fifo", "most_tokens"]),
+        tail_round=st.sampled_from([None, 2, 5]),
+        admission=st.sampled_from(["stream", "stream", "batch"]),
+        filters=st.booleans(),
     )
     def begin(
         self,
@@ -86,6 +93,12 @@ class APRMachine(RuleBasedStateMachine):
         max_inflight: int,
         interrupt: str,
         first_version: int,
+        on_stale: str,
+        after_interrupt: str,
+        resume_order: str,
+        tail_round: int | None,
+        admission: str,
+        filters: bool,
     ) -> None:
         self.eta, self.group_size, self.interrupt = eta, group_size, interrupt
         self.batch_size = group_size * groups_per_batch
@@ -93,8 +106,20 @@ class APRMachine(RuleBasedStateMachine):
         self.config = PartialRolloutConfig(
             max_staleness=eta,
             oversampling_factor=1 + oversampling * eta,
-            max_ready_batches=None if oversampling < 0.5 else 1 + oversampling,
+            max_live_batches=None if oversampling < 0.5 else 1 + oversampling,
             interrupt=interrupt,  # type: ignore[arg-type]
+            on_stale=on_stale,  # type: ignore[arg-type]
+            after_interrupt=after_interrupt,  # type: ignore[arg-type]
+            resume_order=resume_order,  # type: ignore[arg-type]
+            tail_round=tail_round,
+            admission=admission,  # type: ignore[arg-type]
+            filter_zero_variance=filters and group_size > 1,
+            max_filter_retries=1,
+        )
+        self.shelf = Shelf(
+            batch_size=self.batch_size,
+            max_staleness=eta,
+            on_stale=on_stale,  # type: ignore[arg-type]
         )
         self.dispatcher = Dispatcher(
             self.config,
@@ -103,7 +128,7 @@ class APRMachine(RuleBasedStateMachine):
             max_inflight=max_inflight,
             policy_version=first_version,
         )
-        self.state = RolloutState(self.dispatcher)
+        self.state = RolloutState(self.dispatcher, self.config)
         self.engine_version = self.trainer_version = first_version
         self.requests: dict[str, Request] = {}
         self.in_retry: set[str] = set()
@@ -125,9 +150,12 @@ class APRMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 4))
     def admit(self, most: int) -> None:
         for _ in range(min(most, self.dispatcher.num_groups_to_start())):
-            prompt = Prompt(prompt_id=f"e0-{self.num_groups}", token_ids=PROMPT_IDS)
-            self.num_groups += 1
+            prompt = self.state.next_retry()
+            if prompt is None:
+                prompt = Prompt(prompt_id=f"e0-{self.num_groups}", token_ids=PROMPT_IDS)
+                self.num_groups += 1
             self.state.admit(prompt, group_size=self.group_size, max_response_tokens=BUDGET)
+            self.admission_keeps_its_bounds()
 
     @rule(most=st.integers(1, 12))
     def start(self, most: int) -> None:
@@ -140,10 +168,12 @@ class APRMachine(RuleBasedStateMachine):
         sample = self.state.start_next()
         if sample is None:
             full = self.num_inflight >= self.max_inflight
-            assert full or not runnable or self.dispatcher.is_held
+            held_back = self.config.tail_round is not None and self.num_inflight
+            assert full or not runnable or self.dispatcher.is_held or held_back
             return False
         interrupted = {i for i in runnable if self.live[i].segments}
-        if interrupted:
+        in_order = self.config.resume_order == "oldest_version" and self.config.tail_round is None
+        if interrupted and in_order:
             oldest = min(self.live[i].segments[0].policy_version for i in interrupted)
             assert sample.segments and sample.segments[0].policy_version == oldest
         assert self.dispatcher.is_resumed(sample.sample_id) == bool(sample.segments)
@@ -162,17 +192,18 @@ class APRMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ended)
     def score(self, pick: int, most: int) -> None:
         for _ in range(min(most, len(self.ended))):
-            self.score_one(pick, pick / 10_000)
+            self.score_one(pick)
 
-    def score_one(self, pick: int, reward: float) -> None:
+    def score_one(self, pick: int) -> None:
         sample = self.ended.pop(choose(self.ended, pick))
-        result = RewardResult(reward=reward)
+        result = RewardResult(reward=float(hash_of(sample.sample_id) % 3 > 0))
         is_live = sample.sample_id in self.state
         if is_live:
             self.rewarded.add(sample.sample_id)
         group = self.state.on_reward(sample.sample_id, result)
         if group is None:
             return
+        assert not self.config.filter_zero_variance or len({s.reward for s in group}) > 1
         assert is_live and len(group) == self.group_size
         meta = GroupMeta(
             group_id=sample.group_id, sequence=0, samples=tuple(SampleMeta.of(s) for s in group)
@@ -271,6 +302,7 @@ class APRMachine(RuleBasedStateMachine):
         updated = self.state.on_generation(sample.sample_id, generation)
         if updated is not None and updated.finish_reason is not None:
             self.ended[updated.sample_id] = updated
+        self.abort(self.state.take_surplus())
 
     def abort(self, sample_ids: tuple[str, ...]) -> None:
         for sample_id in sample_ids:
@@ -294,6 +326,7 @@ class APRMachine(RuleBasedStateMachine):
         self.num_received += len(arrival.samples)
         self.buffer_ledger.take_over(arrival.num_tokens)
         self.buffer[meta.group_id] = arrival
+        self.shelf.add(arrival.meta)
         self.select()
 
     @rule()
@@ -316,14 +349,11 @@ class APRMachine(RuleBasedStateMachine):
     def select(self) -> None:
         if self.phase != "granted":
             return
-        selection = select_batch(
-            [a.meta for a in self.buffer.values()],
-            policy_version=self.trainer_version,
-            max_staleness=self.eta,
-            batch_size=self.batch_size,
-        )
+        selection = self.shelf.select(self.trainer_version, self.dispatcher.num_by_version)
         for meta in selection.evicted:
-            assert self.trainer_version - meta.oldest_version > self.eta
+            masks = self.config.on_stale == "mask"
+            judged = meta.newest_version if masks else meta.oldest_version
+            assert self.trainer_version - judged > self.eta
             self.buffer_ledger.discard(
                 self.buffer.pop(meta.group_id).num_tokens, "buffered", "stale"
             )
@@ -335,10 +365,13 @@ class APRMachine(RuleBasedStateMachine):
     def check_batch(self) -> None:
         """Invariants 2, 4 and 5, on what trains."""
         samples = [s for a in self.training for s in a.samples]
+        for arrival in self.training:
+            assert self.trainer_version - arrival.meta.newest_version <= self.eta
         assert len(samples) == self.batch_size
         assert len({s.group_id for s in samples}) * self.group_size == self.batch_size
         for sample in samples:
-            assert self.trainer_version - min(sample.token_versions) <= self.eta
+            if self.config.on_stale != "mask":
+                assert self.trainer_version - min(sample.token_versions) <= self.eta
             assert sample.sample_id in self.rewarded
             assert sample.sample_id not in self.trained
             assert sample.prompt.token_ids == PROMPT_IDS
@@ -359,8 +392,11 @@ class APRMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.phase in ("training", "synced"))
     def acknowledge(self) -> None:
+        oldest = oldest_trainable(self.trainer_version, self.eta)
         for arrival in self.training:
-            self.buffer_ledger.move(arrival.num_tokens, "buffered", "trained")
+            trained = sum(s.trainable_tokens(oldest) for s in arrival.meta.samples)
+            self.buffer_ledger.move(trained, "buffered", "trained")
+            self.buffer_ledger.discard(arrival.num_tokens - trained, "buffered", "masked")
         self.trainer_version += 1
         self.end_step("acked")
 
@@ -427,12 +463,24 @@ class APRMachine(RuleBasedStateMachine):
         in_buffer = [*self.buffer.values(), *training]
         assert buffer.buffered == sum(a.num_tokens for a in in_buffer)
 
+    def admission_keeps_its_bounds(self) -> None:
+        """What was just admitted can still be trained in time, with all that is alive."""
+        live, generating = len(self.live) + self.num_untrained, self.dispatcher.counts().unfinished
+        if self.config.restarts:
+            live -= generating
+        if self.config.on_stale == "mask":
+            oldest = oldest_trainable(self.dispatcher.policy_version, self.eta)
+            ages = self.dispatcher.num_by_version
+            live -= sum(n for version, n in ages.items() if version < oldest)
+        assert live <= (self.eta + 1) * self.batch_size + self.config.restarts * self.batch_size
+
     @invariant()
     def admission_is_bounded(self) -> None:
         counts = self.dispatcher.counts()
         live = len(self.live) + self.num_untrained
         assert counts.buffered >= self.num_untrained
-        assert live <= (self.eta + 1) * self.batch_size
+        if self.config.on_stale != "mask" and not self.config.restarts:
+            assert live <= (self.eta + 1) * self.batch_size
         assert counts.unfinished <= math.ceil(self.config.oversampling_factor * self.batch_size)
         assert counts.inflight == self.num_inflight <= self.max_inflight
 
@@ -452,6 +500,10 @@ class APRMachine(RuleBasedStateMachine):
                 assert sample.segments
             assert sample.num_tokens <= BUDGET
         assert set(groups.values()) <= {self.group_size}
+        ages = self.dispatcher.num_by_version
+        assert all(n > 0 for n in ages.values()) and sum(ages.values()) <= len(live)
+        for version in {s.oldest_version for s in live.values()} - {None}:
+            assert min(ages) <= version
 
     def teardown(self) -> None:
         """Liveness: from any state, when all that runs finishes, a full batch comes about."""
@@ -544,6 +596,12 @@ def test_long_histories(eta, interrupt):
             max_inflight=rng.choice([1, 3, 100]),
             interrupt=interrupt,
             first_version=rng.choice([0, 7]),
+            on_stale=rng.choice(["evict", "mask", "wait"]),
+            after_interrupt=rng.choice(["resume", "resume", "restart", "discard"]),
+            resume_order=rng.choice(["oldest_version", "fifo", "most_tokens"]),
+            tail_round=rng.choice([None, 2, 5]),
+            admission=rng.choice(["stream", "stream", "batch"]),
+            filters=rng.random() < 0.5,
         )
         for _ in range(250):
             random_event(machine, rng)

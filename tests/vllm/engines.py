@@ -29,6 +29,7 @@ def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: An
         replica_id="engine-0",
         engine_kwargs=engine_arguments(config, 512, on_cuda=False),
         keep_kv_cache=keep_kv_cache,
+        reports_load=True,
     )
 
 

@@ -42,11 +42,14 @@ def parts(request, tmp_path_factory):
             runner.run(context.__aexit__(None, None, None))
 
 
-async def generate(engine, *, name=None, ids=PROMPT, sampling=GREEDY, max_tokens=64):
+async def generate(engine, *, name=None, ids=PROMPT, sampling=GREEDY, max_tokens=64, session=""):
     return await engine.generate(
-        request_id=name or f"r{next(numbers)}", token_ids=ids, sampling=sampling,
+        request_id=name or f"r{next(numbers)}",
+        token_ids=ids,
+        sampling=sampling,
         max_tokens=max_tokens,
-    )  # fmt: skip
+        session_id=session,
+    )
 
 
 def start(engine, **kwargs):
@@ -306,6 +309,74 @@ def test_new_requests_never_use_the_prefix_cache_of_older_weights(parts, monkeyp
         assert largest_gap(logprobs_of(generation), expected) < 1e-4
 
     run(body())
+
+
+def test_kv_entries_that_are_kept_serve_their_own_session_alone(parts, monkeypatch):
+    run, engine, trainer = parts
+    monkeypatch.setattr(engine, "_keep_kv_cache", True)
+
+    async def body():
+        await trainer.join(engine)
+        first = start(engine, session="mine", ids=(*PROMPT,) * 20, max_tokens=300)
+        await until_busy(engine)
+        while not first.done() and engine.status(drain=False).kv_usage == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.1)
+        trainer.change()
+        await trainer.sync(engine, engine.status().policy_version + 1)
+        partial = await first
+        ids = (*(*PROMPT,) * 20, *ids_of(partial))
+        resumed = await generate(engine, session="mine", ids=ids, max_tokens=8)
+        fresh = await generate(engine, session="other", ids=ids, max_tokens=8)
+        return ids, partial, resumed, fresh
+
+    ids, partial, resumed, fresh = run(body())
+    assert partial.finish_reason is FinishReason.ABORT
+    new = hf_logprobs(trainer.model, ids, ids_of(fresh))
+    assert largest_gap(logprobs_of(fresh), new) < 1e-4, "nothing of the old weights"
+    mixed = hf_logprobs(trainer.model, ids, ids_of(resumed))
+    assert largest_gap(logprobs_of(resumed), mixed) > 1e-3, "its own KV entries were used again"
+    assert set(versions_of(resumed)) == {engine.status().policy_version}
+
+
+def test_a_pause_that_waits_lets_requests_end_first(parts):
+    run, engine, _ = parts
+
+    async def body():
+        running = [start(engine, max_tokens=100) for _ in range(4)]
+        await until_busy(engine, 4)
+        await engine.pause("wait")
+        try:
+            late = start(engine, max_tokens=4)
+            await asyncio.sleep(0.05)
+            assert all(task.done() for task in running) and not late.done()
+        finally:
+            await engine.resume()
+        return [await task for task in running], await late
+
+    ended, late = run(body())
+    assert {g.finish_reason for g in ended} == {FinishReason.LENGTH}
+    assert {g.num_tokens for g in ended} == {100}
+    assert late.num_tokens == 4
+
+
+def test_status_tells_the_queue_and_the_kv_use(parts):
+    run, engine, _ = parts
+
+    async def body():
+        before = engine.status()
+        calls = [start(engine, max_tokens=60) for _ in range(100)]
+        seen = []
+        while not all(call.done() for call in calls):
+            seen.append(engine.status(drain=False))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*calls)
+        return before, seen, engine.status()
+
+    before, seen, after = run(body())
+    assert max(s.num_queued for s in seen) > 0, "64 of 100 run at once"
+    assert 0 < max(s.kv_usage for s in seen) <= 1
+    assert after.num_ended == before.num_ended + 100
 
 
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])

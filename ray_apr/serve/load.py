@@ -1,0 +1,49 @@
+"""How loaded a vLLM engine is, as its own scheduler reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class EngineLoad:
+    """The newest figures of one engine's scheduler.
+
+    Attributes:
+        num_queued: Requests that wait for a place or for KV entries.
+        kv_usage: Share of the KV cache in use.
+        num_preempted: Requests that lost their KV entries to others, since the start.
+    """
+
+    def __init__(self) -> None:
+        self.num_queued = 0
+        self.kv_usage = 0.0
+        self.num_preempted = 0
+
+    def make_logger(self) -> Callable[..., Any]:
+        """What ``AsyncLLM`` takes as a stat logger: it writes into this object at every step."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        load = self
+
+        class LoadLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped here
+            """Keeps the newest figures, and logs nothing."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                del vllm_config, engine_index
+
+            def record(
+                self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any
+            ) -> None:
+                """Take the figures of one step; either may be missing."""
+                del args, kwargs  # they differ between versions of vLLM
+                if scheduler_stats is not None:
+                    load.num_queued = scheduler_stats.num_waiting_reqs
+                    load.kv_usage = scheduler_stats.kv_cache_usage
+                if iteration_stats is not None:
+                    load.num_preempted += iteration_stats.num_preempted_reqs
+
+            def log_engine_initialized(self) -> None:
+                """Say nothing."""
+
+        return LoadLogger
