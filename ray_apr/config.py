@@ -70,6 +70,10 @@ class RolloutConfig:
     """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``."""
     prompt_column: str = "prompt"
     """Column of the dataset: text, chat messages, or token ids."""
+    replay_column: str | None = None
+    """Column with a list of response lengths, in tokens, of which sample i takes number i: each
+    response gets exactly so long, whatever the model says. It replays a trace; None lets the model
+    decide."""
     http_host: str = "127.0.0.1"
     http_port: int | None = None
     """Port of the HTTP ingress; None opens none."""
@@ -108,7 +112,7 @@ class RolloutConfig:
         one_of(s, self, {"device": Device, "dtype": DType})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         of_type(s, self, str, "a text", "prompt_column", "http_host")
-        of_type(s, self, str | None, "a text or None", "control_token")
+        of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
         of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         require(
@@ -137,6 +141,7 @@ class RolloutConfig:
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.replay_column is not None,
         )
 
 

@@ -88,7 +88,7 @@ class APRTrainer:
         max_model_len = _check_context(rollout, context)
         _check_scaling(scaling, rollout, train)
         _check_port(rollout)
-        check_dataset(prompts, rollout.prompt_column)
+        check_dataset(prompts, rollout.prompt_column, rollout.replay_column)
         self._prompts = prompts
         self._plan = RunPlan(
             model=model,

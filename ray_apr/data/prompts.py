@@ -61,8 +61,8 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
-def check_dataset(dataset: ray.data.Dataset, column: str) -> None:
-    """Check that the dataset has rows and the prompt column.
+def check_dataset(dataset: ray.data.Dataset, column: str, replay_column: str | None = None) -> None:
+    """Check that the dataset has rows, the prompt column, and that of a trace if one is replayed.
 
     Raises:
         ConfigError: If it has not.
@@ -77,6 +77,12 @@ def check_dataset(dataset: ray.data.Dataset, column: str) -> None:
             "rollout.prompt_column",
             column,
             f"the dataset has no such column, only {', '.join(names)}; name the one of the prompts",
+        )
+    if replay_column is not None and replay_column not in names:
+        raise ConfigError(
+            "rollout.replay_column",
+            replay_column,
+            f"the dataset has no such column, only {', '.join(names)}; name that of the lengths",
         )
 
 

@@ -58,15 +58,26 @@ class RolloutState:
         """A prompt whose group was dropped and that is to be tried again; None if there is none."""
         return self._retries.popleft() if self._retries else None
 
-    def admit(self, prompt: Prompt, *, group_size: int, max_response_tokens: int) -> None:
-        """Take a new group in; its samples wait to be started."""
+    def admit(
+        self, prompt: Prompt, *, group_size: int, max_response_tokens: int | Sequence[int]
+    ) -> None:
+        """Take a new group in; its samples wait to be started.
+
+        Args:
+            prompt: What they answer.
+            group_size: How many they are.
+            max_response_tokens: The budget of each, or a list of budgets that is cycled.
+        """
         group_id = prompt.prompt_id
+        budgets = (
+            (max_response_tokens,) if isinstance(max_response_tokens, int) else max_response_tokens
+        )
         samples = [
             Sample(
                 sample_id=f"{group_id}-{i}",
                 group_id=group_id,
                 prompt=prompt,
-                max_response_tokens=max_response_tokens,
+                max_response_tokens=budgets[i % len(budgets)],
             )
             for i in range(group_size)
         ]

@@ -30,7 +30,7 @@ from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState
-from ray_apr.types import Sample, SampleMeta, ServerStatus
+from ray_apr.types import Prompt, Sample, SampleMeta, ServerStatus
 from ray_apr.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -189,11 +189,7 @@ class RolloutWorker:
             self._wake.clear()
             await self._abort(self._state.evict_stale())
             for _ in range(self._dispatcher.num_groups_to_start()):
-                self._state.admit(
-                    self._state.next_retry() or self._prompts.next(),
-                    group_size=self._config.group_size,
-                    max_response_tokens=self._config.max_response_tokens,
-                )
+                self._admit(self._state.next_retry() or self._prompts.next())
             while (sample := self._state.start_next()) is not None:
                 tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
             await self._abort((*self._dispatcher.to_interrupt(), *self._state.take_surplus()))
@@ -206,6 +202,14 @@ class RolloutWorker:
         self._generated.set()  # nothing may wait for it any more
         if self._fatal is not None:
             await self._buffer.fail.remote(self._fatal)
+
+    def _admit(self, prompt: Prompt) -> None:
+        """Take a new group in, with the lengths of the trace if one is replayed."""
+        config = self._config
+        budget: int | list[int] = config.max_response_tokens
+        if config.replay_column is not None:
+            budget = [min(budget, int(length)) for length in prompt.row[config.replay_column]]
+        self._state.admit(prompt, group_size=config.group_size, max_response_tokens=budget)
 
     async def _follow_buffer(self) -> None:
         """Tell the dispatcher how full the buffer is.
