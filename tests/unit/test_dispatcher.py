@@ -92,6 +92,7 @@ def test_finished_samples_make_room_for_supplementation_but_still_count_for_the_
 
 @pytest.mark.parametrize("version", [0, 7, 1007])
 def test_restored_version_does_not_open_the_gate(version):
+    """AReaL#1388: counters began at 0 after a recovery, and the version did not."""
     d = make(eta=2, batch=4, version=version)
     assert d.num_groups_to_start() == 6
     d.on_buffer_counts(num_buffered=8, num_received=0, trainer_version=version)
@@ -101,6 +102,7 @@ def test_restored_version_does_not_open_the_gate(version):
 @pytest.mark.parametrize("version", [0, 7])
 @pytest.mark.parametrize("ack_first", [True, False])
 def test_on_policy_starts_exactly_one_batch_for_each_version(version, ack_first):
+    """trl#5650: a bound of 0 scheduled nothing at all."""
     d = make(eta=0, batch=4, version=version)
     received = 0
     for step in range(3):

@@ -151,6 +151,7 @@ async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():
 
 
 async def test_a_sync_interrupts_what_runs_and_it_resumes_with_its_tokens_and_budget():
+    """verl#7611: a sync cancelled the rollout worker itself."""
     engine = ScriptedEngine(default_length=6)
     async with running(engine, max_staleness=2, oversampling_factor=1.0) as run:
         await until(lambda: len(engine.running) == 4)

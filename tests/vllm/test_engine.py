@@ -104,6 +104,7 @@ def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
 
 
 def test_aborts_at_any_moment(parts):
+    """prime-rl#2841: an abort at the wrong moment killed the engine."""
     run, engine, _ = parts
 
     async def body():
@@ -154,6 +155,7 @@ def test_a_cancelled_call_frees_the_engine(parts):
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_request_sent_while_paused_runs_after_resume(parts, mode):
+    """vllm#33926: it slipped in; verl#7511: it never ran."""
     run, engine, _ = parts
 
     async def body():
@@ -249,6 +251,7 @@ def test_after_each_sync_log_probs_equal_the_trainer_s(parts):
 
 
 def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(parts):
+    """verl#7990: a sync with many requests under way never ended."""
     run, engine, trainer = parts
 
     async def body():
@@ -275,6 +278,7 @@ def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(par
 
 
 def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(parts):
+    """AReaL#1569: tokens got a version that had never served them."""
     run, engine, trainer = parts
 
     async def body():
@@ -340,6 +344,7 @@ def test_kv_entries_that_are_kept_serve_their_own_session_alone(parts, monkeypat
 
 
 def test_a_pause_that_waits_lets_requests_end_first(parts):
+    """vime#294: draining behind a closed gate hung."""
     run, engine, _ = parts
 
     async def body():
@@ -381,6 +386,7 @@ def test_status_tells_the_queue_and_the_kv_use(parts):
 
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
 def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, num_arrived):
+    """AReaL#1160, OpenRLHF#1262, trl#5892: an error left engines paused for good."""
     run, engine, trainer = parts
 
     async def body():

@@ -130,6 +130,7 @@ def test_control_verbs_reach_every_replica(servers):
 
 
 def test_abort_by_id_ends_these_and_no_others(servers):
+    """miles#2589: one label aborted everything in flight."""
     run, client, config = servers
 
     async def body():
