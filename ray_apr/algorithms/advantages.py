@@ -9,8 +9,9 @@ import torch
 
 from ray_apr.exceptions import ConfigError
 
-ESTIMATORS = ("grpo", "dr_grpo")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 _STD_EPS = 1e-6
+_VARIANCE_EPS = 1e-8
 
 
 def group_advantages(
@@ -23,8 +24,10 @@ def group_advantages(
         groups: [B], samples of one prompt share a whole number.
         mask: [B, T], 1 where a response token is trained.
         estimator: ``"grpo"``: (R - mean) / (std + 1e-6) with the sample standard deviation
-            (2402.03300, eq. 4.1.2); ``"dr_grpo"``: R - mean (2503.20783). A group of one has mean 0
-            and standard deviation 1.
+            (2402.03300, eq. 4.1.2); ``"dr_grpo"``: R - mean (2503.20783); ``"rloo"``: R - mean of
+            the others (2402.14740, eq. 8); ``"reinforce_plus_plus_baseline"``: R - mean, whitened
+            over the trained tokens of the batch (2501.03262, eq. 9), which must then be whole. A
+            group of one has mean 0 and standard deviation 1.
 
     Returns:
         [B, T], the sample's advantage on its trained tokens and 0 elsewhere, in the dtype of
@@ -53,4 +56,18 @@ def group_advantages(
         square_G = torch.zeros_like(size_G).index_add(0, ids_B, advantages_B.square())
         std_G = (square_G / (size_G - 1).clamp(min=1)).sqrt().masked_fill(alone_G, 1.0)
         advantages_B = advantages_B / (std_G[ids_B] + _STD_EPS)
-    return advantages_B.unsqueeze(1) * mask.to(rewards.dtype)
+    elif estimator == "rloo":
+        others_G = size_G / (size_G - 1).clamp(min=1)
+        advantages_B = advantages_B * others_G[ids_B]
+    mask_BT = mask.to(rewards.dtype)
+    if estimator == "reinforce_plus_plus_baseline":
+        advantages_B = _whitened(advantages_B, mask_BT.sum(dim=1))
+    return advantages_B.unsqueeze(1) * mask_BT
+
+
+def _whitened(values_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
+    """Values with mean 0 and sample variance 1, where value i counts `weights_B[i]` times."""
+    count = weights_B.sum()
+    centred_B = values_B - (values_B * weights_B).sum() / count.clamp(min=1)
+    variance = (centred_B.square() * weights_B).sum() / (count - 1).clamp(min=1)
+    return centred_B * (variance + _VARIANCE_EPS).rsqrt()

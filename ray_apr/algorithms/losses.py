@@ -10,7 +10,7 @@ import torch
 
 from ray_apr.exceptions import ConfigError
 
-LOSSES = ("ppo",)
+LOSSES = ("ppo", "gspo", "cispo")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 KL_KINDS = ("k1", "k2", "k3")
 _LENGTH_EPS = 1e-8
@@ -33,20 +33,27 @@ def policy_loss(
 ) -> torch.Tensor:
     """Clipped policy-gradient loss.
 
-    With ``loss="ppo"`` and r = exp(logprobs - proximal_logprobs), a token costs
-    ``w * max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)`` (decoupled PPO, 2110.00641 and
-    2505.24298 eq. 5, with w the importance weight; plain PPO without it).
+    With r = exp(logprobs - proximal_logprobs), w the importance weight and
+    c(r) = clip(r, 1 - clip_low, 1 + clip_high), a token costs
+
+    * ``"ppo"``: w max(-r A, -c(r) A): decoupled PPO (2110.00641; 2505.24298, eq. 5), and plain PPO
+      without the weight;
+    * ``"gspo"``: the same with s = exp(mean of log r over the response) in the place of r, whose
+      gradient reaches each token through its own log-prob (2507.18071, eq. 14);
+    * ``"cispo"``: -w sg(c(r)) A logprobs, where sg stops the gradient: clipped tokens still learn
+      (2506.13585, eq. 4).
 
     Args:
         logprobs: [B, T], under the policy that is optimised; gradients flow here.
         proximal_logprobs: [B, T], under the policy at the start of the update.
         advantages: [B, T].
         mask: [B, T], 1 where a token is trained.
-        loss: ``"ppo"``.
+        loss: ``"ppo"``, ``"gspo"`` or ``"cispo"``.
         aggregation: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``.
         clip_low: r is clipped below at 1 - clip_low.
         clip_high: r is clipped above at 1 + clip_high.
-        dual_clip: Bound c > 1 of -A * c on the cost of a token with a negative advantage.
+        dual_clip: Bound c > 1 of -A * c on the cost of a token with a negative advantage; it has
+            no meaning for ``"cispo"``, which takes no gradient through the ratio.
         importance_weights: [B, T], detached factors of the tokens' costs.
         normalizer: Denominator over the whole batch (see `loss_normalizer`) when these rows are a
             part of it; None counts the rows that are here.
@@ -59,10 +66,16 @@ def policy_loss(
     """
     if loss not in LOSSES:
         raise ConfigError("algorithm.loss", loss, f"must be one of {', '.join(LOSSES)}")
-    ratio = _ratio(logprobs, proximal_logprobs, mask)
+    if loss == "gspo":
+        ratio = _sequence_ratio(logprobs, proximal_logprobs, mask)
+    else:
+        ratio = _ratio(logprobs, proximal_logprobs, mask)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    costs = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if dual_clip is not None:
+    if loss == "cispo":
+        costs = -clipped.detach() * advantages * logprobs
+    else:
+        costs = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None and loss != "cispo":
         bounded = torch.minimum(costs, -advantages * dual_clip)
         costs = torch.where(advantages < 0, bounded, costs)
     if importance_weights is not None:
@@ -160,3 +173,14 @@ def _ratio(
     """exp(logprobs - proximal), finite, and 1 where the mask is 0 (whatever the padding holds)."""
     log_ratio = (logprobs - proximal_logprobs).masked_fill(mask == 0, 0.0)
     return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+
+
+def _sequence_ratio(
+    logprobs: torch.Tensor, proximal_logprobs: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """exp(mean log ratio of a response) [B, T], with the gradient of each token's log-prob."""
+    log_ratio = (logprobs - proximal_logprobs).masked_fill(mask == 0, 0.0)
+    lengths_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean_B1 = (log_ratio.sum(dim=1, keepdim=True) / lengths_B1).detach()
+    own = (logprobs - logprobs.detach()).masked_fill(mask == 0, 0.0)
+    return (own + mean_B1).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()

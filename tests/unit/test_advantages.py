@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from ray_apr.algorithms import group_advantages
+from ray_apr.algorithms.advantages import ESTIMATORS
 from ray_apr.exceptions import ConfigError
 from tests.loss_oracle import CASES, tensor
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equals_independent_implementation(case, estimator):
     advantages = group_advantages(
         tensor(case["reward"]), torch.tensor(case["group"]), tensor(case["mask"]), estimator
@@ -39,4 +40,4 @@ def test_groups_need_not_be_neighbours_nor_numbered_from_zero():
 
 def test_unknown_estimator_names_the_known_ones():
     with pytest.raises(ConfigError, match="grpo, dr_grpo"):
-        group_advantages(tensor([1.0]), torch.tensor([0]), torch.ones(1, 1), "rloo")
+        group_advantages(tensor([1.0]), torch.tensor([0]), torch.ones(1, 1), "gae")
