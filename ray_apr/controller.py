@@ -161,6 +161,7 @@ class _Parts:
             SampleBuffer,
             batch_size=plan.train.batch_size,
             max_staleness=plan.partial_rollout.max_staleness,
+            on_stale=plan.partial_rollout.on_stale,
             num_ranks=plan.scaling.num_workers,
             micro_batch_tokens=plan.train.micro_batch_tokens,
             config=plan.buffer,
@@ -312,6 +313,8 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
     discarded = {**ledger.discarded}
     if stats.evicted_tokens:
         discarded["stale"] = discarded.get("stale", 0) + stats.evicted_tokens
+    if stats.masked_tokens:
+        discarded["masked"] = stats.masked_tokens
     # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
     buffered = ledger.pending + stats.buffered_tokens
     placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())

@@ -53,6 +53,10 @@ class RankBatch:
     """[B] 0..G-1"""
     all_response_lens: Sequence[int]
     """[B]"""
+    loss_mask: Sequence[int]
+    """[sum of response_lens] 1 where a response token may enter the loss."""
+    all_loss_lens: Sequence[int]
+    """[B] response tokens that may enter the loss."""
 
     def __post_init__(self) -> None:
         num_samples = len(self.sample_index)
@@ -66,6 +70,8 @@ class RankBatch:
             "token_versions": (len(self.token_versions), num_response),
             "groups": (len(self.groups), len(self.rewards)),
             "all_response_lens": (len(self.all_response_lens), len(self.rewards)),
+            "loss_mask": (len(self.loss_mask), num_response),
+            "all_loss_lens": (len(self.all_loss_lens), len(self.rewards)),
         }
         for name, (got, expected) in sizes.items():
             if got != expected:
@@ -101,6 +107,8 @@ class BatchPlan:
     step: int
     policy_version: int
     """Version of the trainer at the start of the step."""
+    oldest_version: int
+    """Version of the oldest token that may enter the loss."""
     groups: tuple[GroupMeta, ...]
     """[G]"""
     micro_batches: tuple[MicroBatches, ...]
@@ -154,7 +162,14 @@ class BatchPlan:
             rewards=[m.reward for m in metas],
             groups=list(numbers),
             all_response_lens=[m.num_tokens for m in metas],
+            loss_mask=[m for s in samples for m in loss_mask(s, self.oldest_version)],
+            all_loss_lens=[m.trainable_tokens(self.oldest_version) for m in metas],
         )
+
+
+def loss_mask(sample: Sample, oldest_version: int) -> list[int]:
+    """1 for each response token of `oldest_version` or newer, 0 for the others."""
+    return [int(version >= oldest_version) for version in sample.token_versions]
 
 
 def plan_batch(
@@ -162,6 +177,7 @@ def plan_batch(
     *,
     step: int,
     policy_version: int,
+    oldest_version: int,
     num_ranks: int,
     micro_batch_tokens: int,
 ) -> BatchPlan:
@@ -171,6 +187,7 @@ def plan_batch(
         groups: The chosen groups, in the order of the batch.
         step: Optimizer step, from 0.
         policy_version: Version of the trainer at the start of the step.
+        oldest_version: Version of the oldest token that may enter the loss.
         num_ranks: Train workers.
         micro_batch_tokens: Most padded tokens of a micro-batch.
 
@@ -186,6 +203,7 @@ def plan_batch(
     return BatchPlan(
         step=step,
         policy_version=policy_version,
+        oldest_version=oldest_version,
         groups=tuple(groups),
         micro_batches=micro_batches,
     )
@@ -198,6 +216,7 @@ def build_rank_batches(
     policy_version: int,
     num_ranks: int,
     micro_batch_tokens: int,
+    oldest_version: int = 0,
 ) -> list[RankBatch]:
     """Make the rows of all ranks from scored samples; siblings need not be neighbours.
 
@@ -217,6 +236,7 @@ def build_rank_batches(
         ],
         step=step,
         policy_version=policy_version,
+        oldest_version=oldest_version,
         num_ranks=num_ranks,
         micro_batch_tokens=micro_batch_tokens,
     )

@@ -13,16 +13,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.config import BufferConfig
+from ray_apr.config import BufferConfig, OnStale
 from ray_apr.data.batch import BatchPlan, plan_batch
-from ray_apr.data.selection import select_batch
+from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import APRError, RolloutError, StarvedError
 from ray_apr.metrics import Metrics
-from ray_apr.staleness import next_version, staleness
+from ray_apr.staleness import next_version, oldest_trainable, staleness
 from ray_apr.types import GroupMeta, SampleMeta
 
 
@@ -56,6 +56,9 @@ class BufferStats:
     buffered_tokens: int
     trained_samples: int
     trained_tokens: int
+    """Tokens that entered the loss."""
+    masked_tokens: int
+    """Tokens of trained samples that were too old to enter the loss."""
     evicted_samples: int
     evicted_tokens: int
     read_ahead_max: int
@@ -78,7 +81,8 @@ class SampleBuffer:
 
     Args:
         batch_size: Samples of one optimizer step.
-        max_staleness: Largest staleness that is handed out.
+        max_staleness: Oldest token that is trained, in optimizer steps.
+        on_stale: What becomes of groups whose oldest token is beyond that.
         num_ranks: Train workers.
         micro_batch_tokens: Token budget of one forward pass.
         config: Time limits.
@@ -90,6 +94,7 @@ class SampleBuffer:
         *,
         batch_size: int,
         max_staleness: int,
+        on_stale: OnStale = "evict",
         num_ranks: int,
         micro_batch_tokens: int,
         config: BufferConfig,
@@ -98,11 +103,14 @@ class SampleBuffer:
         self._recorder = recorder
         self._batch_size = batch_size
         self._max_staleness = max_staleness
+        self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
+        self._unfinished: Mapping[int, int] = {}
         self._num_ranks = num_ranks
         self._micro_batch_tokens = micro_batch_tokens
         self._config = config
         self._changed = asyncio.Condition()
-        self._groups: dict[str, tuple[GroupMeta, Any]] = {}
+        self._refs: dict[str, Any] = {}
+        """Payload of each group on the shelf."""
         self._sequence = 0
         self._grant: _Grant | None = None
         self._failure: APRError | None = None
@@ -114,6 +122,7 @@ class SampleBuffer:
         self._diagnosed_at: float | None = None
         self._rollout_started_at = 0.0
         self._trained = _Tally()
+        self._masked_tokens = 0
         self._evicted = _Tally()
         self._handed_out: dict[str, int] = {}
         self._read_ahead_max = 0
@@ -130,11 +139,21 @@ class SampleBuffer:
             group_id=samples[0].group_id, sequence=self._sequence, samples=tuple(samples)
         )
         async with self._changed:
-            if group.group_id in self._groups:
+            if group.group_id in self._refs:
                 raise RolloutError(f"group {group.group_id} is already in the buffer")
             self._sequence += 1
             self._num_received += len(group.samples)
-            self._groups[group.group_id] = (group, refs[0])
+            self._put_on_shelf(group, refs[0])
+            self._choose()
+
+    async def report_unfinished(self, by_version: Mapping[int, int]) -> None:
+        """Tell which samples still generate or wait for a reward, for ``on_stale="wait"``.
+
+        Args:
+            by_version: Their number by the version of their group's oldest token.
+        """
+        async with self._changed:
+            self._unfinished = by_version
             self._choose()
 
     async def grant(self, step: int, policy_version: int) -> None:
@@ -194,14 +213,15 @@ class SampleBuffer:
             if grant is None or grant.ticket is None or grant.step != step:
                 raise APRError(f"step {step} was trained, but its batch was not handed out")
             for group in grant.groups:
-                self._trained.add(group)
+                self._count_trained(group, grant.policy_version)
                 self._handed_out.pop(group.group_id, None)
             self._trainer_version = next_version(grant.policy_version)
             self._grant = None
             if next_policy_version is not None:
                 self._grant = _Grant(step + 1, next_policy_version, time.monotonic())
             self._choose()
-        await self._recorder.record_many.remote("sample", _sample_rows(grant))
+        oldest = oldest_trainable(grant.policy_version, self._max_staleness)
+        await self._recorder.record_many.remote("sample", _sample_rows(grant, oldest))
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""
@@ -252,7 +272,8 @@ class SampleBuffer:
             buffered_samples=self._num_buffered(),
             buffered_tokens=sum(g.num_tokens for g in self._untrained()),
             trained_samples=self._trained.samples,
-            trained_tokens=self._trained.tokens,
+            trained_tokens=self._trained.tokens - self._masked_tokens,
+            masked_tokens=self._masked_tokens,
             evicted_samples=self._evicted.samples,
             evicted_tokens=self._evicted.tokens,
             read_ahead_max=self._read_ahead_max,
@@ -261,7 +282,7 @@ class SampleBuffer:
     def _untrained(self) -> list[GroupMeta]:
         """Groups that wait, and those of the step in training."""
         granted = self._grant.groups if self._grant is not None else ()
-        return [*granted, *(group for group, _ in self._groups.values())]
+        return [*granted, *self._shelf]
 
     def _num_buffered(self) -> int:
         return sum(len(group.samples) for group in self._untrained())
@@ -270,29 +291,24 @@ class SampleBuffer:
         """Evict what is too old and choose the granted batch if it is complete."""
         grant = self._grant
         if grant is not None and grant.ticket is None:
-            selection = select_batch(
-                [group for group, _ in self._groups.values()],
-                policy_version=grant.policy_version,
-                max_staleness=self._max_staleness,
-                batch_size=self._batch_size,
-            )
+            selection = self._shelf.select(grant.policy_version, self._unfinished)
             for group in selection.evicted:
-                del self._groups[group.group_id]
+                del self._refs[group.group_id]
                 self._evicted.add(group)
                 self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
             if selection.chosen:
-                grant.groups = selection.chosen
+                # an order that does not depend on which reward came first
+                grant.groups = tuple(sorted(selection.chosen, key=lambda g: g.group_id))
                 grant.ticket = self._ticket(grant)
         self._touch()
 
     def _ticket(self, grant: _Grant) -> BatchTicket:
-        refs = tuple(self._groups[g.group_id][1] for g in grant.groups)
-        for group in grant.groups:
-            del self._groups[group.group_id]
+        refs = tuple(self._refs.pop(group.group_id) for group in grant.groups)
         plan = plan_batch(
             grant.groups,
             step=grant.step,
             policy_version=grant.policy_version,
+            oldest_version=oldest_trainable(grant.policy_version, self._max_staleness),
             num_ranks=self._num_ranks,
             micro_batch_tokens=self._micro_batch_tokens,
         )
@@ -303,9 +319,19 @@ class SampleBuffer:
         grant = self._grant
         if grant is not None and grant.ticket is not None:
             for group, ref in zip(grant.groups, grant.ticket.refs, strict=True):
-                self._groups[group.group_id] = (group, ref)
+                self._put_on_shelf(group, ref)
                 self._handed_out.pop(group.group_id, None)
         self._grant = None
+
+    def _put_on_shelf(self, group: GroupMeta, ref: Any) -> None:
+        self._shelf.add(group)
+        self._refs[group.group_id] = ref
+
+    def _count_trained(self, group: GroupMeta, policy_version: int) -> None:
+        self._trained.add(group)
+        oldest = oldest_trainable(policy_version, self._max_staleness)
+        trained = sum(sample.trainable_tokens(oldest) for sample in group.samples)
+        self._masked_tokens += group.num_tokens - trained
 
     def _count_read_ahead(self, grant: _Grant) -> None:
         self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
@@ -319,18 +345,15 @@ class SampleBuffer:
         now = time.monotonic()
         waited = now - max(grant.granted_at, self._rollout_started_at)
         if waited >= self._config.wait_timeout_s:
-            there = sum(len(g.samples) for g, _ in self._groups.values())
             raise StarvedError(
                 f"trainer starved: step {grant.step} waited {waited:.0f} s for a batch, "
-                f"{there} of {self._batch_size} samples are there; rollout side "
+                f"{self._shelf.num_samples} of {self._batch_size} samples are there; rollout side "
                 f"{now - self._diagnosed_at:.0f} s ago: {self._diagnosis}"
             )
 
     def _touch(self) -> None:
         self._cursor += 1
-        self._metrics.set(
-            "apr_buffer_samples", sum(len(g.samples) for g, _ in self._groups.values())
-        )
+        self._metrics.set("apr_buffer_samples", self._shelf.num_samples)
         self._changed.notify_all()
 
 
@@ -346,14 +369,22 @@ class _Tally:
         self.tokens += group.num_tokens
 
 
-def _sample_rows(grant: _Grant) -> list[dict[str, Any]]:
-    """A row of the run folder for each sample of a trained batch."""
+def _sample_rows(grant: _Grant, oldest_version: int) -> list[dict[str, Any]]:
+    """A row of the run folder for each sample of a trained batch; a sample without any token that
+    was trained has no staleness."""
     return [
         {
             "step": grant.step,
-            "staleness": staleness(grant.policy_version, sample.oldest_version),
+            "staleness": _age(sample, grant.policy_version, oldest_version),
+            "num_masked_tokens": sample.num_tokens - sample.trainable_tokens(oldest_version),
             **dataclasses.asdict(sample),
         }
         for group in grant.groups
         for sample in group.samples
     ]
+
+
+def _age(sample: SampleMeta, policy_version: int, oldest_version: int) -> int | None:
+    """Staleness of the oldest token that was trained."""
+    version = sample.trained_version(oldest_version)
+    return None if version is None else staleness(policy_version, version)

@@ -26,6 +26,10 @@ _TEXTS: Mapping[str, Sequence[str]] = {"timeline.jsonl": ("actor", "what")}
 _FILES = (*_NUMBERS, "final.json", "config.json")
 
 
+_MAY_BE_NULL = ("staleness",)
+"""A sample of which no token was young enough to be trained has none."""
+
+
 class RunFolderError(APRError, ValueError):
     """A file of a run folder holds what no run writes; the message names file and line."""
 
@@ -106,6 +110,8 @@ def _check_row(file: Path, number: int, row: Any) -> None:
         raise RunFolderError(f"{file}, line {number}: a {type(row).__name__} instead of an object")
     for key in _NUMBERS[file.name]:
         value = row.get(key)
+        if value is None and key in row and key in _MAY_BE_NULL:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RunFolderError(f"{file}, line {number}: {key} = {value!r} is no number")
     for key in _TEXTS.get(file.name, ()):

@@ -64,7 +64,7 @@ def _step_chart(
 def staleness_chart(run: RunData, bound: int | None) -> str:
     """How many samples were trained at which staleness."""
     title = "Staleness of the trained samples"
-    counts = Counter(int(row["staleness"]) for row in run.samples)
+    counts = Counter(int(row["staleness"]) for row in run.samples if row["staleness"] is not None)
     if not counts:
         return _empty(title, "no sample was trained")
     total, highest = sum(counts.values()), max(*counts, bound or 0)

@@ -29,7 +29,7 @@ def summarize(run: RunData) -> dict[str, Any]:
     final = run.final or {}
     window = training_window(run)
     rewards = finite(row["reward_mean"] for row in run.steps)
-    staleness = [row["staleness"] for row in run.samples]
+    staleness = [row["staleness"] for row in run.samples if row["staleness"] is not None]
     tokens_generated = _counter(run, "tokens_generated")
     return {
         "mode": final.get("mode") or _setting(run, "partial_rollout", "mode"),

@@ -265,7 +265,7 @@ def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> Non
             f"expected the batch of step {progress.step} at version {progress.policy_version}, got "
             f"that of step {batch.step} at version {batch.policy_version}"
         )
-    oldest = min(oldest_versions(batch))
+    oldest = min(oldest_versions(batch), default=batch.policy_version)
     if is_stale(batch.policy_version, oldest, max_staleness):
         raise TrainError(
             f"step {batch.step} at version {batch.policy_version} holds a sample of version "

@@ -109,7 +109,7 @@ def _whole(
     groups_B = torch.tensor(np.asarray(batch.groups, dtype=np.int64))
     ones_B1 = torch.ones(len(rewards_B), 1)
     advantages_B1 = group_advantages(rewards_B, groups_B, ones_B1, algorithm.advantage)
-    lengths_B = torch.tensor(np.asarray(batch.all_response_lens, dtype=np.int64))
+    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
     return _Whole(
         advantages_B=advantages_B1.squeeze(1).to(device, torch.float32),
         normalizer=loss_normalizer(lengths_B, algorithm.aggregation),
@@ -179,23 +179,25 @@ def _figures(
 ) -> dict[str, float | int]:
     """Figures of the step over all ranks, with one exchange between them."""
     ages = _ages(batch)
-    local = [float(sum(ages)), float(max(ages))]
+    local = [float(sum(ages)), float(max(ages, default=0))]
     exchanged = _exchange(
         torch.cat([totals, squared_norm.to(totals).reshape(1), totals.new_tensor(local)])
     )
     sums = dict(zip((*_SUMS, "squared_norm", "age"), exchanged.sum(dim=0).tolist(), strict=False))
     rewards = np.asarray(batch.rewards, dtype=np.float64)
     lengths = np.asarray(batch.all_response_lens)
-    tokens = int(lengths.sum())
+    loss_lengths = np.asarray(batch.all_loss_lens)
+    tokens = max(1, int(loss_lengths.sum()))
     squared = sums["squared_norm"]
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "staleness_mean": sums["age"] / len(rewards),
+        "staleness_mean": sums["age"] / max(1, int((loss_lengths > 0).sum())),
         "staleness_max": int(exchanged[:, -1].max()),
         "num_samples": len(rewards),
-        "num_tokens": tokens,
-        "response_tokens_mean": tokens / len(rewards),
+        "num_tokens": int(loss_lengths.sum()),
+        "num_masked_tokens": int(lengths.sum() - loss_lengths.sum()),
+        "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "loss": sums["loss"],
         "grad_norm": math.sqrt(squared) if squared >= 0 else math.nan,
@@ -209,15 +211,18 @@ def _figures(
 
 
 def _ages(batch: RankBatch) -> list[int]:
-    """Staleness of each of this rank's samples."""
+    """Staleness of each of this rank's samples that has a token in the loss."""
     return [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
 
 
 def oldest_versions(batch: RankBatch) -> Sequence[int]:
-    """Policy version of the oldest token of each of this rank's samples."""
-    lengths = np.asarray(batch.response_lens)
+    """Version of the oldest token in the loss, of each of this rank's samples that has one."""
+    lengths, used = np.asarray(batch.response_lens), np.asarray(batch.loss_mask, dtype=bool)
     begins = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    return np.minimum.reduceat(np.asarray(batch.token_versions), begins).tolist()
+    unused = np.iinfo(np.int64).max
+    versions = np.where(used, np.asarray(batch.token_versions, dtype=np.int64), unused)
+    oldest = np.minimum.reduceat(versions, begins)
+    return oldest[oldest != unused].tolist()
 
 
 def _exchange(local_K: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ def metas(samples):
 
 def test_plan_needs_the_payload_of_a_ranks_own_groups_only():
     groups = [make_sample(0, 0, 1, 9), make_sample(1, 1, 1, 9)]
-    plan = plan_batch(metas(groups), **SETTINGS)
+    plan = plan_batch(metas(groups), **SETTINGS, oldest_version=0)
     assert isinstance(plan, BatchPlan)
     for rank in (0, 1):
         (number,) = plan.groups_of(rank)
@@ -168,7 +168,7 @@ def test_plan_needs_the_payload_of_a_ranks_own_groups_only():
 
 
 def test_payload_may_come_in_any_order_but_must_be_what_was_planned():
-    plan = plan_batch(metas(SAMPLES), **SETTINGS)
+    plan = plan_batch(metas(SAMPLES), **SETTINGS, oldest_version=0)
     payload = {0: SAMPLES[1::-1], 1: SAMPLES[:1:-1]}
     check([plan.rank_batch(r, payload) for r in (0, 1)], SAMPLES)
     payload[1] = [dataclasses.replace(s, reward=9.0) for s in payload[1]]

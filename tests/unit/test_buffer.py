@@ -42,6 +42,7 @@ def group(name, version, size=2, num_tokens=3):
             sample_id=f"{name}-{i}", group_id=name, num_prompt_tokens=2, num_tokens=num_tokens,
             oldest_version=version, newest_version=version, reward=float(i),
             finish_reason=FinishReason.STOP, num_interruptions=0,
+            version_tokens=((version, num_tokens),),
         )
         for i in range(size)
     ]  # fmt: skip
