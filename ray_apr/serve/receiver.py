@@ -118,6 +118,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             self._collective.destroy_group()
             self._collective = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not used: `weights.sender` sends. vLLM before 0.32 demands that the method exists."""
+        raise NotImplementedError("weights are sent by ray_apr.weights.sender.WeightSender")
+
     @property
     def _layerwise(self) -> bool:
         """CPU kernels keep packed copies of the weights, which a plain load does not renew."""
