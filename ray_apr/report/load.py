@@ -22,12 +22,10 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "timeline.jsonl": ("start_s", "end_s"),
 }
 """What every row must have, as a number, for a report to make sense."""
+_MAY_BE_NULL = ("staleness",)
+"""A sample of which no token entered the loss has none."""
 _TEXTS: Mapping[str, Sequence[str]] = {"timeline.jsonl": ("actor", "what")}
 _FILES = (*_NUMBERS, "final.json", "config.json")
-
-
-_MAY_BE_NULL = ("staleness",)
-"""A sample of which no token was young enough to be trained has none."""
 
 
 class RunFolderError(APRError, ValueError):
