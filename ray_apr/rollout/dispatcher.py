@@ -27,6 +27,7 @@ from ray_apr.exceptions import ConfigError, RolloutError
 from ray_apr.rollout.roster import DispatcherCounts, Roster
 from ray_apr.staleness import (
     is_stale,
+    leaves_none_behind,
     next_version,
     num_untrained,
     oldest_trainable,
@@ -111,9 +112,15 @@ class Dispatcher:
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing starts because all batches until the next sync are there (batch_full)."""
+        """Whether nothing starts because all batches until the next sync are there (batch_full).
+
+        Not while the trainer may be waiting for a group that is still generated (on_stale "wait"):
+        the two would wait for each other.
+        """
+        if self._config.interrupt != "batch_full":
+            return False
         full = self._num_untrained() >= self._batch_size * self._config.sync_every
-        return full and self._config.interrupt == "batch_full"
+        return full and (self._config.on_stale != "wait" or self._leaves_none_behind())
 
     @property
     def max_inflight(self) -> int:
@@ -219,10 +226,8 @@ class Dispatcher:
         tail_round = self._config.tail_round
         if tail_round is not None and entry.num_interruptions > 1:
             self._roster.hold_back(entry)
-            if len(self._roster.held_back) >= tail_round:
+            if len(self._roster.held_back) >= tail_round or self._is_aged(entry.oldest_version):
                 self._roster.release()
-            else:
-                self._release_aged()
 
     def on_restart(self, sample_id: str) -> None:
         """An interrupted sample lost its tokens on purpose and waits to start anew."""
@@ -344,11 +349,23 @@ class Dispatcher:
 
     def _release_aged(self) -> None:
         """Resume what was held back once one of them would be too old at the next version."""
-        bound = self._config.max_staleness
-        versions = [e.oldest_version for e in self._roster.held_back.values()]
-        oldest = min((v for v in versions if v is not None), default=self._policy_version)
-        if oldest < oldest_trainable(next_version(self._policy_version), bound):
+        if any(self._is_aged(e.oldest_version) for e in self._roster.held_back.values()):
             self._roster.release()
+
+    def _is_aged(self, version: int | None) -> bool:
+        """Whether a token would be too old at the next version."""
+        oldest = oldest_trainable(next_version(self._policy_version), self._config.max_staleness)
+        return version is not None and version < oldest
+
+    def _leaves_none_behind(self) -> bool:
+        """Whether the trainer takes its next batch, whatever the buffer holds."""
+        return leaves_none_behind(
+            {},
+            self._roster.num_by_version,
+            policy_version=self._trainer_version,
+            max_staleness=self._config.max_staleness,
+            batch_size=self._batch_size,
+        )
 
     def _num_untrained(self) -> int:
         return num_untrained(
