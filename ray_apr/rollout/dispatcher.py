@@ -6,7 +6,8 @@ Invariants, kept here and in `roster`:
     * A group is admitted only while ``live + G <= (max_staleness + 1) * B`` and
       ``unfinished + G <= ceil(oversampling_factor * B)``: see `staleness`. What is alive counts,
       never what was once started, so nothing changes when versions do not begin at 0. Where
-      interruption leaves no tokens, samples that generate cannot get old and do not count as live.
+      interruption leaves no tokens, samples that generate cannot get old and do not count as live,
+      unless the trainer waits for them (``on_stale="wait"``).
     * At most `max_inflight` samples are in flight; interrupted ones resume before new ones start.
     * With ``on_stale="evict"`` a group with a member too old to be trained is evicted whole, unless
       all its members are scored: such a group is on its way to the buffer, which then evicts it. So
@@ -380,7 +381,8 @@ class Dispatcher:
         config, roster, size = self._config, self._roster, self._batch_size
         unfinished = roster.num_unfinished
         ended = roster.num_in[SampleState.FINISHED] + roster.num_in[SampleState.SCORED]
-        num_live = ended + self._num_untrained() + (0 if config.restarts else unfinished)
+        ageless = config.restarts and config.on_stale != "wait"
+        num_live = ended + self._num_untrained() + (0 if ageless else unfinished)
         if config.on_stale == "mask":
             oldest = oldest_trainable(self._policy_version, config.max_staleness)
             num_live -= sum(n for v, n in roster.num_by_version.items() if v < oldest)
