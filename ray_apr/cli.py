@@ -1,4 +1,6 @@
-"""The command line: ``python -m ray_apr train | report | doctor``, also installed as ``ray-apr``.
+"""The command line: ``python -m ray_apr train | report | simulate | tune | doctor``.
+
+Also installed as ``ray-apr``.
 
 Exit codes: 0 done; 1 the run (or a check of the doctor) failed; 2 a setting or an argument is
 wrong; 130 interrupted by Ctrl-C. Heavy packages load inside the commands that need them.
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.exceptions import APRError, ConfigError
+from ray_apr.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -94,6 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(command=_report)
 
+    simulate = commands.add_parser(
+        "simulate", help="predict a run: a mode on a trace and a cluster"
+    )
+    add_simulate_arguments(simulate)
+    simulate.set_defaults(command=_simulate)
+
+    tune = commands.add_parser("tune", help="find the best settings for a trace and a cluster")
+    add_tune_arguments(tune)
+    tune.set_defaults(command=_tune)
+
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -163,6 +176,20 @@ def _make_report(run_dir: Path, out: Path | None) -> None:
     for warning in report.warnings:
         _show(f"  warning: {warning}")
     _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from ray_apr.simulator.commands import simulate
+
+    _show(simulate(args))
+    return EXIT_OK
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from ray_apr.simulator.commands import tune
+
+    _show(tune(args))
+    return EXIT_OK
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -95,6 +95,9 @@ class Placement:
 
     def _note(self, replica: str) -> None:
         heapq.heappush(self._heap, (self._fill(replica), replica))
+        if len(self._heap) > 8 * len(self._limits) + 64:  # entries that no longer hold pile up
+            self._heap = [(self._fill(name), name) for name in self._limits]
+            heapq.heapify(self._heap)
 
     def _emptiest(self) -> str:
         while self._heap[0][0] != self._fill(self._heap[0][1]):

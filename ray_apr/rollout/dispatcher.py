@@ -6,7 +6,8 @@ Invariants, kept here and in `roster`:
     * A group is admitted only while ``live + G <= (max_staleness + 1) * B`` and
       ``unfinished + G <= ceil(oversampling_factor * B)``: see `staleness`. What is alive counts,
       never what was once started, so nothing changes when versions do not begin at 0. Where
-      interruption leaves no tokens, samples that generate cannot get old and do not count as live.
+      interruption leaves no tokens, samples that generate cannot get old and do not count as live,
+      unless the trainer waits for them (``on_stale="wait"``).
     * At most `max_inflight` samples are in flight; interrupted ones resume before new ones start.
     * With ``on_stale="evict"`` a group with a member too old to be trained is evicted whole, unless
       all its members are scored: such a group is on its way to the buffer, which then evicts it. So
@@ -27,6 +28,7 @@ from ray_apr.exceptions import ConfigError, RolloutError
 from ray_apr.rollout.roster import DispatcherCounts, Roster
 from ray_apr.staleness import (
     is_stale,
+    leaves_none_behind,
     next_version,
     num_untrained,
     oldest_trainable,
@@ -111,9 +113,15 @@ class Dispatcher:
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing starts because all batches until the next sync are there (batch_full)."""
+        """Whether nothing starts because all batches until the next sync are there (batch_full).
+
+        Not while the trainer may be waiting for a group that is still generated (on_stale "wait"):
+        the two would wait for each other.
+        """
+        if self._config.interrupt != "batch_full":
+            return False
         full = self._num_untrained() >= self._batch_size * self._config.sync_every
-        return full and self._config.interrupt == "batch_full"
+        return full and (self._config.on_stale != "wait" or self._leaves_none_behind())
 
     @property
     def max_inflight(self) -> int:
@@ -219,10 +227,8 @@ class Dispatcher:
         tail_round = self._config.tail_round
         if tail_round is not None and entry.num_interruptions > 1:
             self._roster.hold_back(entry)
-            if len(self._roster.held_back) >= tail_round:
+            if len(self._roster.held_back) >= tail_round or self._is_aged(entry.oldest_version):
                 self._roster.release()
-            else:
-                self._release_aged()
 
     def on_restart(self, sample_id: str) -> None:
         """An interrupted sample lost its tokens on purpose and waits to start anew."""
@@ -344,11 +350,23 @@ class Dispatcher:
 
     def _release_aged(self) -> None:
         """Resume what was held back once one of them would be too old at the next version."""
-        bound = self._config.max_staleness
-        versions = [e.oldest_version for e in self._roster.held_back.values()]
-        oldest = min((v for v in versions if v is not None), default=self._policy_version)
-        if oldest < oldest_trainable(next_version(self._policy_version), bound):
+        if any(self._is_aged(e.oldest_version) for e in self._roster.held_back.values()):
             self._roster.release()
+
+    def _is_aged(self, version: int | None) -> bool:
+        """Whether a token would be too old at the next version."""
+        oldest = oldest_trainable(next_version(self._policy_version), self._config.max_staleness)
+        return version is not None and version < oldest
+
+    def _leaves_none_behind(self) -> bool:
+        """Whether the trainer takes its next batch, whatever the buffer holds."""
+        return leaves_none_behind(
+            {},
+            self._roster.num_by_version,
+            policy_version=self._trainer_version,
+            max_staleness=self._config.max_staleness,
+            batch_size=self._batch_size,
+        )
 
     def _num_untrained(self) -> int:
         return num_untrained(
@@ -363,7 +381,8 @@ class Dispatcher:
         config, roster, size = self._config, self._roster, self._batch_size
         unfinished = roster.num_unfinished
         ended = roster.num_in[SampleState.FINISHED] + roster.num_in[SampleState.SCORED]
-        num_live = ended + self._num_untrained() + (0 if config.restarts else unfinished)
+        ageless = config.restarts and config.on_stale != "wait"
+        num_live = ended + self._num_untrained() + (0 if ageless else unfinished)
         if config.on_stale == "mask":
             oldest = oldest_trainable(self._policy_version, config.max_staleness)
             num_live -= sum(n for v, n in roster.num_by_version.items() if v < oldest)

@@ -135,6 +135,12 @@ class EngineModel:
             self._queue.remove(request)
         self._mark(now)
 
+    def settle(self, now: float) -> None:
+        """Let queued requests take the room of those that were stopped."""
+        self.advance(now)
+        self._admit()
+        self._mark(now)
+
     def drop_cache(self) -> None:
         """Forget the KV entries of requests that do not run."""
         self._cached.clear()

@@ -1,9 +1,9 @@
 """The simulated run: real dispatcher, store, ledger, shelf and placement; modelled hardware.
 
-    prompts of a trace ──► RolloutState ──► Placement ──► EngineModel × k
-                             ▲    │ ended                     │ tokens
-                    versions │    ▼                           │
-                             │  rewards (workers, in order) ◄─┘
+    prompts of a trace ──► RolloutState ──► Fleet: Placement ──► EngineModel × k
+                             ▲    │ ended                           │ tokens
+                    versions │    ▼                                 │
+                             │  rewards (workers, in order) ◄───────┘
                              │    ▼
                           trainer ◄── Shelf.select
 
@@ -19,80 +19,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import SimulationError
-from ray_apr.placement import AdaptiveLimit, Placement
 from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.ledger import LedgerSnapshot, TokenLedger
+from ray_apr.rollout.ledger import TokenLedger
 from ray_apr.rollout.state import RolloutState
 from ray_apr.simulator.cluster import ClusterConfig
-from ray_apr.simulator.engine import EngineModel, Request
+from ray_apr.simulator.fleet import Blank, Fleet
+from ray_apr.simulator.outcome import Outcome
 from ray_apr.simulator.trace import Trace, TraceGroup, TraceSample
-from ray_apr.staleness import next_version, oldest_trainable, staleness
-from ray_apr.types import (
-    FinishReason,
-    Generation,
-    GroupMeta,
-    Prompt,
-    RewardResult,
-    Sample,
-    SampleMeta,
-    Segment,
-)
-
-_OBSERVE_EVERY_S = 1.0
-"""Time between two looks at an engine's figures, as in a real run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blank:
-    """Stands for a run of tokens or log-probs of which only the number matters."""
-
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __add__(self, other: Blank) -> Blank:
-        return Blank(self.length + other.length)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A generate call under way."""
-
-    engine: int
-    request: Request
-    marks: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens made until it was replaced)."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a simulated run came to; times are seconds, idle ratios shares of the wall time."""
-
-    wall_s: float = 0.0
-    ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
-    tokens_reprefilled: int = 0
-    staleness_max: int = 0
-    staleness_sum: int = 0
-    samples_trained: int = 0
-    interrupted: int = 0
-    resumed: int = 0
-    preempted: int = 0
-    generation_idle_ratio: float = 0.0
-    trainer_idle_ratio: float = 0.0
-    started_by_decile: Counter[int] = field(default_factory=Counter)
-    trained_by_decile: Counter[int] = field(default_factory=Counter)
-    alive_by_decile: Counter[int] = field(default_factory=Counter)
-    """Of those that were started, the prompts that are neither trained nor dropped at the end."""
-    num_events: int = 0
-    step_ends: list[float] = field(default_factory=list)
+from ray_apr.staleness import next_version, oldest_trainable
+from ray_apr.types import Generation, GroupMeta, Prompt, RewardResult, SampleMeta
 
 
 class Simulation:
@@ -113,50 +54,37 @@ class Simulation:
         self._prompts = trace.cycle(seed)
         self._random = random.Random(seed)
         batch = cluster.batch
-        num_engines = cluster.gpus if cluster.is_colocated else cluster.rollout_gpus
-        if num_engines is None:
-            raise SimulationError("cluster.rollout_gpus is not set; see best_split")
-        self._train_gpus = cluster.gpus if cluster.is_colocated else cluster.gpus - num_engines
-        self._engines = [EngineModel(cluster.engine) for _ in range(num_engines)]
-        limit = wanted = config.max_inflight_samples(batch.size)
-        if config.is_adaptive:
-            limit = min(cluster.engine.max_sequences, -(-wanted // num_engines))
-        self._placement = Placement([str(i) for i in range(num_engines)], limit=limit)
-        self._adaptive = [AdaptiveLimit(limit) for _ in self._engines]
-        self._observed = [(0.0, 0, 0)] * num_engines
-        """(time, preemptions, ends) of each engine when it was looked at last."""
-        dispatcher = Dispatcher(
+        self._fleet = Fleet(cluster, config, self._on_fleet)
+        self._dispatcher = Dispatcher(
             config,
             batch_size=batch.size,
             group_size=batch.group_size,
-            max_inflight=self._placement.capacity if config.is_adaptive else wanted,
+            max_inflight=self._fleet.max_inflight,
         )
-        self._state = RolloutState(dispatcher, config)
-        self._dispatcher = dispatcher
+        self._state = RolloutState(self._dispatcher, config)
         self._shelf = Shelf(
             batch_size=batch.size, max_staleness=config.max_staleness, on_stale=config.on_stale
         )
         self._buffer_ledger = TokenLedger()
-        self._calls: dict[str, _Call] = {}
         self._groups: dict[str, TraceGroup] = {}
-        self._epoch = itertools.count()
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._sequence = itertools.count()
         self._arrivals = itertools.count()
         self._now = 0.0
         self._free_reward_workers = cluster.reward_workers
-        self._unscored: deque[Sample] = deque()
+        self._unscored: deque[str] = deque()
         self._version = 0
-        self._synced = 0
         self._step = 0
         self._in_training = 0
         self._is_waiting = True
+        """Whether the trainer waits for a batch."""
         self._trainer_busy_s = 0.0
         self._sync_due = False
         """Whether new weights wait to be moved: for the sync before, or for a drain."""
         self._is_syncing = False
         self._is_stopped = False
         """Whether the engines are away: a sync, or the GPUs train."""
+        self._num_stops = 0
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -192,10 +120,14 @@ class Simulation:
         is_draining = self._sync_due and self._config.drain
         if not self._is_stopped and not is_draining:
             while (sample := self._state.start_next()) is not None:
-                self._start(sample)
+                num_left = self._traced(sample.sample_id).response_tokens - sample.num_tokens
+                self._fleet.start(sample, num_left, self._now)
             self._abort(self._dispatcher.to_interrupt())
         self._abort(self._state.take_surplus())
-        if self._sync_due and not self._is_syncing and not (self._config.drain and self._calls):
+        if self._is_waiting:
+            self._choose()  # what it waited for may have been dropped
+        can_sync = self._sync_due and not self._is_syncing
+        if can_sync and not (self._config.drain and self._fleet.num_calls):
             self._begin_sync()
         self._score_next()
 
@@ -203,101 +135,44 @@ class Simulation:
         prompt = self._state.next_retry()
         if prompt is None:
             group = next(self._prompts)
-            prompt_id = f"{next(self._epoch)}"
+            prompt_id = str(len(self._groups))
             self._groups[prompt_id] = group
             prompt = Prompt(prompt_id=prompt_id, token_ids=Blank(group.prompt_tokens))  # type: ignore[arg-type]
             self.outcome.started_by_decile[group.decile] += 1
-        group = self._groups[prompt.prompt_id.partition("~")[0]]
+        group = self._group(prompt.prompt_id)
         longest = max(s.response_tokens for s in group.samples)
         self._state.admit(
             prompt, group_size=self._cluster.batch.group_size, max_response_tokens=longest + 1
         )
 
-    def _start(self, sample: Sample) -> None:
-        engine = int(self._placement.enter(sample.sample_id, sample.group_id))
-        held = sample.num_tokens
-        request = Request(
-            sample.sample_id,
-            len(sample.prompt.token_ids) + held,
-            self._traced(sample.sample_id).response_tokens - held,
-            held > 0,
-        )
-        self._calls[sample.sample_id] = _Call(engine, request)
-        self._engines[engine].submit(request, self._now)
-        self._schedule(engine)
+    def _group(self, group_id: str) -> TraceGroup:
+        """The prompt of a group in the trace, whatever try of it this is."""
+        return self._groups[group_id.partition("~")[0]]
 
     def _traced(self, sample_id: str) -> TraceSample:
         group_id, _, index = sample_id.rpartition("-")
-        return self._groups[group_id.partition("~")[0]].sample(int(index))
+        return self._group(group_id).sample(int(index))
 
-    def _schedule(self, engine: int) -> None:
-        model = self._engines[engine]
-        time = model.next_event()
-        if time is not None:
-            self._at(max(time, self._now), self._on_engine, engine, model.epoch)
+    def _on_fleet(self, time: float, engine: int, epoch: int) -> None:
+        self._at(time, self._on_engine, engine, epoch)
 
     def _on_engine(self, engine: int, epoch: int) -> None:
         """Something ends on an engine, or its KV entries run out."""
-        model = self._engines[engine]
-        if epoch != model.epoch:
-            return
-        for request in model.on_event(self._now):
-            self._return(request.sample_id, FinishReason.STOP)
-        self._schedule(engine)
-        if self._config.is_adaptive:
-            self._observe(engine)
+        for generation in self._fleet.on_event(engine, epoch, self._now):
+            self._return(generation)
+        if self._fleet.observe(engine, self._now, is_starved=self._dispatcher.is_starved):
+            self._dispatcher.max_inflight = self._fleet.max_inflight
 
-    def _observe(self, engine: int) -> None:
-        """Adapt the limit of an engine."""
-        seen_at, preempted, ended = self._observed[engine]
-        if self._now - seen_at < _OBSERVE_EVERY_S:
-            return
-        model = self._engines[engine]
-        limit = self._adaptive[engine].observe(
-            num_running=model.num_running,
-            num_queued=model.num_queued,
-            kv_usage=model.kv_usage,
-            num_preempted=model.num_preempted - preempted,
-            num_ended=model.num_ended - ended,
-            is_starved=self._dispatcher.is_starved,
-        )
-        self._observed[engine] = (self._now, model.num_preempted, model.num_ended)
-        self._placement.set_limit(str(engine), limit)
-        self._dispatcher.max_inflight = self._placement.capacity
+    def _abort(self, sample_ids: Iterable[str]) -> None:
+        if sample_ids:
+            for generation in self._fleet.abort(sample_ids, self._now):
+                self._return(generation)
 
-    def _abort(self, sample_ids: tuple[str, ...]) -> None:
-        touched = set()
-        for sample_id in sample_ids:
-            call = self._calls.get(sample_id)
-            if call is not None:
-                self._stop(call)
-                touched.add(call.engine)
-        for engine in sorted(touched):
-            self._schedule(engine)
-
-    def _stop(self, call: _Call) -> None:
-        keep = self._config.kv_cache == "keep" and not self._cluster.is_colocated
-        self._engines[call.engine].stop(call.request, self._now, keep=keep)
-        self._return(call.request.sample_id, FinishReason.ABORT)
-
-    def _return(self, sample_id: str, reason: FinishReason) -> None:
+    def _return(self, generation: Generation) -> None:
         """A generate call came back."""
-        call = self._calls.pop(sample_id)
-        self._placement.leave(str(call.engine))
-        made = self._engines[call.engine].made(call.request)
-        marks = [*call.marks, (self._synced, made)]
-        segments, before = [], 0
-        for version, until in marks:
-            if until > before:
-                run = Blank(until - before)
-                segments.append(Segment(policy_version=version, token_ids=run, logprobs=run))  # type: ignore[arg-type]
-                before = until
-        generation = Generation(
-            request_id=sample_id, segments=tuple(segments), finish_reason=reason
-        )
-        sample = self._state.on_generation(sample_id, generation)
+        sample = self._state.on_generation(generation.request_id, generation)
         if sample is not None and sample.finish_reason is not None:
-            self._unscored.append(sample)
+            self._unscored.append(sample.sample_id)
 
     # -- rewards ---------------------------------------------------------------------------------
 
@@ -305,10 +180,10 @@ class Simulation:
         if not self._config.overlap_rewards and self._dispatcher.is_generating:
             return
         while self._unscored and self._free_reward_workers:
-            sample = self._unscored.popleft()
-            self._free_reward_workers -= 1
-            reward_s = self._traced(sample.sample_id).reward_s
-            self._at(self._now + reward_s, self._on_reward, sample.sample_id)
+            sample_id = self._unscored.popleft()
+            if sample_id in self._state:
+                self._free_reward_workers -= 1
+                self._at(self._now + self._traced(sample_id).reward_s, self._on_reward, sample_id)
 
     def _on_reward(self, sample_id: str) -> None:
         self._free_reward_workers += 1
@@ -349,25 +224,27 @@ class Simulation:
         if selection.chosen or selection.evicted:
             self._tell_buffered()
 
-    def _decile(self, group_id: str) -> int:
-        return self._groups[group_id.partition("~")[0]].decile
-
     def _begin_step(self, groups: tuple[GroupMeta, ...]) -> None:
-        trainer = self._cluster.trainer
+        cluster, trainer = self._cluster, self._cluster.trainer
+        gpus = cluster.gpus if cluster.is_colocated else cluster.gpus - (cluster.rollout_gpus or 0)
         tokens = sum(group.num_tokens for group in groups)
-        duration = tokens / (trainer.tokens_per_s_per_gpu * self._train_gpus)
-        duration += trainer.step_overhead_s
-        begin = self._now
-        if self._cluster.is_colocated:
-            begin += self._cluster.switch_s
-            self._stop_engines(begin + duration)
+        duration = trainer.step_overhead_s + tokens / (trainer.tokens_per_s_per_gpu * gpus)
+        end = self._now + duration
+        if cluster.is_colocated:
+            end += 0 if self._is_stopped else cluster.switch_s
+            self._stop_engines(end)
         self._trainer_busy_s += duration
-        self._at(begin + duration, self._end_step, groups)
+        self._at(end, self._end_step, groups)
 
     def _end_step(self, groups: tuple[GroupMeta, ...]) -> None:
         oldest = oldest_trainable(self._version, self._config.max_staleness)
         for group in groups:
-            self._count_trained(group, oldest)
+            trained = self.outcome.count_trained(
+                group, policy_version=self._version, oldest_version=oldest
+            )
+            self.outcome.trained_by_decile[self._group(group.group_id).decile] += 1
+            self._buffer_ledger.move(trained, "buffered", "trained")
+            self._buffer_ledger.discard(group.num_tokens - trained, "buffered", "masked")
         self._step += 1
         self._version = next_version(self._version)
         self._in_training = 0
@@ -376,28 +253,14 @@ class Simulation:
         if self._step == self._cluster.steps:
             return
         if self._step % self._config.sync_every:
-            if self._cluster.is_colocated:
-                until = self._now + self._cluster.switch_s
-                self._stop_engines(until)
-                self._at(until, self._start_engines)
             self._resume_trainer()
         else:
             self._sync_due = True  # begins in _pump
-
-    def _count_trained(self, group: GroupMeta, oldest: int) -> None:
-        out = self.outcome
-        out.trained_by_decile[self._decile(group.group_id)] += 1
-        trained = 0
-        for sample in group.samples:
-            trained += sample.trainable_tokens(oldest)
-            version = sample.trained_version(oldest)
-            if version is not None:
-                age = staleness(self._version, version)
-                out.staleness_max = max(out.staleness_max, age)
-                out.staleness_sum += age
-                out.samples_trained += 1
-        self._buffer_ledger.move(trained, "buffered", "trained")
-        self._buffer_ledger.discard(group.num_tokens - trained, "buffered", "masked")
+        drains = self._sync_due and self._config.drain and self._fleet.num_calls
+        if self._cluster.is_colocated and (self._is_waiting or drains):
+            until = self._now + self._cluster.switch_s
+            self._stop_engines(until)
+            self._at(until, self._start_engines, self._num_stops)
 
     def _resume_trainer(self) -> None:
         self._is_waiting = True
@@ -408,17 +271,17 @@ class Simulation:
     def _stop_engines(self, until: float) -> None:
         """The engines stop: calls end or freeze, as the mode says."""
         self._is_stopped = True
+        self._num_stops += 1
         if self._config.interrupt != "never":
-            for call in tuple(self._calls.values()):
-                self._stop(call)
-        for model in self._engines:
-            model.delay(self._now, until)
+            for generation in self._fleet.abort_all(self._now):
+                self._return(generation)
+        self._fleet.freeze(self._now, until)
 
     def _begin_sync(self) -> None:
         self._sync_due = False
         self._is_syncing = True
         until = self._now + self._cluster.weight_sync_s
-        if self._cluster.is_colocated:
+        if self._cluster.is_colocated and self._is_stopped:
             until += self._cluster.switch_s
         self._stop_engines(until)
         self._at(until, self._end_sync, self._version)
@@ -428,23 +291,19 @@ class Simulation:
             self._trainer_busy_s += self._cluster.weight_sync_s
 
     def _end_sync(self, version: int) -> None:
-        for call in self._calls.values():
-            made = self._engines[call.engine].made(call.request)
-            call.marks.append((self._synced, made))
-        self._synced = version
+        self._fleet.set_version(version)
         self._is_syncing = False
-        self._start_engines()
         self._abort(self._state.on_version(version))
         if not self._config.overlap_sync or self._cluster.is_colocated:
             self._resume_trainer()
+        if self._is_waiting or not self._cluster.is_colocated:
+            self._start_engines(self._num_stops)
 
-    def _start_engines(self) -> None:
-        self._is_stopped = False
-        for engine, model in enumerate(self._engines):
-            if self._cluster.is_colocated or self._config.kv_cache == "recompute":
-                model.recompute(self._now)
-            if model.num_requests:
-                self._schedule(engine)
+    def _start_engines(self, num_stops: int) -> None:
+        """The engines go on, unless they were stopped again meanwhile."""
+        if num_stops == self._num_stops:
+            self._is_stopped = False
+            self._fleet.resume(self._now)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -453,15 +312,11 @@ class Simulation:
         out.wall_s = self._now
         counts = self._dispatcher.counts()
         out.interrupted, out.resumed = counts.interruptions_total, counts.resumptions_total
-        for call in tuple(self._calls.values()):
-            self._stop(call)
+        for generation in self._fleet.abort_all(self._now):
+            self._return(generation)
         alive = [*self._state.live_groups(), *(group.group_id for group in self._shelf)]
-        out.alive_by_decile.update(self._decile(group_id) for group_id in alive)
-        for model in self._engines:
-            model.close(self._now)
-        busy_s = sum(model.busy_s for model in self._engines)
-        out.generation_idle_ratio = 1 - busy_s / (len(self._engines) * out.wall_s)
+        out.alive_by_decile.update(self._group(group_id).decile for group_id in alive)
+        busy, out.tokens_reprefilled, out.preempted = self._fleet.close(self._now)
+        out.generation_idle_ratio = 1 - busy
         out.trainer_idle_ratio = 1 - self._trainer_busy_s / out.wall_s
-        out.tokens_reprefilled = sum(model.tokens_reprefilled for model in self._engines)
-        out.preempted = sum(model.num_preempted for model in self._engines)
         out.ledger = self._state.ledger() + self._buffer_ledger.snapshot()

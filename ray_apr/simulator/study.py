@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.simulator.cluster import ClusterConfig
-from ray_apr.simulator.run import Outcome, Simulation
+from ray_apr.simulator.outcome import Outcome
+from ray_apr.simulator.run import Simulation
 from ray_apr.simulator.trace import Trace
 
 _SEARCH_SAMPLES = 1 << 18
@@ -28,9 +30,15 @@ class Study:
     bound_tokens_per_s: float
 
     @property
+    def rollout_gpus(self) -> int:
+        """GPUs that generate; all of them where colocated."""
+        split = None if self.cluster.is_colocated else self.cluster.rollout_gpus
+        return split or self.cluster.gpus
+
+    @property
     def trained_tokens_per_s(self) -> float:
         """Tokens that entered the loss, over the wall time."""
-        return self.outcome.ledger.trained / self.outcome.wall_s
+        return self.outcome.trained_tokens_per_s
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, as the command line prints them.
@@ -47,7 +55,7 @@ class Study:
             "mode": self.config.mode,
             "wall_s": out.wall_s,
             "steps": self.cluster.steps,
-            "rollout_gpus": self.cluster.rollout_gpus or self.cluster.gpus,
+            "rollout_gpus": self.rollout_gpus,
             "tokens_generated": ledger.generated,
             "tokens_trained": ledger.trained,
             "tokens_discarded": discarded,
@@ -57,7 +65,7 @@ class Study:
             "trained_tokens_per_s": self.trained_tokens_per_s,
             "bound_tokens_per_s": self.bound_tokens_per_s,
             "staleness_max": out.staleness_max,
-            "staleness_mean": out.staleness_sum / max(1, out.samples_trained),
+            "staleness_mean": out.staleness_mean,
             "generation_idle_ratio": out.generation_idle_ratio,
             "trainer_idle_ratio": out.trainer_idle_ratio,
             "interrupted": out.interrupted,
@@ -101,17 +109,19 @@ def best_split(
     Simulates splits around the one of the bound, uphill until no neighbour is better; with many
     GPUs the neighbours are first far and then near.
     """
-    too_long = cluster.steps * cluster.batch.size > _SEARCH_SAMPLES
-    steps = min(cluster.steps, _SEARCH_STEPS) if too_long else cluster.steps
+    steps = search_steps(cluster)
 
     def score(rollout_gpus: int) -> float:
-        tried = ClusterConfig(
-            **{**vars(cluster), "rollout_gpus": rollout_gpus, "steps": steps},
-        )
-        outcome = Simulation(trace, tried, config, seed=seed).run()
-        return outcome.ledger.trained / outcome.wall_s
+        tried = dataclasses.replace(cluster, rollout_gpus=rollout_gpus, steps=steps)
+        return Simulation(trace, tried, config, seed=seed).run().trained_tokens_per_s
 
-    return climb(score, _split_of_bound(trace, cluster), 1, cluster.gpus - 1)
+    return climb(score, split_of_bound(trace, cluster), 1, cluster.gpus - 1)
+
+
+def search_steps(cluster: ClusterConfig) -> int:
+    """Optimizer steps of one run of a search: all of them, unless that takes too long."""
+    too_long = cluster.steps * cluster.batch.size > _SEARCH_SAMPLES
+    return min(cluster.steps, _SEARCH_STEPS) if too_long else cluster.steps
 
 
 def climb(score: Callable[[int], float], start: int, low: int, high: int) -> int:
@@ -149,11 +159,12 @@ def bound_tokens_per_s(trace: Trace, cluster: ClusterConfig) -> float:
     overhead of each step. It knows neither staleness, nor the start, nor the end of a run.
     """
     tokens, generation_s, training_s, overhead_s = _work(trace, cluster)
-    k = _split_of_bound(trace, cluster)
+    k = split_of_bound(trace, cluster)
     return tokens / max(generation_s / k, training_s / (max(cluster.gpus, 2) - k) + overhead_s)
 
 
-def _split_of_bound(trace: Trace, cluster: ClusterConfig) -> int:
+def split_of_bound(trace: Trace, cluster: ClusterConfig) -> int:
+    """The number of rollout GPUs of `bound_tokens_per_s`."""
     _, generation_s, training_s, overhead_s = _work(trace, cluster)
     gpus = max(cluster.gpus, 2)
     return min(

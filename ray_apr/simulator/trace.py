@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
-import math
 import random
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray_apr.checks import is_number
 from ray_apr.exceptions import ConfigError
 
 COLUMNS = ("prompt_id", "sample_index", "prompt_tokens", "response_tokens", "reward_s")
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,46 +88,60 @@ class Trace:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Trace:
-        """Read Parquet or JSON lines, plain or gzipped.
+        """Read Parquet or JSON lines, plain or gzipped; the content says which, not the name.
 
         Raises:
-            ConfigError: If the file cannot be read.
+            ConfigError: If the file cannot be read, or holds no trace.
         """
-        path = Path(path)
         try:
-            return cls(_read(path))
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            remedy = f"cannot be read as Parquet or JSON lines: {error}"
+            data = Path(path).expanduser().read_bytes()
+            if data.startswith(_GZIP):
+                data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError("trace", str(path), f"cannot be read: {error}") from error
+        return cls(_parquet(data, path) if data.startswith(_PARQUET) else _json_lines(data, path))
+
+
+def _parquet(data: bytes, path: str | Path) -> list[dict[str, Any]]:
+    import pyarrow  # slow to load, and only needed here
+    import pyarrow.parquet
+
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError("trace", str(path), f"cannot be read as Parquet: {error}") from error
+    return rows
+
+
+def _json_lines(data: bytes, path: str | Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:  # no JSON, or no UTF-8
+            remedy = f"line {number} cannot be read as JSON: {error}; give Parquet or JSON lines"
             raise ConfigError("trace", str(path), remedy) from error
+    return rows
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # slow to load, and only needed here
-
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        return rows
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
-def _checked(number: int, row: Mapping[str, Any]) -> tuple[str, int, int, TraceSample]:
+def _checked(number: int, row: Any) -> tuple[str, int, int, TraceSample]:
     """The values of a row; prompt id, sample index, prompt tokens, and the rest."""
-    missing = [column for column in COLUMNS[:-1] if column not in row]
+    name = f"trace row {number}"
+    if not isinstance(row, Mapping):
+        raise ConfigError(name, row, f"must be an object with {', '.join(COLUMNS)}")
+    missing = [column for column in COLUMNS[:-1] if row.get(column) is None]
     if missing:
-        raise ConfigError(
-            "trace", f"row {number}", f"lacks {', '.join(missing)}; needs {', '.join(COLUMNS)}"
-        )
-    values = [row["sample_index"], row["prompt_tokens"], row["response_tokens"]]
+        raise ConfigError(name, dict(row), f"lacks {', '.join(missing)}")
+    for column, minimum in (("sample_index", 0), ("prompt_tokens", 0), ("response_tokens", 1)):
+        value = row[column]
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(
+                f"{name}.{column}", value, f"must be a whole number of at least {minimum}"
+            )
     reward_s = row.get("reward_s", 0.0)
-    whole = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
-    if not whole or values[2] < 1:
-        raise ConfigError(
-            f"trace row {number}", dict(row), "sizes must be whole numbers, response_tokens over 0"
-        )
-    if not isinstance(reward_s, int | float) or not math.isfinite(reward_s) or reward_s < 0:
-        raise ConfigError(f"trace row {number}.reward_s", reward_s, "must be seconds of at least 0")
-    sample = TraceSample(response_tokens=values[2], reward_s=float(reward_s))
-    return str(row["prompt_id"]), values[0], values[1], sample
+    if not is_number(reward_s) or reward_s < 0:
+        raise ConfigError(f"{name}.reward_s", reward_s, "must be seconds of at least 0")
+    sample = TraceSample(response_tokens=row["response_tokens"], reward_s=float(reward_s))
+    return str(row["prompt_id"]), row["sample_index"], row["prompt_tokens"], sample

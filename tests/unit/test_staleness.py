@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ray_apr.staleness import (
     is_stale,
+    leaves_none_behind,
     num_untrained,
     staleness,
     staleness_capacity,
@@ -70,3 +75,45 @@ def test_untrained_samples_are_seen_at_the_version_of_the_engines(trainer, engin
     )
     assert seen == expected
     assert num_untrained(num_buffered=0, batch_size=8, trainer_version=0, policy_version=3) == 0
+
+
+@pytest.mark.parametrize(
+    ("ready", "unfinished", "batch", "expected"),
+    [
+        ({5: 4}, {}, 4, True),  # nothing is waited for
+        ({5: 4}, {3: 1}, 4, False),  # 3 is the oldest that may be trained at 5: it is due now
+        ({5: 4}, {4: 4}, 4, True),  # due at the next batch, which has room for it
+        ({5: 4}, {4: 5}, 4, False),  # one more than that has room for
+        ({5: 4}, {4: 4, 5: 4}, 4, True),
+        ({5: 3}, {4: 4, 5: 6}, 4, False),  # nine for the two batches after this one
+        ({3: 4}, {3: 1}, 4, True),  # this batch is full of what is due; one is lost anyway
+        ({3: 2, 5: 2}, {3: 1}, 4, False),
+        ({3: 3, 5: 1}, {}, 4, True),
+        ({}, {3: 1}, 4, False),
+        ({}, {}, 4, True),
+        ({5: 4}, {1: 1}, 4, False),  # what is past the bound counts as due
+    ],
+)
+def test_the_trainer_waits_exactly_for_what_would_expire(ready, unfinished, batch, expected):
+    """At version 5 with a bound of 2."""
+    found = leaves_none_behind(
+        ready, unfinished, policy_version=5, max_staleness=2, batch_size=batch
+    )
+    assert found == expected
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12))
+def test_leaving_none_behind_is_earliest_deadline_first(batch, drawn):
+    """At version 8 with a bound of 2, wherever every sample can be trained in time at all."""
+    drawn = [(0, True)] * batch + drawn[: 2 * batch]
+    versions = [min(8, 6 + place // batch + slack) for place, (slack, _) in enumerate(drawn)]
+    ready = Counter(v for v, (_, is_ready) in zip(versions, drawn, strict=True) if is_ready)
+    unfinished = Counter(
+        v for v, (_, is_ready) in zip(versions, drawn, strict=True) if not is_ready
+    )
+    taken = sorted(ready.elements())[:batch]
+    left = sorted((Counter(versions) - Counter(taken)).elements())
+    in_time = all(9 + place // batch - v <= 2 for place, v in enumerate(left))
+    assert in_time == leaves_none_behind(
+        ready, unfinished, policy_version=8, max_staleness=2, batch_size=batch
+    )

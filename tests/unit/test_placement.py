@@ -1,0 +1,145 @@
+"""Which replica gets a request, and how many each one may have (placement.py)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_apr.placement import AdaptiveLimit, Placement
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["enter", "leave", "limit"]), st.integers(0, 20), st.integers(0, 9)),
+    max_size=200,
+)
+
+
+@given(moves, st.integers(1, 4), st.integers(1, 5))
+def test_a_limit_is_never_exceeded_by_entering(history, num_replicas, limit):
+    placement = Placement([str(i) for i in range(num_replicas)], limit=limit)
+    limits = {str(i): limit for i in range(num_replicas)}
+    running: list[str] = []
+    for what, number, other in history:
+        if what == "enter":
+            has_room = any(running.count(r) < limits[r] for r in limits)
+            replica = placement.enter(f"g{number}-{other}", f"g{number}")
+            assert (replica is not None) == has_room, "a place is found whenever there is one"
+            if replica is not None:
+                assert running.count(replica) < limits[replica]
+                running.append(replica)
+        elif what == "leave" and running:
+            placement.leave(running.pop(number % len(running)))
+        elif what == "limit":
+            replica = str(number % num_replicas)
+            placement.set_limit(replica, other)
+            limits[replica] = max(1, other)
+        assert placement.capacity == sum(limits.values())
+        for replica, expected in limits.items():
+            assert placement.limit(replica) == expected
+            assert placement.load(replica) == running.count(replica)
+
+
+def test_loads_stay_even():
+    placement = Placement("abc", limit=10)
+    for number in range(21):
+        placement.enter(f"g{number}-0", f"g{number}")
+    assert [placement.load(r) for r in "abc"] == [7, 7, 7]
+
+
+def test_fill_counts_not_load():
+    placement = Placement("ab", limit=2)
+    placement.set_limit("b", 20)
+    for number in range(11):
+        placement.enter(f"g{number}-0", f"g{number}")
+    assert (placement.load("a"), placement.load("b")) == (1, 10)
+
+
+def test_a_sample_returns_to_its_replica_and_a_group_meets():
+    placement = Placement("abcd", limit=16)
+    first = placement.enter("g0-0", "g0")
+    assert placement.enter("g0-1", "g0") == first
+    placement.leave(first)
+    assert placement.enter("g1-0", "g1") != first, "the emptiest one gets what is new"
+    assert placement.enter("g0-0", "g0") == first
+
+
+def test_stickiness_ends_where_the_home_is_markedly_fuller():
+    placement = Placement("ab", limit=8)
+    home = placement.enter("g0-0", "g0")
+    assert placement.enter("g0-1", "g0") == home  # 1/8 fuller is no more than the slack
+    assert placement.enter("g0-2", "g0") != home
+
+
+def test_a_full_home_is_left():
+    placement = Placement("ab", limit=1)
+    home = placement.enter("s", "g")
+    assert placement.enter("s2", "g") not in (home, None)
+    assert placement.enter("s3", "g") is None
+
+
+def test_choosing_does_not_get_slower_nor_larger_with_use():
+    placement = Placement([str(i) for i in range(64)], limit=1000)
+    for number in range(20_000):
+        placement.enter(f"g{number}-0", f"g{number}")
+        placement.leave(placement.enter(f"g{number}-1", f"g{number}"))
+    assert len(placement._heap) < 1000, "what no longer holds is dropped"
+
+
+@pytest.mark.parametrize("num_replicas", [16, 4096])
+def test_choosing_costs_log_n(num_replicas):
+    placement = Placement([str(i) for i in range(num_replicas)], limit=100)
+    begin = time.perf_counter()
+    for number in range(10_000):
+        placement.leave(placement.enter(f"g{number}-0", f"g{number}"))
+    assert (time.perf_counter() - begin) / 10_000 < 500e-6  # about 5 us; loose for a busy machine
+
+
+def observe(limit, **figures):
+    values = dict(num_running=limit.limit, num_queued=0, kv_usage=0.2, num_preempted=0, num_ended=0)
+    return limit.observe(**{**values, "is_starved": False, **figures})
+
+
+def test_the_limit_grows_with_what_ends_while_there_is_room():
+    limit = AdaptiveLimit(10)
+    assert observe(limit, num_ended=7) == 10
+    assert observe(limit, num_ended=1) == 11
+    assert observe(limit, num_ended=16) == 13
+
+
+def test_the_limit_does_not_grow_when_it_is_not_used():
+    assert observe(AdaptiveLimit(10), num_running=5, num_ended=80) == 10
+
+
+def test_a_full_cache_ends_growth_and_a_starved_trainer_allows_more():
+    assert observe(AdaptiveLimit(10), kv_usage=0.8, num_ended=80) == 10
+    assert observe(AdaptiveLimit(10), kv_usage=0.8, num_ended=80, is_starved=True) == 20
+    assert observe(AdaptiveLimit(10), kv_usage=0.95, num_running=8, is_starved=True) == 8
+
+
+def test_a_queue_shrinks_it_if_it_stays():
+    limit = AdaptiveLimit(10)
+    assert observe(limit, num_running=7, num_queued=3) == 10
+    assert observe(limit, num_running=7, num_queued=3) == 7
+
+
+def test_a_preemption_shrinks_it_at_once_and_only_once():
+    limit = AdaptiveLimit(20)
+    assert observe(limit, num_running=18, num_queued=2, num_preempted=2) == 16
+    assert observe(limit, num_running=18, num_queued=0, num_preempted=3) == 16
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 30)] * 4, st.floats(0, 1), st.booleans()), max_size=50))
+def test_the_limit_is_at_least_one(history):
+    limit = AdaptiveLimit(4)
+    for running, queued, preempted, ended, kv_usage, is_starved in history:
+        now = limit.observe(
+            num_running=running,
+            num_queued=queued,
+            kv_usage=kv_usage,
+            num_preempted=preempted,
+            num_ended=ended,
+            is_starved=is_starved,
+        )
+        assert now == limit.limit >= 1

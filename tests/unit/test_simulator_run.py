@@ -1,0 +1,178 @@
+"""Whole simulated runs: they end, lose no token, keep the bound, repeat, and favour no length."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from ray_apr.config import Mode, PartialRolloutConfig
+from ray_apr.exceptions import ConfigError
+from ray_apr.simulator.run import Simulation
+from ray_apr.simulator.study import best_split, bound_tokens_per_s, climb, study
+from ray_apr.simulator.trace import Trace
+from tests.traces import make_cluster, make_trace
+
+MODES = get_args(Mode)
+PLACEMENTS = ("disaggregated", "colocated")
+TRACES = (
+    make_trace(48),
+    make_trace(48, seed=1, tail_share=0.3, tail=(400, 3000), reward_s=5.0),
+    make_trace(48, seed=2, tail_share=0.0, reward_s=0.01),
+    make_trace(48, seed=3, tail_share=0.05, tail=(2000, 5000), reward_s=20.0),
+)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_to_its_end(mode, placement):
+    cluster = make_cluster(placement=placement)
+    result = study(make_trace(), cluster, PartialRolloutConfig.preset(mode)).to_dict()
+    assert result["mode"] == mode and result["steps"] == 8
+    assert result["ledger_error"] == 0
+    assert result["rollout_gpus"] == (4 if placement == "colocated" else 2)
+    assert 0 < result["trained_tokens_per_s"] <= result["bound_tokens_per_s"]
+    assert 0 <= result["generation_idle_ratio"] < 1 and 0 <= result["trainer_idle_ratio"] < 1
+    placed = result["tokens_trained"] + result["tokens_discarded"] + result["tokens_held"]
+    assert result["tokens_generated"] == placed
+    assert sum(result["tokens_discarded_by_reason"].values()) == result["tokens_discarded"]
+    bound = PartialRolloutConfig.preset(mode).max_staleness
+    assert result["staleness_mean"] <= result["staleness_max"] <= bound
+
+
+def test_asynchrony_pays_on_a_long_tail():
+    rates = {
+        mode: study(
+            make_trace(), make_cluster(), PartialRolloutConfig.preset(mode)
+        ).trained_tokens_per_s
+        for mode in ("sync", "async", "apr")
+    }
+    assert rates["apr"] > 1.5 * rates["async"] and rates["async"] > rates["sync"]
+
+
+def test_a_seed_gives_one_result_and_another_seed_another_one():
+    config = PartialRolloutConfig.preset("apr", filter_zero_variance=True)
+    first, again, other = (
+        study(make_trace(), make_cluster(), config, seed=seed).to_dict() for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@st.composite
+def any_config(draw):
+    bound = draw(st.integers(0, 6))
+    interrupt = draw(st.sampled_from(["never", "weight_sync", "batch_full"]))
+    values = dict(
+        max_staleness=bound,
+        oversampling_factor=min(bound + 1, draw(st.sampled_from([1.0, 1.3, 2.0, 3.0]))),
+        admission=draw(st.sampled_from(["stream", "stream", "batch"])),
+        interrupt=interrupt,
+        drain=interrupt == "never" and draw(st.booleans()),
+        after_interrupt=draw(st.sampled_from(["resume", "restart", "discard"])),
+        kv_cache=draw(st.sampled_from(["keep", "recompute"])),
+        resume_order=draw(st.sampled_from(["oldest_version", "fifo", "most_tokens"])),
+        tail_round=draw(st.sampled_from([None, None, 1, 3, 50])),
+        on_stale=draw(st.sampled_from(["evict", "mask", "wait", "wait"])),
+        sync_every=draw(st.integers(1, min(3, bound + 1))),
+        overlap_sync=draw(st.booleans()),
+        max_inflight=draw(st.sampled_from(["adaptive", None, 3, 20, 64])),
+        max_live_batches=draw(st.sampled_from([None, 1, 2, 4])),
+        overlap_rewards=draw(st.booleans()),
+        filter_zero_variance=draw(st.booleans()),
+        max_filter_retries=draw(st.sampled_from([0, 2])),
+    )
+    try:
+        return PartialRolloutConfig(**values)
+    except ConfigError:
+        assume(False)
+
+
+@given(
+    config=any_config(),
+    trace=st.sampled_from(TRACES),
+    placement=st.sampled_from(PLACEMENTS),
+    kv_capacity=st.sampled_from([1500, 6000, 10**6]),
+    max_sequences=st.sampled_from([4, 32]),
+    rollout_gpus=st.integers(1, 3),
+    reward_workers=st.sampled_from([1, 16]),
+    weight_sync_s=st.sampled_from([0.0, 0.2, 3.0]),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_settings_end_and_keep_ledger_and_bound(
+    config, trace, placement, kv_capacity, max_sequences, rollout_gpus, reward_workers,
+    weight_sync_s, seed,
+):  # fmt: skip
+    engine = dataclasses.replace(
+        make_cluster().engine, kv_capacity_tokens=kv_capacity, max_sequences=max_sequences
+    )
+    cluster = make_cluster(
+        engine=engine,
+        placement=placement,
+        rollout_gpus=rollout_gpus,
+        reward_workers=reward_workers,
+        weight_sync_s=weight_sync_s,
+        steps=6,
+    )
+    outcome = Simulation(trace, cluster, config, seed=seed).run()
+    assert outcome.ledger.error == 0
+    assert outcome.staleness_max <= config.max_staleness
+    assert len(outcome.step_ends) == 6
+    if config.on_stale == "wait":
+        assert outcome.ledger.discarded["stale"] == 0, "waiting was to avoid this"
+    if config.on_stale != "mask":
+        assert outcome.ledger.discarded["masked"] == 0
+
+
+@pytest.mark.parametrize(("on_stale", "least"), [("mask", 0.85), ("wait", 0.98), ("evict", None)])
+def test_mask_and_wait_train_long_prompts_as_often_as_short_ones(on_stale, least):
+    trace = make_trace(200, tail=(900, 1400), seed=3)
+    cluster = make_cluster(
+        steps=100, engine=dataclasses.replace(make_cluster().engine, kv_capacity_tokens=60_000)
+    )
+    config = PartialRolloutConfig.preset("apr", on_stale=on_stale, max_staleness=3)
+    result = study(trace, cluster, config).to_dict()
+    shares = result["trained_share_by_length_decile"]
+    if least is None:
+        assert min(shares[:9]) > 0.98 and shares[9] < 0.4
+    else:
+        assert min(shares) >= least
+    assert max(result["undecided_share_by_length_decile"]) < 0.1
+
+
+def test_best_split_is_found():
+    trace, cluster = make_trace(), make_cluster(rollout_gpus=None, gpus=6)
+    config = PartialRolloutConfig.preset("apr")
+    rates = {
+        k: study(trace, cluster.with_rollout_gpus(k), config).trained_tokens_per_s
+        for k in range(1, 6)
+    }
+    assert best_split(trace, cluster, config) == max(rates, key=rates.__getitem__)
+    assert study(trace, cluster, config).to_dict()["rollout_gpus"] == best_split(
+        trace, cluster, config
+    )
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 400))
+def test_climbing_finds_the_top_of_one_hill(high, start, top):
+    start, top = min(start, high), min(top, high)
+    assert climb(lambda n: -abs(n - top), start, 1, high) == top
+
+
+def test_bound_is_that_of_the_best_integer_split():
+    rows = [{"prompt_id": "p", "sample_index": 0, "prompt_tokens": 0, "response_tokens": 100}]
+    cluster = make_cluster()
+    engine, trainer = cluster.engine, cluster.trainer
+    step_s = engine.decode_base_s + 32 * (
+        engine.decode_per_sequence_s + engine.decode_per_context_token_s * 50
+    )
+    tokens = 8 * 32 * 100
+    generation, training = tokens / (32 / step_s), tokens / trainer.tokens_per_s_per_gpu
+    best = min(
+        max(generation / k, training / (4 - k) + 8 * trainer.step_overhead_s) for k in (1, 2, 3)
+    )
+    assert bound_tokens_per_s(Trace(rows), cluster) == pytest.approx(tokens / best)

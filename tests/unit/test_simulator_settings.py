@@ -1,0 +1,273 @@
+"""Each setting of `PartialRolloutConfig` is obeyed: with and without it, something differs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.rollout.state import RolloutState
+from ray_apr.simulator.run import Simulation
+from ray_apr.types import FinishReason, Generation, GroupMeta, Prompt, RewardResult, Segment
+from tests.traces import make_cluster, make_trace
+
+
+class Watched(Simulation):
+    """Notes what is trained, and how much is under way at once."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trained: list[tuple[int, GroupMeta]] = []
+        self.most_inflight = self.most_live = 0
+
+    def _begin_step(self, groups):
+        self.trained += [(self._version, group) for group in groups]
+        super()._begin_step(groups)
+
+    def _pump(self):
+        super()._pump()
+        self.most_inflight = max(self.most_inflight, self._fleet.num_calls)
+        self.most_live = max(self.most_live, self._dispatcher.counts().live)
+
+    @property
+    def samples(self):
+        return [sample for _, group in self.trained for sample in group.samples]
+
+
+def simulate(mode="apr", *, trace=None, cluster=None, **overrides):
+    config = PartialRolloutConfig.preset(mode, **overrides)
+    run = Watched(trace or make_trace(), cluster or make_cluster(), config)
+    run.run()
+    return run, run.outcome
+
+
+def make_dispatcher(**overrides):
+    config = PartialRolloutConfig(**overrides)
+    return Dispatcher(config, batch_size=4, group_size=2, max_inflight=100)
+
+
+def admit(dispatcher):
+    for number in range(dispatcher.num_groups_to_start()):
+        dispatcher.add_group(f"g{number}", [f"g{number}-0", f"g{number}-1"])
+
+
+def start_all(dispatcher):
+    return list(iter(dispatcher.next_start, None))
+
+
+def interrupt(dispatcher, sample_id, *, version=0, tokens=5):
+    dispatcher.on_interrupted(sample_id, oldest_version=version, num_tokens=tokens)
+
+
+def finish(dispatcher, group_id):
+    for index in range(2):
+        dispatcher.on_finished(f"{group_id}-{index}", oldest_version=0)
+        dispatcher.on_scored(f"{group_id}-{index}")
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_max_staleness(bound):
+    _, outcome = simulate(max_staleness=bound, max_live_batches=None)
+    assert outcome.staleness_max == bound
+
+
+@pytest.mark.parametrize(("factor", "groups"), [(1.0, 2), (1.5, 3), (2.0, 4), (3.0, 6)])
+def test_oversampling_factor(factor, groups):
+    assert make_dispatcher(oversampling_factor=factor).num_groups_to_start() == groups
+
+
+def test_admission():
+    for admission, groups in (("stream", 1), ("batch", 0)):
+        dispatcher = make_dispatcher(admission=admission)
+        admit(dispatcher)
+        start_all(dispatcher)
+        finish(dispatcher, "g0")
+        assert dispatcher.num_groups_to_start() == groups
+
+
+def test_interrupt():
+    _, never = simulate(interrupt="never")
+    _, at_sync = simulate(interrupt="weight_sync")
+    assert never.interrupted == 0 and at_sync.interrupted > 0
+    for when, aborted in (("batch_full", 4), ("weight_sync", 0)):
+        dispatcher = make_dispatcher(interrupt=when)
+        admit(dispatcher)
+        start_all(dispatcher)
+        for group_id in ("g0", "g1"):
+            finish(dispatcher, group_id)
+            dispatcher.on_buffered(group_id)
+        assert dispatcher.is_held == (when == "batch_full")
+        assert len(dispatcher.to_interrupt()) == aborted
+
+
+def test_after_interrupt():
+    found = {
+        after: simulate(after_interrupt=after)[1] for after in ("resume", "restart", "discard")
+    }
+    assert found["resume"].resumed > 0
+    assert found["restart"].resumed == found["discard"].resumed == 0
+    for after, reason in (("restart", "restarted"), ("discard", "surplus")):
+        assert found[after].ledger.discarded[reason] > 0
+        assert found["resume"].ledger.discarded[reason] == 0
+
+
+def test_drain():
+    drained, _ = simulate("in_flight", drain=True)
+    frozen, _ = simulate("in_flight", drain=False)
+    assert all(len(sample.version_tokens) == 1 for sample in drained.samples)
+    assert any(len(sample.version_tokens) > 1 for sample in frozen.samples)
+
+
+@pytest.mark.parametrize("mode", ["apr", "in_flight"])
+def test_kv_cache(mode):
+    roomy = make_cluster(
+        engine=dataclasses.replace(make_cluster().engine, kv_capacity_tokens=10**6)
+    )
+    _, kept = simulate(mode, cluster=roomy, kv_cache="keep")
+    _, recomputed = simulate(mode, cluster=roomy, kv_cache="recompute")
+    assert kept.tokens_reprefilled == 0 < recomputed.tokens_reprefilled
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("oldest_version", ["g2-0", "g0-0", "g1-0"]),
+        ("fifo", ["g1-0", "g0-0", "g2-0"]),
+        ("most_tokens", ["g0-0", "g2-0", "g1-0"]),
+    ],
+)
+def test_resume_order(order, expected):
+    dispatcher = make_dispatcher(resume_order=order, oversampling_factor=2.0)
+    admit(dispatcher)
+    start_all(dispatcher)
+    dispatcher.on_version(3)
+    for sample_id, version, tokens in (("g1-0", 2, 1), ("g0-0", 1, 9), ("g2-0", 0, 5)):
+        interrupt(dispatcher, sample_id, version=version, tokens=tokens)
+    assert start_all(dispatcher) == expected
+
+
+def test_tail_round():
+    for tail_round, resumed in ((None, ["g0-0"]), (2, [])):
+        dispatcher = make_dispatcher(tail_round=tail_round)
+        admit(dispatcher)
+        start_all(dispatcher)
+        interrupt(dispatcher, "g0-0")
+        assert dispatcher.next_start() == "g0-0", "the first interruption proves nothing"
+        interrupt(dispatcher, "g0-0")
+        assert start_all(dispatcher) == resumed
+    interrupt(dispatcher, "g1-0")
+    dispatcher.next_start()
+    interrupt(dispatcher, "g1-0")
+    assert start_all(dispatcher) == ["g0-0", "g1-0"], "the round is full"
+
+
+def test_tail_round_ends_at_the_edge_of_the_bound():
+    dispatcher = make_dispatcher(tail_round=50, max_staleness=2)
+    admit(dispatcher)
+    start_all(dispatcher)
+    interrupt(dispatcher, "g0-0")
+    dispatcher.next_start()
+    interrupt(dispatcher, "g0-0")
+    dispatcher.on_version(1)
+    assert dispatcher.next_start() is None
+    dispatcher.on_version(2)
+    assert dispatcher.next_start() == "g0-0"
+
+
+def test_on_stale():
+    tail = make_trace(tail=(900, 1400), seed=3)
+    long = make_cluster(steps=24)
+    lost = {
+        on_stale: simulate(trace=tail, cluster=long, max_staleness=1, on_stale=on_stale)[1]
+        for on_stale in ("evict", "mask", "wait")
+    }
+    lost = {on_stale: outcome.ledger.discarded for on_stale, outcome in lost.items()}
+    assert lost["evict"]["stale"] > 0 == lost["evict"]["masked"]
+    assert lost["mask"]["masked"] > 0
+    assert sum(lost["wait"].values()) == 0
+
+
+@pytest.mark.parametrize("sync_every", [1, 2, 3])
+def test_sync_every(sync_every):
+    run, _ = simulate(sync_every=sync_every)
+    versions = {version for sample in run.samples for version, _ in sample.version_tokens}
+    assert len(versions) > 1 and all(version % sync_every == 0 for version in versions)
+
+
+def test_overlap_sync():
+    slow = make_cluster(weight_sync_s=3.0)
+    _, overlapped = simulate("in_flight", cluster=slow, overlap_sync=True)
+    _, apart = simulate("in_flight", cluster=slow, overlap_sync=False)
+    assert overlapped.wall_s < apart.wall_s - 3.0
+
+
+def test_max_inflight():
+    fixed, _ = simulate(max_inflight=7)
+    assert fixed.most_inflight == 7
+    whole, _ = simulate(max_inflight=None)
+    assert whole.most_inflight == 64  # ceil(2.0 * 32)
+    tight = make_cluster(
+        engine=dataclasses.replace(make_cluster().engine, kv_capacity_tokens=2500), steps=24
+    )
+    _, without = simulate(cluster=tight, max_inflight=None)
+    _, adaptive = simulate(cluster=tight, max_inflight="adaptive")
+    assert adaptive.preempted < without.preempted / 2
+
+
+@pytest.mark.parametrize(("batches", "live"), [(1.0, 32), (2.0, 64), (3.0, 96), (None, 160)])
+def test_max_live_batches(batches, live):
+    run, _ = simulate(max_live_batches=batches, on_stale="evict")
+    assert live - 32 < run.most_live <= live
+
+
+def test_overlap_rewards():
+    slow = make_trace(reward_s=6.0)
+    _, overlapped = simulate("one_step_off", trace=slow, overlap_rewards=True)
+    _, after_all = simulate("one_step_off", trace=slow, overlap_rewards=False)
+    assert overlapped.wall_s < after_all.wall_s
+
+
+def test_filter_zero_variance():
+    _, unfiltered = simulate()
+    run, filtered = simulate(filter_zero_variance=True)
+    assert unfiltered.ledger.discarded["filtered"] == 0 < filtered.ledger.discarded["filtered"]
+    assert len(run.trained) == 8 * 8, "each one is replaced"
+    assert all(len({s.reward for s in group.samples}) == 2 for _, group in run.trained)
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_max_filter_retries(retries):
+    config = PartialRolloutConfig(filter_zero_variance=True, max_filter_retries=retries)
+    dispatcher = Dispatcher(config, batch_size=4, group_size=2, max_inflight=9)
+    state = RolloutState(dispatcher, config)
+    prompt, tries = Prompt(prompt_id="p", token_ids=(1,)), 0
+    while prompt is not None:
+        tries += 1
+        state.admit(prompt, group_size=2, max_response_tokens=4)
+        for index in range(2):
+            sample = state.start_next()
+            segment = Segment(policy_version=0, token_ids=(5,), logprobs=(-1.0,))
+            state.on_generation(
+                sample.sample_id,
+                Generation(request_id="r", segments=(segment,), finish_reason=FinishReason.STOP),
+            )
+            group = state.on_reward(sample.sample_id, RewardResult(reward=1.0))
+            assert group is None, f"sample {index} of a group without a signal"
+        prompt = state.next_retry()
+    assert tries == 1 + retries
+
+
+def test_batch_full_with_wait_does_not_stand_still():
+    """The trainer waits for a group that may not go on, as the batch is full."""
+    tail = make_trace(tail=(900, 1400), seed=3)
+    for after in ("resume", "restart", "discard"):
+        _, outcome = simulate(
+            trace=tail,
+            interrupt="batch_full",
+            on_stale="wait",
+            after_interrupt=after,
+            max_staleness=1,
+        )
+        assert outcome.ledger.discarded["stale"] == 0
