@@ -244,6 +244,7 @@ class _Parts:
             "num_replicas": plan.rollout.num_replicas,
             "tensor_parallel_size": plan.rollout.tensor_parallel_size,
             "start_timeout_s": plan.rollout.start_timeout_s,
+            "sync_timeout_s": _sync_timeout_s(plan),
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
         }
@@ -349,6 +350,12 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
             for e in summary.engines
         ],
     }
+
+
+def _sync_timeout_s(plan: RunPlan) -> float:
+    """Limit of one weight sync; requests that it waits for have a limit of their own."""
+    drains = plan.partial_rollout.drain
+    return plan.train.weight_sync_timeout_s + (plan.rollout.request_timeout_s if drains else 0.0)
 
 
 def _max_prompt_tokens(plan: RunPlan) -> int:

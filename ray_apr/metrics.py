@@ -43,6 +43,7 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec("apr_trainer_staleness_max_steps", "gauge", "Largest staleness of the last batch."),
     MetricSpec("apr_trainer_step_seconds", "histogram", "Forward, backward and optimizer."),
     MetricSpec("apr_trainer_wait_seconds", "histogram", "Wait for the batch of one step."),
+    MetricSpec("apr_trainer_sync_wait_seconds", "histogram", "Wait of one step for weight syncs."),
     MetricSpec("apr_weight_sync_seconds", "histogram", "Pause, broadcast, load, resume."),
     MetricSpec("apr_server_running_requests", "gauge", "Requests in an engine.", ("replica",)),
 )

@@ -1,4 +1,8 @@
-"""What rank 0 says to the other actors of a run, each wait with a limit and a name."""
+"""What rank 0 says to the other actors of a run, each wait with a limit and a name.
+
+`RunControl.connect`, `broadcast` and `record_span` may be called from another thread than the rest:
+they keep no state here, and handles of actors may be used by several threads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ _HISTOGRAMS = {
     "trainer_step_s": "apr_trainer_step_seconds",
     "trainer_wait_s": "apr_trainer_wait_seconds",
     "weight_sync_s": "apr_weight_sync_seconds",
+    "weight_wait_s": "apr_trainer_sync_wait_seconds",
 }
+_IF_ANY = ("weight_sync_s",)
+"""Left out at 0, which says that there was none."""
 
 
 class RunControl:
@@ -53,6 +60,11 @@ class RunControl:
         self._recorder = recorder
         self._sync_timeout_s = sync_timeout_s
         self._metrics = Metrics()
+
+    @property
+    def sync_limit_s(self) -> float:
+        """Longest that `broadcast` takes before it fails by itself."""
+        return 3 * (self._sync_timeout_s + _CALL_TIMEOUT_S)
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
@@ -116,11 +128,14 @@ class RunControl:
         self._recorder.record.remote("step", dict(row))
         self._metrics.set_all({metric: row[key] for key, metric in _GAUGES.items()})
         for key, metric in _HISTOGRAMS.items():
-            self._metrics.observe(metric, row[key])
+            if row[key] or key not in _IF_ANY:
+                self._metrics.observe(metric, row[key])
 
-    def record_span(self, what: str, start_s: float, end_s: float) -> None:
-        """Write a span of the trainer's timeline, in Unix seconds."""
-        span = {"actor": "trainer", "what": what, "start_s": start_s, "end_s": end_s}
+    def record_span(
+        self, what: str, start_s: float, end_s: float, *, actor: str = "trainer"
+    ) -> None:
+        """Write a span of the timeline, in Unix seconds."""
+        span = {"actor": actor, "what": what, "start_s": start_s, "end_s": end_s}
         self._recorder.record.remote("timeline", span)
 
 

@@ -4,9 +4,11 @@
        ▲                                             └ read while the weights move             │
        └────────────────────────────────────────────────────────────────────────────────────────┘
 
+With ``overlap_sync`` the sync only gathers here; what it gathered travels during the next steps.
+
 Invariants:
     * The batch of step k was chosen after rank 0 granted step k at the current policy version;
-      every rank checks its own samples against the staleness bound again before it trains them.
+      every rank checks the tokens that it trains against the staleness bound again.
     * The policy version rises by one with each optimizer step, on all ranks together.
     * An error of one rank ends its process, and Ray Train ends the others.
 """
@@ -41,6 +43,8 @@ from ray_apr.train.checkpoint import (
 )
 from ray_apr.train.control import RunControl
 from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.publish import WeightPublisher
+from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
 from ray_apr.weights.sender import WeightSender
 
@@ -49,7 +53,6 @@ logger = logging.getLogger(__name__)
 _REPORT_EVERY = 10
 """Steps between reports to Ray Train, whose controller takes one report in two seconds and makes a
 faster worker wait; the run folder and the metrics have every step."""
-_NO_SYNC = {"weight_sync_s": 0.0, "weight_gather_s": 0.0, "generation_stopped_s": 0.0}
 
 
 class LoopSettings(TypedDict, total=False):
@@ -65,6 +68,8 @@ class LoopSettings(TypedDict, total=False):
     num_replicas: int
     tensor_parallel_size: int
     start_timeout_s: float
+    sync_timeout_s: float
+    """Limit of one weight sync as the rollout side has it; without it, that of `train`."""
     wire_dtype: str | None
     """Data type of the weight sync; without it, that of the master weights."""
     started_at: float
@@ -115,13 +120,24 @@ class _TrainLoop:
         device = ray.train.torch.get_device()
         self._model = build_model(settings["model"], self._train, device)
         self._optimizer = build_optimizer(self._model, self._train)
-        self._sender = WeightSender(
+        self._publisher = self._make_publisher()
+        self._progress = self._restore()
+
+    def _make_publisher(self) -> WeightPublisher:
+        settings, partial_rollout = self._settings, self._settings["partial_rollout"]
+        sender = WeightSender(
             self._model,
             bucket_mb=self._train.weight_bucket_mb,
             wire_dtype=settings.get("wire_dtype"),
         )
-        self._connected = False
-        self._progress = self._restore()
+        return WeightPublisher(
+            sender,
+            self._control,
+            num_engine_workers=settings["num_replicas"] * settings["tensor_parallel_size"],
+            sync_every=partial_rollout.sync_every,
+            overlaps=partial_rollout.overlap_sync,
+            timeout_s=self._train.weight_sync_timeout_s,
+        )
 
     def _restore(self) -> Progress:
         checkpoint = ray.train.get_checkpoint()
@@ -138,14 +154,14 @@ class _TrainLoop:
             return
         if self._progress.policy_version > 0:
             # the servers start with the base model, and perhaps they are not there yet
-            self._connect(self._settings["start_timeout_s"])
-            self._sync_weights()
+            limit_s = self._settings["start_timeout_s"]
+            self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
         rows = self._rows()
         while self._progress.step < self._train.steps:
             self._step(rows)
-        self._sender.close()
+        self._publisher.close()
 
     def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
         """One turn of the loop."""
@@ -161,7 +177,7 @@ class _TrainLoop:
         if self._control is not None:
             # granted before the sync: Ray Data reads the next batch while the weights move
             self._control.end_step(done.step, None if is_last else version)
-        times = _NO_SYNC if is_last else self._sync_weights()
+        times = self._publisher.after_step(self._progress.step, version, is_last=is_last)
         row = {
             "step": done.step,
             "policy_version": self._progress.policy_version,
@@ -194,30 +210,6 @@ class _TrainLoop:
         for table in shard.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
             yield {name: column[0] for name, column in table.items()}
 
-    def _sync_weights(self) -> dict[str, float]:
-        """Move the current weights to all servers; all ranks gather, rank 0 sends."""
-        with self._span("sync") as synced:
-            self._connect(self._train.weight_sync_timeout_s)
-            with _Span() as gathered:
-                self._sender.gather()
-            stopped_s = 0.0
-            if self._control is not None:
-                times = self._control.broadcast(self._sender, self._progress.policy_version)
-                stopped_s = times["stopped_s"]
-        return {
-            "weight_sync_s": synced.duration_s,
-            "weight_gather_s": gathered.duration_s,
-            "generation_stopped_s": stopped_s,
-        }
-
-    def _connect(self, timeout_s: float) -> None:
-        """Build the weight group, once."""
-        if self._control is not None and not self._connected:
-            settings = self._settings
-            num_workers = settings["num_replicas"] * settings["tensor_parallel_size"]
-            self._control.connect(self._sender, num_workers, timeout_s=timeout_s)
-            self._connected = True
-
     def _report(self, row: Mapping[str, Any], *, is_last: bool) -> None:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
         every = self._train.checkpoint_every
@@ -232,26 +224,12 @@ class _TrainLoop:
             ray.train.report(dict(row), checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     @contextmanager
-    def _span(self, what: str) -> Iterator[_Span]:
+    def _span(self, what: str) -> Iterator[Span]:
         """Time a part of the loop, and show it on the run's timeline."""
-        with _Span() as span:
+        with Span() as span:
             yield span
         if self._control is not None:
             self._control.record_span(what, span.start_s, span.end_s)
-
-
-class _Span:
-    """Measures a block: `start_s` and `end_s` in Unix seconds, `duration_s` by the clock."""
-
-    def __enter__(self) -> _Span:
-        self.start_s = self.end_s = time.time()
-        self.duration_s = 0.0
-        self._begin = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.duration_s = time.perf_counter() - self._begin
-        self.end_s = self.start_s + self.duration_s
 
 
 def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> None:
@@ -278,5 +256,5 @@ def _make_control(settings: LoopSettings) -> RunControl:
         buffer=settings["buffer"],
         worker=settings["worker"],
         recorder=settings["recorder"],
-        sync_timeout_s=settings["train"].weight_sync_timeout_s,
+        sync_timeout_s=settings.get("sync_timeout_s", settings["train"].weight_sync_timeout_s),
     )

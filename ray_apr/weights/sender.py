@@ -2,12 +2,15 @@
 
 Invariants, kept by `WeightSender`:
     * Parameters travel under their Hugging Face names, in the model's order; tied ones once.
-    * What is sent is what `gather` saw: the optimizer may go on only after `send` has returned.
+    * What is sent is what `gather` saw: it copies, so that the optimizer may go on while `send`,
+      in another thread, sends.
     * `gather` is a collective of all train workers; everything else concerns rank 0 alone.
+    * One method runs at a time; who calls them from two threads keeps that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from typing import Any
 
@@ -96,7 +99,7 @@ class WeightSender:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the current weights together on rank 0; a collective of all train workers."""
+        """Copy the current weights to rank 0; a collective of all train workers."""
         staged = []
         for bucket in self._buckets:
             buffer = byte_buffer(bucket.num_bytes, self._device) if self._is_sender else None
@@ -108,6 +111,8 @@ class WeightSender:
                     )
             if buffer is not None:
                 staged.append(buffer)
+        if staged and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # `send` has streams of its own
         self.staged = staged
 
     def send(self) -> None:
@@ -120,14 +125,17 @@ class WeightSender:
 
         if self._group is None or not self.staged:
             raise WeightSyncError("connect() and gather() come before send()")
-        try:
-            for buffer in self.staged:
-                collective.broadcast(buffer, src_rank=0, group_name=address(self._group))
-        except RuntimeError as error:
-            raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.staged = []
+        staged, self.staged = self.staged, []
+        on_gpu = self._device.type == "cuda"
+        # a thread begins on the first GPU, whichever the model is on
+        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+            try:
+                for buffer in staged:
+                    collective.broadcast(buffer, src_rank=0, group_name=address(self._group))
+            except RuntimeError as error:
+                raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
+            if on_gpu:
+                torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Leave the group."""

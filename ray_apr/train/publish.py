@@ -1,0 +1,176 @@
+"""Weight syncs of a train worker: which steps have one, and who waits for whom.
+
+    optimizer step k ─► gather (all ranks) ─┬─► pause ─► broadcast ─► resume     (rank 0)
+                                            └─► step k + 1, if the sync overlaps
+
+Invariants, kept by `WeightPublisher`:
+    * What is sent is what the gather saw: it copies, so that the optimizer may go on at once.
+    * One sync at a time: the one before has ended, or raised its error, before the next gather.
+    * The thread that sends is waited for within a limit, and every wait inside of it has its own.
+      It is a daemon: after an error it cannot keep the process alive.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ray_apr.exceptions import WeightSyncError
+from ray_apr.train.span import Span
+
+if TYPE_CHECKING:
+    from ray_apr.train.control import RunControl
+    from ray_apr.weights.sender import WeightSender
+
+_NO_SYNC = {"weight_sync_s": 0.0, "weight_gather_s": 0.0, "generation_stopped_s": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A sync whose weights are gathered and on their way."""
+
+    policy_version: int
+    times: concurrent.futures.Future[dict[str, float]]
+
+
+class WeightPublisher:
+    """Moves the trainer's weights to the servers, on every rank of the train workers.
+
+    Args:
+        sender: This rank's end.
+        control: Rank 0's line to the other actors; None on the other ranks, which only gather.
+        num_engine_workers: Replicas x tensor-parallel size.
+        sync_every: Optimizer steps of one sync.
+        overlaps: Whether the trainer goes on while the weights travel.
+        timeout_s: Limit for the engine workers to join the group, and of one collective call.
+    """
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        control: RunControl | None,
+        *,
+        num_engine_workers: int,
+        sync_every: int,
+        overlaps: bool,
+        timeout_s: float,
+    ) -> None:
+        self._sender = sender
+        self._control = control
+        self._num_engine_workers = num_engine_workers
+        self._sync_every = sync_every
+        self._overlaps = overlaps
+        self._timeout_s = timeout_s
+        self._is_connected = False
+        self._pending: _Pending | None = None
+
+    def publish(self, policy_version: int, *, timeout_s: float) -> None:
+        """Sync now, and wait until the servers have the weights.
+
+        Args:
+            policy_version: Version of the weights.
+            timeout_s: Limit for the servers to be there.
+
+        Raises:
+            WeightSyncError: If they did not get them.
+        """
+        with Span() as gathered:
+            self._sender.gather()
+        self._send(policy_version, gathered, timeout_s)
+
+    def after_step(
+        self, num_steps: int, policy_version: int, *, is_last: bool
+    ) -> Mapping[str, float]:
+        """Sync if the step that has just ended is due for it; the last one never is.
+
+        Args:
+            num_steps: Optimizer steps done.
+            policy_version: Version that they made.
+            is_last: Whether no step follows.
+
+        Returns:
+            Seconds: ``weight_wait_s``, which the trainer spent here; and of the sync that ended
+            since the last call, zeros without one: ``weight_sync_s`` from the gather until the
+            engines ran again, ``weight_gather_s``, and ``generation_stopped_s``.
+
+        Raises:
+            WeightSyncError: If this sync or the one before failed.
+            StarvedError: If another actor did not answer in time.
+        """
+        is_due = not is_last and num_steps % self._sync_every == 0
+        with Span() as waited:
+            ended = self._join(must_end=is_due or is_last)
+            if is_due:
+                ended = self._begin(policy_version) or ended
+        if self._control is not None and (is_due or ended is not None):
+            self._control.record_span("sync", waited.start_s, waited.end_s)
+        return {**(ended or _NO_SYNC), "weight_wait_s": waited.duration_s}
+
+    def close(self) -> None:
+        """Wait for a sync that is still under way, and leave the group.
+
+        Raises:
+            WeightSyncError: If that sync failed.
+        """
+        self._join(must_end=True)
+        self._sender.close()
+
+    def _begin(self, policy_version: int) -> dict[str, float] | None:
+        """Gather, and send; returns the times of a sync that does not overlap."""
+        with Span() as gathered:
+            self._sender.gather()
+        args = (policy_version, gathered, self._timeout_s)
+        if not self._overlaps or self._control is None:
+            return self._send(*args)
+        times: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
+
+        def send() -> None:
+            """Consumes: the gathered weights. Waits for: the rollout worker and the engines.
+            Unblocked by: their limits. Produces: the times of the sync, or its error."""
+            try:
+                times.set_result(self._send(*args))
+            except BaseException as error:  # noqa: BLE001  (raised by `_join`)
+                times.set_exception(error)
+
+        threading.Thread(target=send, name=f"weight-sync-{policy_version}", daemon=True).start()
+        self._pending = _Pending(policy_version, times)
+        return None
+
+    def _send(self, policy_version: int, gathered: Span, timeout_s: float) -> dict[str, float]:
+        """Send what was gathered, on rank 0; returns the times of the sync."""
+        stopped_s = 0.0
+        with Span() as sent:
+            if self._control is not None:
+                if not self._is_connected:
+                    self._control.connect(
+                        self._sender, self._num_engine_workers, timeout_s=timeout_s
+                    )
+                    self._is_connected = True
+                stopped_s = self._control.broadcast(self._sender, policy_version)["stopped_s"]
+        if self._control is not None and self._overlaps:
+            self._control.record_span("sync", gathered.start_s, sent.end_s, actor="weights")
+        return {
+            "weight_sync_s": gathered.duration_s + sent.duration_s,
+            "weight_gather_s": gathered.duration_s,
+            "generation_stopped_s": stopped_s,
+        }
+
+    def _join(self, *, must_end: bool) -> dict[str, float] | None:
+        """Take the times of the sync under way if it has ended, or must end now."""
+        pending = self._pending
+        if pending is None or self._control is None:
+            return None
+        limit_s = self._control.sync_limit_s if must_end else 0.0
+        done, _ = concurrent.futures.wait([pending.times], timeout=limit_s)
+        if not done and not must_end:
+            return None
+        self._pending = None
+        if not done:
+            raise WeightSyncError(
+                f"the weights of version {pending.policy_version} were not with the servers within "
+                f"{limit_s:g} s; raise train.weight_sync_timeout_s, or see what the servers log"
+            )
+        return pending.times.result()
