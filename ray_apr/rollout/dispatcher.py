@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.exceptions import ConfigError, RolloutError
-from ray_apr.rollout.roster import BETWEEN_TURNS, DispatcherCounts, Roster
+from ray_apr.rollout.roster import DispatcherCounts, Roster
 from ray_apr.staleness import (
     is_stale,
     next_version,
@@ -105,10 +105,6 @@ class Dispatcher:
     def is_resumed(self, sample_id: str) -> bool:
         """Whether a live sample has tokens of an earlier call; raises for any other."""
         return self._roster.sample(sample_id).oldest_version is not None
-
-    def between_turns(self) -> tuple[str, ...]:
-        """Samples whose environment acts, or has answered; in that order of events."""
-        return tuple(self._roster.between_turns)
 
     def members_of(self, group_id: str) -> tuple[str, ...]:
         """Sample ids of a live group; raises `RolloutError` for any other."""
@@ -272,7 +268,8 @@ class Dispatcher:
 
     def on_cut(self, sample_id: str) -> None:
         """A sample between two turns is interrupted, because it is not to keep its tokens."""
-        entry = self._roster.expect(sample_id, "on_cut", *BETWEEN_TURNS)
+        states = (SampleState.STEPPING, SampleState.READY)
+        entry = self._roster.expect(sample_id, "on_cut", *states)
         self._roster.move(entry, SampleState.INTERRUPTED)
 
     def on_finished(self, sample_id: str, *, oldest_version: int | None = None) -> None:

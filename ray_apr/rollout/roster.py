@@ -5,7 +5,6 @@ Invariants, all kept here:
     * A sample can run exactly when it is WAITING, READY, or INTERRUPTED and not held back. Those
       that have begun come first, in the order asked for; then waiting ones in order of admission.
     * The version of a sample's first token is learnt once, and changes only if it starts anew.
-    * `between_turns` holds exactly the samples that are STEPPING or READY.
     * `num_by_version` always counts the samples of the groups that have started.
     * A group leaves whole.
 
@@ -62,7 +61,6 @@ UNFINISHED = (
     SampleState.READY,
 )
 """States of samples that have not ended."""
-BETWEEN_TURNS = (SampleState.STEPPING, SampleState.READY)
 _BEGUN = (SampleState.INTERRUPTED, SampleState.READY)
 
 
@@ -128,8 +126,6 @@ class Roster:
         """Live samples in each state."""
         self.inflight: dict[str, None] = {}
         """Ids in flight, in order of their start."""
-        self.between_turns: dict[str, None] = {}
-        """Ids whose environment acts or has answered."""
         self.num_by_version: Counter[int] = Counter()
         """Samples of live groups that have started, by the version of the group's oldest token."""
         self.held_back: dict[str, SampleEntry] = {}
@@ -235,15 +231,11 @@ class Roster:
         self.num_in[state] += 1
         if entry.state is SampleState.INFLIGHT:
             del self.inflight[entry.sample_id]
-        if entry.state in BETWEEN_TURNS:
-            del self.between_turns[entry.sample_id]
         if state is SampleState.INFLIGHT and entry.state is SampleState.INTERRUPTED:
             self._resumptions_total += 1
         entry.state = state
         if entry.is_held_back:
             self._let_go(entry)
-        if state in BETWEEN_TURNS:
-            self.between_turns[entry.sample_id] = None
         if state is SampleState.INFLIGHT:
             self.inflight[entry.sample_id] = None
         elif state is SampleState.WAITING:

@@ -23,7 +23,15 @@ from ray_apr.config import PartialRolloutConfig
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.rollout.store import SampleStore
-from ray_apr.types import FinishReason, Generation, Prompt, RewardResult, Sample, Step
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleState,
+    Step,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +232,14 @@ class RolloutState:
         self._inflight.discard(sample_id)
         return self._dropped.pop(sample_id, None) is None
 
+    def on_retry(self, sample_id: str) -> None:
+        """A live sample whose generate call failed may be started again."""
+        self.dispatcher.on_retry(sample_id)
+        sample = self._store.get(sample_id)
+        begun_at = sample.oldest_version
+        if self._config.restarts and begun_at not in (None, self.dispatcher.policy_version):
+            self._after_interrupt(sample)  # a version has passed since its first turn
+
     def set_turn_text(self, sample_id: str, text: str) -> Sample:
         """Note the decoded last turn of a sample that awaits its environment."""
         return self._store.replace(dataclasses.replace(self._store.get(sample_id), turn_text=text))
@@ -288,18 +304,24 @@ class RolloutState:
             Ids of members that still run, to be aborted.
         """
         if self._config.restarts:
-            self._cut_between_turns()
+            for sample in self._store:
+                self._cut(sample)
         return self.take_surplus() + self._drop_groups(self.dispatcher.on_version(policy_version))
 
-    def _cut_between_turns(self) -> None:
-        """Where interruption leaves no tokens, a sample takes none across a version either."""
-        for sample_id in self.dispatcher.between_turns():
-            if sample_id not in self._store:  # given up with a sibling
-                continue
-            sample = self._store.get(sample_id)
-            if sample.num_generated:
-                self.dispatcher.on_cut(sample_id)
-                self._after_interrupt(sample)
+    def _cut(self, sample: Sample) -> None:
+        """Where interruption leaves no tokens, what rests between turns takes none along either.
+
+        What is in flight is left: it is aborted for the sync, or ends just before.
+        """
+        sample_id = sample.sample_id
+        if sample_id not in self._store or not sample.num_generated:
+            return  # given up with a sibling, or nothing to lose
+        state = self.dispatcher.state_of(sample_id)
+        if state in (SampleState.STEPPING, SampleState.READY):
+            self.dispatcher.on_cut(sample_id)
+        elif state is not SampleState.INTERRUPTED:
+            return
+        self._after_interrupt(sample)
 
     def evict_stale(self) -> tuple[str, ...]:
         """Drop groups that turned out to be too old; returns members that still run."""
