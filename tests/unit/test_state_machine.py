@@ -88,13 +88,7 @@ class APRMachine(RuleBasedStateMachine):
         admission=st.sampled_from(["stream", "stream", "batch"]),
         filters=st.booleans(),
         turns=st.sampled_from(
-            [
-                None,
-                TurnRules(),
-                TurnRules(resets=True),
-                TurnRules(max_turns=2),
-                TurnRules(resets=True, max_turns=3),
-            ]
+            [None, TurnRules(), TurnRules(resets=True), TurnRules(resets=True, max_turns=2)]
         ),
     )
     def begin(
@@ -702,6 +696,20 @@ TestAPRMachine.settings = settings(
 @pytest.mark.parametrize("eta", [0, 1, 2, 5])
 def test_long_histories(eta, interrupt):
     """The same machine over hundreds of events, where Hypothesis draws short histories."""
+    long_histories(eta, interrupt, None, (None, *TURNS))
+
+
+@pytest.mark.parametrize("after_interrupt", ["resume", "restart", "discard"])
+@pytest.mark.parametrize("interrupt", ["weight_sync", "batch_full"])
+def test_long_histories_of_turns(interrupt, after_interrupt):
+    """Syncs, holds and drops meet samples whose environment acts."""
+    long_histories(2, interrupt, after_interrupt, TURNS)
+
+
+TURNS = (TurnRules(), TurnRules(resets=True), TurnRules(resets=True, max_turns=2))
+
+
+def long_histories(eta, interrupt, after_interrupt, turns):
     for seed in range(6):
         rng = random.Random(f"{seed}-{eta}-{interrupt}")
         machine = APRMachine()
@@ -714,14 +722,13 @@ def test_long_histories(eta, interrupt):
             interrupt=interrupt,
             first_version=rng.choice([0, 7]),
             on_stale=rng.choice(["evict", "mask", "wait"]),
-            after_interrupt=rng.choice(["resume", "resume", "restart", "discard"]),
+            after_interrupt=after_interrupt
+            or rng.choice(["resume", "resume", "restart", "discard"]),
             resume_order=rng.choice(["oldest_version", "fifo", "most_tokens"]),
             tail_round=rng.choice([None, 2, 5]),
             admission=rng.choice(["stream", "stream", "batch"]),
             filters=rng.random() < 0.5,
-            turns=rng.choice(
-                [None, TurnRules(), TurnRules(resets=True), TurnRules(resets=True, max_turns=2)]
-            ),
+            turns=rng.choice(turns),
         )
         for _ in range(250):
             random_event(machine, rng)
@@ -747,7 +754,7 @@ def random_event(machine: APRMachine, rng: random.Random) -> None:
         (2, machine.requests, lambda: machine.end_aborted(1 + pick % 3)),
         (1, machine.requests, lambda: machine.fail_generation(pick)),
         (3, machine.turns, machine.call_resets),
-        (6, machine.asked, lambda: machine.answer_one(pick, pick % 3, pick % 4 > 0)),
+        (3, machine.asked, lambda: machine.answer_one(pick, pick % 3, pick % 8 > 4)),
         (0.2, machine.asked, lambda: machine.fail_step(pick)),
         (6, machine.ended, lambda: machine.score(pick, 3)),
         (0.3, machine.ended, lambda: machine.fail_reward(pick)),
