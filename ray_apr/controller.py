@@ -39,9 +39,10 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
-from ray_apr.data.buffer import BufferStats, SampleBuffer
+from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset
+from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ConfigError
 from ray_apr.progress import follow_progress
 from ray_apr.protocols import RewardFunction
@@ -161,6 +162,7 @@ class _Parts:
             SampleBuffer,
             batch_size=plan.train.batch_size,
             max_staleness=plan.partial_rollout.max_staleness,
+            on_stale=plan.partial_rollout.on_stale,
             num_ranks=plan.scaling.num_workers,
             micro_batch_tokens=plan.train.micro_batch_tokens,
             config=plan.buffer,
@@ -310,8 +312,9 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
     ledger = summary.ledger
     generated = sum(engine.tokens_generated for engine in summary.engines)
     discarded = {**ledger.discarded}
-    if stats.evicted_tokens:
-        discarded["stale"] = discarded.get("stale", 0) + stats.evicted_tokens
+    for reason, tokens in (("stale", stats.evicted_tokens), ("masked", stats.masked_tokens)):
+        if tokens:
+            discarded[reason] = discarded.get(reason, 0) + tokens
     # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
     buffered = ledger.pending + stats.buffered_tokens
     placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())

@@ -36,6 +36,7 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec("apr_reward_failures", "counter", "Rewards that failed.", ("kind",)),
     MetricSpec("apr_buffer_samples", "gauge", "Scored samples waiting for the trainer."),
     MetricSpec("apr_buffer_evicted_samples", "counter", "Samples dropped for age."),
+    MetricSpec("apr_buffer_masked_tokens", "counter", "Tokens of trained groups not in the loss."),
     MetricSpec("apr_trainer_policy_version", "gauge", "Optimizer steps done."),
     MetricSpec("apr_trainer_reward_mean", "gauge", "Mean reward of the last batch."),
     MetricSpec("apr_trainer_staleness_mean_steps", "gauge", "Mean staleness of the last batch."),

@@ -16,8 +16,14 @@ from ray_apr.types import FinishReason, Prompt, Sample, Segment
 torch.set_num_threads(1)  # models this small only lose by more
 
 
-def make_samples(*, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> list[Sample]:
-    """Random scored samples of the vocabulary 1..40, of unequal lengths."""
+def make_samples(
+    *, num_groups: int = 4, group_size: int = 4, seed: int = 0, num_segments: int = 1
+) -> list[Sample]:
+    """Random scored samples of the vocabulary 1..40, of unequal lengths.
+
+    With one segment, a sample is of version 0, 1 or 2; with several, of as many versions from 0 on
+    as it has tokens for.
+    """
     rng = random.Random(seed)
     samples = []
     for g in range(num_groups):
@@ -31,18 +37,27 @@ def make_samples(*, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> 
                     group_id=f"p{g}",
                     prompt=prompt,
                     max_response_tokens=32,
-                    segments=(
-                        Segment(
-                            policy_version=rng.randrange(3),
-                            token_ids=tuple(rng.randrange(1, 41) for _ in range(length)),
-                            logprobs=tuple(-6 * rng.random() for _ in range(length)),
-                        ),
-                    ),
+                    segments=_make_segments(rng, length, num_segments),
                     finish_reason=FinishReason.STOP,
                     reward=rng.random(),
                 )
             )
     return samples
+
+
+def _make_segments(rng: random.Random, length: int, num_segments: int) -> tuple[Segment, ...]:
+    first = rng.randrange(3) if num_segments == 1 else 0
+    token_ids = tuple(rng.randrange(1, 41) for _ in range(length))
+    logprobs = tuple(-6 * rng.random() for _ in range(length))
+    share = -(-length // num_segments)
+    return tuple(
+        Segment(
+            policy_version=first + begin // share,
+            token_ids=token_ids[begin : begin + share],
+            logprobs=logprobs[begin : begin + share],
+        )
+        for begin in range(0, length, share)
+    )
 
 
 def make_batches(
@@ -52,12 +67,14 @@ def make_batches(
     micro_batch_tokens: int = 128,
     step: int = 0,
     policy_version: int = 3,
+    oldest_version: int = 0,
 ) -> list[RankBatch]:
     """One row a rank."""
     return build_rank_batches(
         samples,
         step=step,
         policy_version=policy_version,
+        oldest_version=oldest_version,
         num_ranks=num_ranks,
         micro_batch_tokens=micro_batch_tokens,
     )

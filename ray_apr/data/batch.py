@@ -7,6 +7,8 @@ Invariants:
     * Rewards, groups and response lengths are those of the WHOLE batch, in one order on all ranks,
       so that advantages and denominators are the same everywhere; `sample_index` says which of them
       are this rank's.
+    * `loss_mask` says which response tokens enter the loss; samples without any still count for
+      their group's advantages. `all_loss_lens` counts them, for denominators.
 
 No torch here: the row is made in a Ray Data read task and turned into tensors in the train loop.
 """
@@ -53,6 +55,10 @@ class RankBatch:
     """[B] 0..G-1"""
     all_response_lens: Sequence[int]
     """[B]"""
+    loss_mask: Sequence[int]
+    """[sum of response_lens] 1 for each response token that enters the loss, 0 for the others."""
+    all_loss_lens: Sequence[int]
+    """[B] tokens that enter the loss."""
 
     def __post_init__(self) -> None:
         num_samples = len(self.sample_index)
@@ -66,6 +72,12 @@ class RankBatch:
             "token_versions": (len(self.token_versions), num_response),
             "groups": (len(self.groups), len(self.rewards)),
             "all_response_lens": (len(self.all_response_lens), len(self.rewards)),
+            "loss_mask": (len(self.loss_mask), num_response),
+            "all_loss_lens": (len(self.all_loss_lens), len(self.rewards)),
+            "sum of loss_mask": (
+                int(sum(self.loss_mask)),
+                int(sum(self.all_loss_lens[i] for i in self.sample_index)),
+            ),
         }
         for name, (got, expected) in sizes.items():
             if got != expected:
@@ -101,6 +113,8 @@ class BatchPlan:
     step: int
     policy_version: int
     """Version of the trainer at the start of the step."""
+    oldest_version: int
+    """Version of the oldest token that enters the loss."""
     groups: tuple[GroupMeta, ...]
     """[G]"""
     micro_batches: tuple[MicroBatches, ...]
@@ -154,7 +168,22 @@ class BatchPlan:
             rewards=[m.reward for m in metas],
             groups=list(numbers),
             all_response_lens=[m.num_tokens for m in metas],
+            loss_mask=[kept for s in samples for kept in loss_mask(s, self.oldest_version)],
+            all_loss_lens=[m.trainable_tokens(self.oldest_version) for m in metas],
         )
+
+
+def loss_mask(sample: Sample, oldest_version: int) -> list[int]:
+    """Which response tokens of a sample enter the loss; `SampleMeta.trainable_tokens` counts them.
+
+    Args:
+        sample: A sample.
+        oldest_version: Version of the oldest token that is trained (`staleness.oldest_trainable`).
+
+    Returns:
+        [response tokens], 1 for a token of that version or newer, 0 for an older one.
+    """
+    return [int(version >= oldest_version) for version in sample.token_versions]
 
 
 def plan_batch(
@@ -162,6 +191,7 @@ def plan_batch(
     *,
     step: int,
     policy_version: int,
+    oldest_version: int = 0,
     num_ranks: int,
     micro_batch_tokens: int,
 ) -> BatchPlan:
@@ -171,6 +201,7 @@ def plan_batch(
         groups: The chosen groups, in the order of the batch.
         step: Optimizer step, from 0.
         policy_version: Version of the trainer at the start of the step.
+        oldest_version: Version of the oldest token that enters the loss.
         num_ranks: Train workers.
         micro_batch_tokens: Most padded tokens of a micro-batch.
 
@@ -186,6 +217,7 @@ def plan_batch(
     return BatchPlan(
         step=step,
         policy_version=policy_version,
+        oldest_version=oldest_version,
         groups=tuple(groups),
         micro_batches=micro_batches,
     )
@@ -196,6 +228,7 @@ def build_rank_batches(
     *,
     step: int,
     policy_version: int,
+    oldest_version: int = 0,
     num_ranks: int,
     micro_batch_tokens: int,
 ) -> list[RankBatch]:
@@ -217,6 +250,7 @@ def build_rank_batches(
         ],
         step=step,
         policy_version=policy_version,
+        oldest_version=oldest_version,
         num_ranks=num_ranks,
         micro_batch_tokens=micro_batch_tokens,
     )

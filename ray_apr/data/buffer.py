@@ -4,35 +4,23 @@ Invariants, kept by `SampleBuffer`:
     * It holds metadata and ObjectRefs; the payload goes from the rollout worker to the read task.
     * The batch of step k is chosen after the trainer granted step k, against the policy version of
       that grant: the staleness bound counts the time in the queue, and holds under any read-ahead.
-    * Groups come in whole and leave whole: trained, or evicted with a reason.
+    * Groups come in whole and leave whole: trained, or evicted with a reason (`stock.Stock`).
     * Every wait has a limit; who runs into it learns what the rollout side is waiting for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.config import BufferConfig
-from ray_apr.data.batch import BatchPlan, plan_batch
-from ray_apr.data.selection import select_batch
-from ray_apr.exceptions import APRError, RolloutError, StarvedError
+from ray_apr.config import BufferConfig, OnStale
+from ray_apr.data.stock import BatchTicket, BufferStats, Stock
+from ray_apr.exceptions import APRError, StarvedError
 from ray_apr.metrics import Metrics
-from ray_apr.staleness import next_version, staleness
-from ray_apr.types import GroupMeta, SampleMeta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTicket:
-    """The batch of one step; `plan` is None when the stream has ended."""
-
-    plan: BatchPlan | None = None
-    refs: tuple[Any, ...] = ()
-    """ObjectRef of each group's samples, in the plan's order."""
+from ray_apr.types import SampleMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,37 +36,13 @@ class BufferState:
     """Policy version after the last acknowledged step; None before the first one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferStats:
-    """Figures of the buffer; tokens are response tokens."""
-
-    buffered_samples: int
-    buffered_tokens: int
-    trained_samples: int
-    trained_tokens: int
-    evicted_samples: int
-    evicted_tokens: int
-    read_ahead_max: int
-    """Most samples that were handed to Ray Data and not yet trained."""
-
-
-@dataclass(slots=True)
-class _Grant:
-    """A step that the trainer asked for, and its batch once there is one."""
-
-    step: int
-    policy_version: int
-    granted_at: float
-    ticket: BatchTicket | None = None
-    groups: tuple[GroupMeta, ...] = ()
-
-
 class SampleBuffer:
     """Async actor between the rollout worker and the train workers' streams.
 
     Args:
         batch_size: Samples of one optimizer step.
-        max_staleness: Largest staleness that is handed out.
+        max_staleness: Oldest token that is trained, in optimizer steps.
+        on_stale: What becomes of groups whose oldest token is beyond that.
         num_ranks: Train workers.
         micro_batch_tokens: Token budget of one forward pass.
         config: Time limits.
@@ -90,33 +54,28 @@ class SampleBuffer:
         *,
         batch_size: int,
         max_staleness: int,
+        on_stale: OnStale = "evict",
         num_ranks: int,
         micro_batch_tokens: int,
         config: BufferConfig,
         recorder: Any,
     ) -> None:
+        self._stock = Stock(
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            on_stale=on_stale,
+            num_ranks=num_ranks,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self._recorder = recorder
-        self._batch_size = batch_size
-        self._max_staleness = max_staleness
-        self._num_ranks = num_ranks
-        self._micro_batch_tokens = micro_batch_tokens
         self._config = config
         self._changed = asyncio.Condition()
-        self._groups: dict[str, tuple[GroupMeta, Any]] = {}
-        self._sequence = 0
-        self._grant: _Grant | None = None
         self._failure: APRError | None = None
         self._closed = False
         self._cursor = 0
-        self._num_received = 0
-        self._trainer_version: int | None = None
         self._diagnosis = ""
         self._diagnosed_at: float | None = None
         self._rollout_started_at = 0.0
-        self._trained = _Tally()
-        self._evicted = _Tally()
-        self._handed_out: dict[str, int] = {}
-        self._read_ahead_max = 0
         self._metrics = Metrics()
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
@@ -126,22 +85,25 @@ class SampleBuffer:
             samples: Metadata of all of its samples.
             refs: One ObjectRef, in a list so that Ray does not resolve it, of the tuple of samples.
         """
-        group = GroupMeta(
-            group_id=samples[0].group_id, sequence=self._sequence, samples=tuple(samples)
-        )
         async with self._changed:
-            if group.group_id in self._groups:
-                raise RolloutError(f"group {group.group_id} is already in the buffer")
-            self._sequence += 1
-            self._num_received += len(group.samples)
-            self._groups[group.group_id] = (group, refs[0])
+            self._stock.put(samples, refs[0])
+            self._choose()
+
+    async def report_unfinished(self, by_version: Mapping[int, int]) -> None:
+        """The rollout worker says what is still to come, which ``on_stale="wait"`` waits for.
+
+        Args:
+            by_version: Samples of groups that are not handed over yet, by the version of the
+                group's oldest token.
+        """
+        async with self._changed:
+            self._stock.set_unfinished(by_version)
             self._choose()
 
     async def grant(self, step: int, policy_version: int) -> None:
         """The trainer is ready for `step` at `policy_version`: its batch may be chosen."""
         async with self._changed:
-            self._return_untrained()
-            self._grant = _Grant(step, policy_version, time.monotonic())
+            self._stock.grant(step, policy_version, time.monotonic())
             self._choose()
 
     async def take(self, rank: int, last_step: int | None) -> BatchTicket | None:
@@ -161,7 +123,7 @@ class SampleBuffer:
         """
 
         def ready() -> bool:
-            grant = self._grant
+            grant = self._stock.granted
             new = grant is not None and grant.ticket is not None and grant.step != last_step
             return self._closed or self._failure is not None or new
 
@@ -174,10 +136,7 @@ class SampleBuffer:
                 return None
             if self._failure is not None:
                 raise self._failure
-            if self._closed or self._grant is None or self._grant.ticket is None:
-                return BatchTicket()
-            self._count_read_ahead(self._grant)
-            return self._grant.ticket
+            return BatchTicket() if self._closed else self._stock.hand_out()
 
     async def ack(self, step: int, next_policy_version: int | None = None) -> None:
         """The optimizer has done `step`: its samples are trained, and their payload is let go.
@@ -190,18 +149,12 @@ class SampleBuffer:
             APRError: If this is not the step that was handed out.
         """
         async with self._changed:
-            grant = self._grant
-            if grant is None or grant.ticket is None or grant.step != step:
-                raise APRError(f"step {step} was trained, but its batch was not handed out")
-            for group in grant.groups:
-                self._trained.add(group)
-                self._handed_out.pop(group.group_id, None)
-            self._trainer_version = next_version(grant.policy_version)
-            self._grant = None
+            rows = self._stock.end_step(step)
+            self._metrics.add("apr_buffer_masked_tokens", sum(r["num_masked_tokens"] for r in rows))
             if next_policy_version is not None:
-                self._grant = _Grant(step + 1, next_policy_version, time.monotonic())
+                self._stock.grant(step + 1, next_policy_version, time.monotonic())
             self._choose()
-        await self._recorder.record_many.remote("sample", _sample_rows(grant))
+        await self._recorder.record_many.remote("sample", rows)
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""
@@ -213,9 +166,9 @@ class SampleBuffer:
                 pass  # an unchanged state is a good answer: the caller asks again
             return BufferState(
                 cursor=self._cursor,
-                num_buffered=self._num_buffered(),
-                num_received=self._num_received,
-                trainer_version=self._trainer_version,
+                num_buffered=self._stock.num_buffered,
+                num_received=self._stock.num_received,
+                trainer_version=self._stock.trainer_version,
             )
 
     async def report_rollout(self, diagnosis: str) -> None:
@@ -243,117 +196,34 @@ class SampleBuffer:
         """End all streams."""
         async with self._changed:
             self._closed = True
-            self._return_untrained()
+            self._stock.return_untrained()
             self._touch()
 
     async def stats(self) -> BufferStats:
         """Figures of this moment."""
-        return BufferStats(
-            buffered_samples=self._num_buffered(),
-            buffered_tokens=sum(g.num_tokens for g in self._untrained()),
-            trained_samples=self._trained.samples,
-            trained_tokens=self._trained.tokens,
-            evicted_samples=self._evicted.samples,
-            evicted_tokens=self._evicted.tokens,
-            read_ahead_max=self._read_ahead_max,
-        )
-
-    def _untrained(self) -> list[GroupMeta]:
-        """Groups that wait, and those of the step in training."""
-        granted = self._grant.groups if self._grant is not None else ()
-        return [*granted, *(group for group, _ in self._groups.values())]
-
-    def _num_buffered(self) -> int:
-        return sum(len(group.samples) for group in self._untrained())
+        return self._stock.stats()
 
     def _choose(self) -> None:
         """Evict what is too old and choose the granted batch if it is complete."""
-        grant = self._grant
-        if grant is not None and grant.ticket is None:
-            selection = select_batch(
-                [group for group, _ in self._groups.values()],
-                policy_version=grant.policy_version,
-                max_staleness=self._max_staleness,
-                batch_size=self._batch_size,
-            )
-            for group in selection.evicted:
-                del self._groups[group.group_id]
-                self._evicted.add(group)
-                self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
-            if selection.chosen:
-                grant.groups = selection.chosen
-                grant.ticket = self._ticket(grant)
+        for group in self._stock.choose():
+            self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
         self._touch()
-
-    def _ticket(self, grant: _Grant) -> BatchTicket:
-        refs = tuple(self._groups[g.group_id][1] for g in grant.groups)
-        for group in grant.groups:
-            del self._groups[group.group_id]
-        plan = plan_batch(
-            grant.groups,
-            step=grant.step,
-            policy_version=grant.policy_version,
-            num_ranks=self._num_ranks,
-            micro_batch_tokens=self._micro_batch_tokens,
-        )
-        return BatchTicket(plan=plan, refs=refs)
-
-    def _return_untrained(self) -> None:
-        """Put the batch of a step that was never acknowledged back, e.g. after a restart."""
-        grant = self._grant
-        if grant is not None and grant.ticket is not None:
-            for group, ref in zip(grant.groups, grant.ticket.refs, strict=True):
-                self._groups[group.group_id] = (group, ref)
-                self._handed_out.pop(group.group_id, None)
-        self._grant = None
-
-    def _count_read_ahead(self, grant: _Grant) -> None:
-        self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
-        self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
 
     def _check_starved(self) -> None:
         """Raise if the granted batch has been waited for too long."""
-        grant = self._grant
+        grant = self._stock.granted
         if grant is None or grant.ticket is not None or self._diagnosed_at is None:
             return
         now = time.monotonic()
         waited = now - max(grant.granted_at, self._rollout_started_at)
         if waited >= self._config.wait_timeout_s:
-            there = sum(len(g.samples) for g, _ in self._groups.values())
             raise StarvedError(
                 f"trainer starved: step {grant.step} waited {waited:.0f} s for a batch, "
-                f"{there} of {self._batch_size} samples are there; rollout side "
+                f"{self._stock.diagnosis()}; rollout side "
                 f"{now - self._diagnosed_at:.0f} s ago: {self._diagnosis}"
             )
 
     def _touch(self) -> None:
         self._cursor += 1
-        self._metrics.set(
-            "apr_buffer_samples", sum(len(g.samples) for g, _ in self._groups.values())
-        )
+        self._metrics.set("apr_buffer_samples", self._stock.num_waiting)
         self._changed.notify_all()
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Samples and their response tokens."""
-
-    samples: int = 0
-    tokens: int = 0
-
-    def add(self, group: GroupMeta) -> None:
-        self.samples += len(group.samples)
-        self.tokens += group.num_tokens
-
-
-def _sample_rows(grant: _Grant) -> list[dict[str, Any]]:
-    """A row of the run folder for each sample of a trained batch."""
-    return [
-        {
-            "step": grant.step,
-            "staleness": staleness(grant.policy_version, sample.oldest_version),
-            **dataclasses.asdict(sample),
-        }
-        for group in grant.groups
-        for sample in group.samples
-    ]

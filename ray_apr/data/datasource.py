@@ -18,7 +18,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 if TYPE_CHECKING:
-    from ray_apr.data.buffer import BatchTicket
+    from ray_apr.data.stock import BatchTicket
 
 _READ_TASK_CPUS = 0.01
 _CALL_TIMEOUT_S = 60.0

@@ -22,6 +22,8 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "timeline.jsonl": ("start_s", "end_s"),
 }
 """What every row must have, as a number, for a report to make sense."""
+_MAY_BE_NULL = ("staleness",)
+"""A sample of which no token entered the loss has none."""
 _TEXTS: Mapping[str, Sequence[str]] = {"timeline.jsonl": ("actor", "what")}
 _FILES = (*_NUMBERS, "final.json", "config.json")
 
@@ -106,6 +108,8 @@ def _check_row(file: Path, number: int, row: Any) -> None:
         raise RunFolderError(f"{file}, line {number}: a {type(row).__name__} instead of an object")
     for key in _NUMBERS[file.name]:
         value = row.get(key)
+        if value is None and key in row and key in _MAY_BE_NULL:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RunFolderError(f"{file}, line {number}: {key} = {value!r} is no number")
     for key in _TEXTS.get(file.name, ()):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray_apr.report.load import Row, RunData
-from ray_apr.report.summary import finite
+from ray_apr.report.summary import finite, trained_ages
 from ray_apr.report.svg import Chart, esc, moving_average, nice_ticks, whole_ticks
 
 _MAX_BARS = 150
@@ -64,14 +64,14 @@ def _step_chart(
 def staleness_chart(run: RunData, bound: int | None) -> str:
     """How many samples were trained at which staleness."""
     title = "Staleness of the trained samples"
-    counts = Counter(int(row["staleness"]) for row in run.samples)
+    counts = Counter(trained_ages(run))
     if not counts:
         return _empty(title, "no sample was trained")
     total, highest = sum(counts.values()), max(*counts, bound or 0)
     stride = max(1, math.ceil((highest + 1) / 20))
     chart = Chart(
         title=title,
-        x_label="staleness (optimizer steps between the oldest token and its training)",
+        x_label="staleness (optimizer steps between the oldest token in the loss and its training)",
         y_label="samples",
         x_low=-0.6,
         x_high=highest + 0.75,

@@ -29,7 +29,7 @@ def summarize(run: RunData) -> dict[str, Any]:
     final = run.final or {}
     window = training_window(run)
     rewards = finite(row["reward_mean"] for row in run.steps)
-    staleness = [row["staleness"] for row in run.samples]
+    staleness = trained_ages(run)
     tokens_generated = _counter(run, "tokens_generated")
     return {
         "mode": final.get("mode") or _setting(run, "partial_rollout", "mode"),
@@ -42,7 +42,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "samples_interrupted": _counter(run, "samples_interrupted"),
         "samples_resumed": _counter(run, "samples_resumed"),
         "tokens_generated": tokens_generated,
-        "tokens_trained": final.get("tokens_trained", sum(r["num_tokens"] for r in run.samples)),
+        "tokens_trained": final.get("tokens_trained", _tokens_in_loss(run)),
         "tokens_buffered": final.get("tokens_buffered"),
         "tokens_interrupted": final.get("tokens_interrupted"),
         "tokens_discarded": dict(final.get("tokens_discarded") or {}),
@@ -128,7 +128,7 @@ def _disagreements(run: RunData, final: Row) -> list[str]:
     seen = {
         "steps": len(run.steps),
         "samples_trained": len(run.samples),
-        "tokens_trained": sum(row["num_tokens"] for row in run.samples),
+        "tokens_trained": _tokens_in_loss(run),
     }
     warnings = [
         f"final.json says {key} = {final[key]}, the recorded rows say {value}"
@@ -156,6 +156,11 @@ def _disagreements(run: RunData, final: Row) -> list[str]:
     return warnings
 
 
+def trained_ages(run: RunData) -> list[int]:
+    """Staleness of each trained sample, by its oldest token in the loss; none without such."""
+    return [int(row["staleness"]) for row in run.samples if row["staleness"] is not None]
+
+
 def finite(values: Iterable[Any]) -> list[float]:
     """Keep what is a finite number."""
     return [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
@@ -170,6 +175,10 @@ def _setting(run: RunData, section: str, key: str) -> Any:
     values = run.config.get(section)
     value = values.get(key) if isinstance(values, dict) else None
     return run.config.get(key) if value is None else value
+
+
+def _tokens_in_loss(run: RunData) -> int:
+    return sum(row["num_tokens"] - row.get("num_masked_tokens", 0) for row in run.samples)
 
 
 def _last(run: RunData, key: str) -> Any:
@@ -214,7 +223,8 @@ def _trainer_idle_ratio(run: RunData, window: tuple[float, float] | None) -> flo
 
 
 def _weight_sync(run: RunData) -> dict[str, float | None]:
-    times = finite(row.get("weight_sync_s") for row in run.steps)
+    synced = (row.get("weight_sync_s") for row in run.steps)
+    times = [time_s for time_s in finite(synced) if time_s > 0]  # 0: no sync ended in that step
     return {
         "p50": statistics.median(times) if times else None,
         "max": max(times, default=None),

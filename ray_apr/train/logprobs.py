@@ -1,16 +1,16 @@
-"""Log-probs of response tokens under the model that is trained.
+"""Log-probs of the tokens in the loss, under the model that is trained.
 
 Invariants:
     * A micro-batch is padded on the right, so that causal attention alone keeps the padding out of
       every real token: no attention mask is built, and positions count from 0.
-    * Logits exist only at positions that predict a response token, and no more than
+    * Logits exist only at positions that predict a token of the loss, and no more than
       `_CHUNK_LOGITS` of them at a time; larger micro-batches compute them again in the backward
       pass.
     * Log-probs are raw (temperature 1, no truncation), like those that the engines hand out, and in
       float32 whatever the forward pass runs in.
 
 Axis suffixes: `_N` samples of a micro-batch, `_L` prompt + response positions, `_T` response
-tokens, `_R` response tokens of all samples in a row, `_V` vocabulary.
+tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MicroBatch:
     input_ids: torch.Tensor
     """[N, L], prompt then response, padded on the right with 0."""
     positions: torch.Tensor
-    """[R], where in the flattened [N * L] the response tokens are predicted."""
+    """[R], where in the flattened [N * L] the tokens of the loss are predicted."""
     targets: torch.Tensor
-    """[R], the response tokens."""
+    """[R], the response tokens that enter the loss."""
     mask: torch.Tensor
-    """[N, T], 1 for a response token, 0 for padding."""
+    """[N, T], 1 for a response token that enters the loss, 0 for others and for padding."""
     behavior_logprobs: torch.Tensor
     """[N, T], float32, 0 in the padding."""
 
@@ -60,6 +60,7 @@ def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
     response_begins = _begins(responses)
     token_ids = np.asarray(batch.token_ids, dtype=np.int64)
     behavior = np.asarray(batch.behavior_logprobs, dtype=np.float32)
+    loss_mask = np.asarray(batch.loss_mask, dtype=bool)
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
@@ -73,6 +74,7 @@ def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
                 responses_N=responses[rows],
                 token_ids=token_ids[sequence_begins[rows.start] :],
                 behavior=behavior[response_begins[rows.start] :],
+                loss_mask=loss_mask[response_begins[rows.start] :],
                 device=device,
             )
         )
@@ -98,19 +100,23 @@ def _micro_batch(
     responses_N: np.ndarray,
     token_ids: np.ndarray,
     behavior: np.ndarray,
+    loss_mask: np.ndarray,
     device: torch.device,
 ) -> MicroBatch:
-    """Pad the samples whose tokens stand at the front of `token_ids` and `behavior`."""
+    """Pad the samples whose tokens stand at the front of the flat columns."""
     lengths_N = prompts_N + responses_N
     column_L = np.arange(lengths_N.max())
     is_token_NL = column_L < lengths_N[:, None]
-    mask_NT = np.arange(responses_N.max()) < responses_N[:, None]
+    is_response_NT = np.arange(responses_N.max()) < responses_N[:, None]
+    num_responses = responses_N.sum()
     ids_NL = np.zeros(is_token_NL.shape, dtype=np.int64)
     ids_NL[is_token_NL] = token_ids[: lengths_N.sum()]
-    behavior_NT = np.zeros(mask_NT.shape, dtype=np.float32)
-    behavior_NT[mask_NT] = behavior[: responses_N.sum()]
+    behavior_NT = np.zeros(is_response_NT.shape, dtype=np.float32)
+    behavior_NT[is_response_NT] = behavior[:num_responses]
+    mask_NT = np.zeros(is_response_NT.shape, dtype=bool)
+    mask_NT[is_response_NT] = loss_mask[:num_responses]
     is_response_NL = is_token_NL & (column_L >= prompts_N[:, None])
-    target_positions_R = np.flatnonzero(is_response_NL)
+    target_positions_R = np.flatnonzero(is_response_NL)[loss_mask[:num_responses]]
     return MicroBatch(
         sample_index=sample_index,
         input_ids=torch.from_numpy(ids_NL).to(device),
@@ -144,8 +150,8 @@ def response_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torc
         batch: The micro-batch.
 
     Returns:
-        Log-probs [N, T] in float32 with gradients, 0 in the padding, and the sum of the entropies
-        of all predictions, detached, as a scalar in float32.
+        Log-probs [N, T] in float32 with gradients, 0 outside of the mask, and the sum of the
+        entropies of the predictions inside, detached, as a scalar in float32.
     """
     logprobs_R, entropy = getattr(model, _METHOD)(batch.input_ids, batch.positions, batch.targets)
     logprobs_NT = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, logprobs_R)

@@ -258,17 +258,17 @@ def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> Non
     """Check a row before it is trained (invariant 2 does not rest on the buffer alone).
 
     Raises:
-        TrainError: If it is the row of another step, or holds a token beyond the bound.
+        TrainError: If it is the row of another step, or a token of the loss is beyond the bound.
     """
     if (batch.step, batch.policy_version) != (progress.step, progress.policy_version):
         raise TrainError(
             f"expected the batch of step {progress.step} at version {progress.policy_version}, got "
             f"that of step {batch.step} at version {batch.policy_version}"
         )
-    oldest = min(oldest_versions(batch))
+    oldest = min(oldest_versions(batch), default=batch.policy_version)
     if is_stale(batch.policy_version, oldest, max_staleness):
         raise TrainError(
-            f"step {batch.step} at version {batch.policy_version} holds a sample of version "
+            f"step {batch.step} at version {batch.policy_version} would train a token of version "
             f"{oldest}, beyond max_staleness = {max_staleness}"
         )
 

@@ -2,7 +2,8 @@
 
 Invariants:
     * A group's advantages and every denominator come from the WHOLE batch, so that the step does
-      not depend on how the batch is cut into ranks and micro-batches.
+      not depend on how the batch is cut into ranks and micro-batches. Denominators count tokens of
+      the loss; a sample without any still counts for its group's advantages.
     * Each batch gets one optimizer step: the proximal policy is the one that is optimised, and its
       log-probs need no forward pass of their own.
     * Nothing that is not a finite number reaches the optimizer: all ranks see the same figures
@@ -109,7 +110,7 @@ def _whole(
     groups_B = torch.tensor(np.asarray(batch.groups, dtype=np.int64))
     ones_B1 = torch.ones(len(rewards_B), 1)
     advantages_B1 = group_advantages(rewards_B, groups_B, ones_B1, algorithm.advantage)
-    lengths_B = torch.tensor(np.asarray(batch.all_response_lens, dtype=np.int64))
+    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
     return _Whole(
         advantages_B=advantages_B1.squeeze(1).to(device, torch.float32),
         normalizer=loss_normalizer(lengths_B, algorithm.aggregation),
@@ -178,24 +179,27 @@ def _figures(
     batch: RankBatch, totals: torch.Tensor, squared_norm: torch.Tensor
 ) -> dict[str, float | int]:
     """Figures of the step over all ranks, with one exchange between them."""
-    ages = _ages(batch)
-    local = [float(sum(ages)), float(max(ages))]
+    ages = [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
+    local = [float(sum(ages)), float(len(ages)), float(max(ages, default=0))]
     exchanged = _exchange(
         torch.cat([totals, squared_norm.to(totals).reshape(1), totals.new_tensor(local)])
     )
-    sums = dict(zip((*_SUMS, "squared_norm", "age"), exchanged.sum(dim=0).tolist(), strict=False))
+    names = (*_SUMS, "squared_norm", "age", "aged")
+    sums = dict(zip(names, exchanged.sum(dim=0).tolist(), strict=False))
     rewards = np.asarray(batch.rewards, dtype=np.float64)
     lengths = np.asarray(batch.all_response_lens)
-    tokens = int(lengths.sum())
+    num_tokens, num_in_loss = int(lengths.sum()), int(np.asarray(batch.all_loss_lens).sum())
+    tokens = max(1, num_in_loss)
     squared = sums["squared_norm"]
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "staleness_mean": sums["age"] / len(rewards),
+        "staleness_mean": sums["age"] / max(1.0, sums["aged"]),
         "staleness_max": int(exchanged[:, -1].max()),
         "num_samples": len(rewards),
-        "num_tokens": tokens,
-        "response_tokens_mean": tokens / len(rewards),
+        "num_tokens": num_tokens,
+        "num_masked_tokens": num_tokens - num_in_loss,
+        "response_tokens_mean": num_tokens / len(rewards),
         "response_tokens_max": int(lengths.max()),
         "loss": sums["loss"],
         "grad_norm": math.sqrt(squared) if squared >= 0 else math.nan,
@@ -208,16 +212,16 @@ def _figures(
     }
 
 
-def _ages(batch: RankBatch) -> list[int]:
-    """Staleness of each of this rank's samples."""
-    return [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
-
-
 def oldest_versions(batch: RankBatch) -> Sequence[int]:
-    """Policy version of the oldest token of each of this rank's samples."""
+    """Policy version of the oldest token in the loss, of each of this rank's samples that has
+    one."""
     lengths = np.asarray(batch.response_lens)
     begins = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    return np.minimum.reduceat(np.asarray(batch.token_versions), begins).tolist()
+    in_loss = np.asarray(batch.loss_mask) != 0
+    none = np.iinfo(np.int64).max
+    versions = np.where(in_loss, np.asarray(batch.token_versions, dtype=np.int64), none)
+    oldest = np.minimum.reduceat(versions, begins)
+    return oldest[oldest != none].tolist()
 
 
 def _exchange(local_K: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_apr.data.batch import BatchPlan, RankBatch, build_rank_batches, plan_batch
+from ray_apr.data.batch import BatchPlan, RankBatch, build_rank_batches, loss_mask, plan_batch
 from ray_apr.exceptions import RolloutError
 from ray_apr.types import FinishReason, GroupMeta, Prompt, Sample, SampleMeta, Segment
 
@@ -91,6 +91,7 @@ def test_rows_hold_every_sample_once_and_the_whole_batch_beside():
     assert len({len(b.micro_batch_sizes) for b in batches}) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=4, max_size=24))
 def test_rows_over_any_lengths(sizes):
     samples = [make_sample(n, n // 2, p, r, versions=(0, 3)) for n, (p, r) in enumerate(sizes)]
@@ -130,6 +131,8 @@ def test_row_is_read_from_numpy():
         "token_versions",
         "groups",
         "all_response_lens",
+        "loss_mask",
+        "all_loss_lens",
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(column):
@@ -179,3 +182,29 @@ def test_payload_may_come_in_any_order_but_must_be_what_was_planned():
 def test_sample_without_reward_is_never_a_zero_reward():
     with pytest.raises(RolloutError, match="not finished and scored"):
         build_rank_batches([*SAMPLES[:3], dataclasses.replace(SAMPLES[3], reward=None)], **SETTINGS)
+
+
+def test_tokens_of_the_oldest_version_or_newer_enter_the_loss():
+    sample = make_sample(0, 0, 2, 5, versions=(3, 4, 6))
+    assert loss_mask(sample, 0) == [1, 1, 1, 1, 1]
+    assert loss_mask(sample, 4) == [0, 0, 1, 1, 1]
+    assert loss_mask(sample, 5) == [0, 0, 0, 0, 1]
+    assert loss_mask(sample, 7) == [0, 0, 0, 0, 0]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 4), st.integers(1, 3))
+def test_mask_and_counts_agree_on_every_rank(oldest_version, num_ranks):
+    settings = {**SETTINGS, "num_ranks": num_ranks, "oldest_version": oldest_version}
+    batches = build_rank_batches(SAMPLES, **settings)
+    check(batches, SAMPLES)
+    for batch in batches:
+        expected = [loss_mask(SAMPLES[i], oldest_version) for i in batch.sample_index]
+        assert list(batch.loss_mask) == [kept for mask in expected for kept in mask]
+        assert list(batch.all_loss_lens) == [sum(loss_mask(s, oldest_version)) for s in SAMPLES]
+
+
+def test_a_mask_that_its_counts_contradict_is_refused():
+    row = build_rank_batches(SAMPLES, **SETTINGS)[0].to_row()
+    with pytest.raises(ValueError, match="sum of loss_mask has"):
+        RankBatch.from_row({**row, "loss_mask": [0, *row["loss_mask"][1:]]})

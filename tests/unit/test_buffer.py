@@ -23,11 +23,12 @@ class FakeRecorder:
         self.rows += [{"kind": kind, **row} for row in rows]
 
 
-def make(*, batch_size=4, max_staleness=1, num_ranks=1, **config):
+def make(*, batch_size=4, max_staleness=1, on_stale="evict", num_ranks=1, **config):
     recorder = FakeRecorder()
     buffer = SampleBuffer(
         batch_size=batch_size,
         max_staleness=max_staleness,
+        on_stale=on_stale,
         num_ranks=num_ranks,
         micro_batch_tokens=64,
         config=BufferConfig(**{"poll_timeout_s": 0.05, **config}),
@@ -36,15 +37,19 @@ def make(*, batch_size=4, max_staleness=1, num_ranks=1, **config):
     return buffer, recorder
 
 
+def meta(name, i, version_tokens):
+    versions = [version for version, _ in version_tokens]
+    return SampleMeta(
+        sample_id=f"{name}-{i}", group_id=name, num_prompt_tokens=2,
+        num_tokens=sum(tokens for _, tokens in version_tokens),
+        oldest_version=versions[0], newest_version=versions[-1], reward=float(i),
+        finish_reason=FinishReason.STOP, num_interruptions=len(versions) - 1,
+        version_tokens=tuple(version_tokens),
+    )  # fmt: skip
+
+
 def group(name, version, size=2, num_tokens=3):
-    return [
-        SampleMeta(
-            sample_id=f"{name}-{i}", group_id=name, num_prompt_tokens=2, num_tokens=num_tokens,
-            oldest_version=version, newest_version=version, reward=float(i),
-            finish_reason=FinishReason.STOP, num_interruptions=0,
-        )
-        for i in range(size)
-    ]  # fmt: skip
+    return [meta(name, i, [(version, num_tokens)]) for i in range(size)]
 
 
 async def put(buffer, name, version, **kwargs):
@@ -176,3 +181,85 @@ async def test_a_group_comes_in_once():
     await put(buffer, "a", 0)
     with pytest.raises(RolloutError, match="already in the buffer"):
         await put(buffer, "a", 0)
+
+
+async def test_masked_tokens_of_a_trained_group_are_discarded_and_not_trained():
+    buffer, recorder = make(on_stale="mask")
+    long = [meta("a", 0, [(1, 10), (4, 5), (5, 2)]), meta("a", 1, [(1, 3)])]
+    await buffer.put_group(long, ["ref-a"])
+    await put(buffer, "b", 5)
+    await buffer.grant(5, 5)
+    ticket = await buffer.take(0, None)
+    assert ticket.refs == ("ref-a", "ref-b"), "old tokens do not cost the group its turn"
+    assert ticket.plan.oldest_version == 4
+    assert (await buffer.stats()).buffered_tokens == 26
+    await buffer.ack(5)
+    stats = await buffer.stats()
+    assert (stats.trained_tokens, stats.masked_tokens, stats.evicted_tokens) == (7 + 6, 10 + 3, 0)
+    assert (stats.trained_samples, stats.buffered_tokens) == (4, 0)
+    rows = {row["sample_id"]: row for row in recorder.rows}
+    assert [rows[i]["num_masked_tokens"] for i in ("a-0", "a-1", "b-0")] == [10, 3, 0]
+    assert [rows[i]["staleness"] for i in ("a-0", "a-1", "b-0")] == [1, None, 0]
+
+
+async def test_mask_evicts_a_group_without_any_young_token():
+    buffer, _ = make(on_stale="mask")
+    for name, version in (("a", 1), ("b", 5), ("c", 5)):
+        await put(buffer, name, version)
+    await buffer.grant(5, 5)
+    assert (await buffer.take(0, None)).refs == ("ref-b", "ref-c")
+    assert (await buffer.stats()).evicted_samples == 2
+
+
+async def test_wait_leaves_no_unfinished_group_behind_that_would_expire():
+    buffer, _ = make(on_stale="wait", wait_timeout_s=0.01)
+    for name in "bc":
+        await put(buffer, name, 1)
+    await buffer.report_unfinished({0: 2})
+    await buffer.grant(1, 1)
+    assert await buffer.take(0, None) is None, "version 0 is trained now or never"
+    await buffer.report_rollout("2 samples in flight")
+    await asyncio.sleep(0.02)
+    with pytest.raises(StarvedError, match=r"older ones come first; unfinished by version: {0: 2}"):
+        await buffer.take(0, None)
+    await put(buffer, "a", 0)
+    await buffer.report_unfinished({})
+    assert (await buffer.take(0, None)).refs == ("ref-a", "ref-b")
+
+
+async def test_a_report_of_what_is_unfinished_chooses_again():
+    buffer, _ = make(on_stale="wait", poll_timeout_s=5.0)
+    await buffer.report_unfinished({0: 2})
+    for name in "bc":
+        await put(buffer, name, 1)
+    await buffer.grant(1, 1)
+    waiting = asyncio.create_task(buffer.take(0, None))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await buffer.report_unfinished({})  # dropped, e.g. as its reward failed
+    assert (await asyncio.wait_for(waiting, 1.0)).refs == ("ref-b", "ref-c")
+
+
+async def test_a_returned_batch_is_chosen_anew_with_what_came_meanwhile():
+    buffer, _ = make()
+    for name in "bc":
+        await put(buffer, name, 1)
+    await buffer.grant(1, 1)
+    await buffer.take(0, None)
+    await put(buffer, "a", 0)
+    await buffer.grant(1, 1)  # the trainer restarted from its checkpoint
+    assert (await buffer.take(0, None)).refs == ("ref-a", "ref-b"), "the oldest first"
+    await buffer.ack(1)
+    stats = await buffer.stats()
+    assert (stats.trained_samples, stats.buffered_samples) == (4, 2)
+
+
+@pytest.mark.parametrize("arrival", ["abcd", "dbca"])
+async def test_the_order_of_a_batch_does_not_depend_on_who_came_first(arrival):
+    buffer, _ = make(batch_size=8)
+    for name in arrival:
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    ticket = await buffer.take(0, None)
+    assert ticket.refs == ("ref-a", "ref-b", "ref-c", "ref-d")
+    assert [g.group_id for g in ticket.plan.groups] == list("abcd")

@@ -42,8 +42,10 @@ def work(rank, world_size, folder, micro_batch_tokens, train, results):
     with process_group(results, rank=rank, world_size=world_size):
         model = build_model(str(folder), train, CPU)
         rows = make_batches(
-            make_samples(), num_ranks=world_size, micro_batch_tokens=micro_batch_tokens
-        )
+            make_samples(num_segments=3), num_ranks=world_size,
+            micro_batch_tokens=micro_batch_tokens, oldest_version=1,
+        )  # fmt: skip
+        assert 0 < sum(rows[rank].loss_mask) < len(rows[rank].loss_mask)
         figures, gradients = gradients_of_a_step(model, rows[rank], AlgorithmConfig(), train)
         optimizer = build_optimizer(model, train)
         train_step(model, optimizer, rows[rank], AlgorithmConfig(), train)
@@ -56,7 +58,7 @@ def expect_failure(model, optimizer, row, train, rank):
     """Rank 0 alone has a broken log-prob: whether THIS rank raised, and kept its weights."""
     before = [local_tensor(p).detach().clone() for p in model.parameters()]
     if rank == 0:
-        broken = [math.nan, *list(row.behavior_logprobs)[1:]]
+        broken = [math.nan] * len(row.behavior_logprobs)
         row = dataclasses.replace(row, behavior_logprobs=broken)
     try:
         train_step(model, optimizer, row, AlgorithmConfig(), train)

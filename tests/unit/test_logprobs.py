@@ -97,3 +97,19 @@ def test_columns_may_be_arrays_and_micro_batches_empty(model):
     logprobs.sum().backward()
     assert logprobs.tolist() == [[0.0]] and entropy.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_masked_tokens_are_read_but_not_predicted(model):
+    samples = make_samples(num_segments=3)
+    (row,) = make_batches(samples, micro_batch_tokens=4096, oldest_version=1)
+    (whole,) = make_batches(samples, micro_batch_tokens=4096)
+    (part,), (whole_part,) = micro_batches(row, CPU), micro_batches(whole, CPU)
+    assert torch.equal(part.input_ids, whole_part.input_ids)
+    assert len(part.targets) == part.mask.sum() == sum(row.loss_mask) < len(whole_part.targets)
+    logprobs, _ = response_logprobs(model, part)
+    expected, _ = response_logprobs(model, whole_part)
+    torch.testing.assert_close(logprobs, expected * part.mask)
+    for i, index in enumerate(part.sample_index):
+        mask = [float(version >= 1) for version in samples[index].token_versions]
+        assert part.mask[i, : len(mask)].tolist() == mask
+        assert not part.mask[i, len(mask) :].any()

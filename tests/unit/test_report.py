@@ -235,6 +235,37 @@ def test_a_killed_run_is_reported_from_its_rows(make_run: Callable[..., Path]) -
     assert "final.json is missing" in warnings_of(folder)
 
 
+def test_masked_tokens_are_not_trained_and_have_no_age(make_run: Callable[..., Path]) -> None:
+    folder = make_run(
+        tokens_trained=48, tokens_discarded={"stale": 12, "shutdown": 8, "masked": 12}
+    )
+    masked = ({"num_masked_tokens": 10, "staleness": None}, {"num_masked_tokens": 2}, {})
+    rows = [{**row, **change} for row, change in zip(SAMPLES, masked, strict=True)]
+    (folder / "samples.jsonl").write_text(lines(rows))
+    summary = summarize(load_run(folder))
+    assert (summary["staleness_max"], summary["staleness_mean"]) == (2, pytest.approx(1.5))
+    assert (summary["samples_trained"], summary["tokens_trained"]) == (3, 48)
+    assert write_report(folder).warnings == []
+    assert "discarded: masked" in write_report(folder).html_path.read_text()
+    (folder / "final.json").unlink()
+    assert summarize(load_run(folder))["tokens_trained"] == 48
+
+
+def test_an_age_must_be_there_even_if_it_is_null(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    rows = [{key: value for key, value in SAMPLES[0].items() if key != "staleness"}]
+    (folder / "samples.jsonl").write_text(lines(rows))
+    with pytest.raises(RunFolderError, match="line 1: staleness = None is no number"):
+        load_run(folder)
+
+
+def test_steps_without_a_weight_sync_do_not_lower_its_median(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    rows = [{**row, "weight_sync_s": 0.0 if row["step"] % 2 else 0.4} for row in STEPS]
+    (folder / "metrics.jsonl").write_text(lines(rows))
+    assert summarize(load_run(folder))["weight_sync_s"] == {"p50": 0.4, "max": 0.4}
+
+
 @pytest.mark.parametrize("kept", ["config.json", "final.json", "timeline.jsonl", "metrics.jsonl"])
 def test_a_run_that_hardly_began_still_gets_a_page(
     make_run: Callable[..., Path], kept: str

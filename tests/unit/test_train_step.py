@@ -40,7 +40,7 @@ class CapturingOptimizer(torch.optim.SGD):
         self.gradients = [p.grad.clone() for p in parameters]
 
 
-def naive_loss(model, samples, algorithm):
+def naive_loss(model, samples, algorithm, oldest_version=0):
     """The whole batch at once, one sample at a time through the model's own forward."""
     length = max(s.num_tokens for s in samples)
     logprobs, behavior, mask = [], [], []
@@ -51,7 +51,8 @@ def naive_loss(model, samples, algorithm):
         pad = (0, length - s.num_tokens)
         logprobs.append(torch.nn.functional.pad(row, pad))
         behavior.append(torch.nn.functional.pad(torch.tensor(s.behavior_logprobs), pad))
-        mask.append(torch.nn.functional.pad(torch.ones(s.num_tokens), pad))
+        kept = torch.tensor([float(v >= oldest_version) for v in s.token_versions])
+        mask.append(torch.nn.functional.pad(kept, pad))
     logprobs, behavior, mask = map(torch.stack, (logprobs, behavior, mask))
     names = list(dict.fromkeys(s.group_id for s in samples))
     groups = torch.tensor([names.index(s.group_id) for s in samples])
@@ -73,17 +74,22 @@ def naive_loss(model, samples, algorithm):
     )
 
 
+@pytest.mark.parametrize("oldest_version", [0, 2])
 @pytest.mark.parametrize("importance_cap", [2.0, None])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_gradients_equal_those_of_the_whole_batch(folder, aggregation, importance_cap):
+def test_gradients_equal_those_of_the_whole_batch(
+    folder, aggregation, importance_cap, oldest_version
+):
     algorithm = AlgorithmConfig(aggregation=aggregation, importance_cap=importance_cap)
-    samples, model = make_samples(), load(folder)
-    expected_loss = naive_loss(model, samples, algorithm)
+    samples, model = make_samples(num_segments=1 + oldest_version), load(folder)
+    expected_loss = naive_loss(model, samples, algorithm, oldest_version)
     expected_loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     for micro_batch_tokens in (64, 4096):
-        (row,) = make_batches(samples, micro_batch_tokens=micro_batch_tokens)
+        (row,) = make_batches(
+            samples, micro_batch_tokens=micro_batch_tokens, oldest_version=oldest_version
+        )
         optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
         figures = train_step(model, optimizer, row, algorithm, TRAIN)
         assert figures["loss"] == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
@@ -105,6 +111,7 @@ def test_figures_of_the_batch(folder):
     assert figures["staleness_max"] == max(ages)
     assert figures["num_samples"] == len(samples)
     assert figures["num_tokens"] == sum(lengths)
+    assert figures["num_masked_tokens"] == 0
     assert figures["response_tokens_mean"] == pytest.approx(np.mean(lengths))
     assert figures["response_tokens_max"] == max(lengths)
     assert figures["reward_mean"] == pytest.approx(np.mean([s.reward for s in samples]))
@@ -171,3 +178,49 @@ def test_oldest_version_of_each_sample():
     (row,) = make_batches(samples)
     expected = [samples[i].oldest_version for i in row.sample_index]
     assert list(oldest_versions(row)) == expected
+
+
+def test_samples_without_a_token_in_the_loss_count_for_their_group_alone(folder):
+    samples = make_samples(num_segments=3)
+    samples[0] = dataclasses.replace(samples[0], segments=samples[0].segments[:1])  # version 0
+    (row,) = make_batches(samples, oldest_version=1)
+    assert row.all_loss_lens[0] == 0
+    model = load(folder)
+    optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+    figures = train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+    expected = naive_loss(model, samples, AlgorithmConfig(), oldest_version=1)
+    assert figures["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    in_loss = [sum(v >= 1 for v in s.token_versions) for s in samples]
+    ages = [
+        3 - min(v for v in s.token_versions if v >= 1)
+        for s, n in zip(samples, in_loss, strict=True)
+        if n
+    ]
+    assert 0 < len(ages) < len(samples)
+    assert figures["staleness_mean"] == pytest.approx(np.mean(ages))
+    assert figures["staleness_max"] == max(ages) == 2
+    assert figures["num_masked_tokens"] == figures["num_tokens"] - sum(in_loss)
+    assert figures["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_masked_tokens_have_no_gradient_whatever_they_hold(folder):
+    samples, model = make_samples(num_segments=3), load(folder)
+    (row,) = make_batches(samples, oldest_version=1)
+    gradients = []
+    for log_prob in (-1.0, -30.0):
+        behavior = [
+            p if kept else log_prob
+            for p, kept in zip(row.behavior_logprobs, row.loss_mask, strict=True)
+        ]
+        optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
+        changed = dataclasses.replace(row, behavior_logprobs=behavior)
+        train_step(model, optimizer, changed, AlgorithmConfig(), TRAIN)
+        gradients.append(optimizer.gradients)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_oldest_version_counts_tokens_of_the_loss_only():
+    samples = make_samples(num_segments=3)
+    (row,) = make_batches(samples, oldest_version=1)
+    in_loss = [[v for v in samples[i].token_versions if v >= 1] for i in row.sample_index]
+    assert list(oldest_versions(row)) == [min(versions) for versions in in_loss if versions]

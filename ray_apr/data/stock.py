@@ -1,0 +1,254 @@
+"""The buffer's stock: groups that wait, the batch of the granted step, and where tokens went.
+
+Invariants, kept by `Stock`:
+    * A group is on the shelf, in the batch of the granted step, or gone: trained or evicted.
+    * A batch is chosen against the version of its grant, and listed in an order that depends on its
+      groups alone, not on which of them was scored first.
+    * The tokens of a group that was trained are counted once: those in the loss as trained, the
+      others as masked (invariant 1).
+
+Pure: no I/O, no clock, no ray, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_apr.config import OnStale
+from ray_apr.data.batch import BatchPlan, plan_batch
+from ray_apr.data.selection import Shelf
+from ray_apr.exceptions import APRError, RolloutError
+from ray_apr.staleness import next_version, oldest_trainable, staleness
+from ray_apr.types import GroupMeta, SampleMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTicket:
+    """The batch of one step; `plan` is None when the stream has ended."""
+
+    plan: BatchPlan | None = None
+    refs: tuple[Any, ...] = ()
+    """ObjectRef of each group's samples, in the plan's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStats:
+    """Figures of the buffer; tokens are response tokens."""
+
+    buffered_samples: int
+    buffered_tokens: int
+    trained_samples: int
+    """Samples of the batches that were trained."""
+    trained_tokens: int
+    """Tokens that entered the loss."""
+    masked_tokens: int
+    """Tokens of trained groups that did not enter the loss."""
+    evicted_samples: int
+    evicted_tokens: int
+    read_ahead_max: int
+    """Most samples that were handed to Ray Data and not yet trained."""
+
+
+@dataclass(slots=True)
+class Grant:
+    """A step that the trainer asked for, and its batch once there is one."""
+
+    step: int
+    policy_version: int
+    granted_at: float
+    ticket: BatchTicket | None = None
+
+    @property
+    def groups(self) -> tuple[GroupMeta, ...]:
+        """Groups of the batch."""
+        plan = None if self.ticket is None else self.ticket.plan
+        return () if plan is None else plan.groups
+
+
+class Stock:
+    """What the buffer holds, and what became of the rest.
+
+    Args:
+        batch_size: Samples of one optimizer step.
+        max_staleness: Oldest token that is trained, in optimizer steps.
+        on_stale: What becomes of groups whose oldest token is beyond that.
+        num_ranks: Train workers.
+        micro_batch_tokens: Token budget of one forward pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        on_stale: OnStale,
+        num_ranks: int,
+        micro_batch_tokens: int,
+    ) -> None:
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._on_stale = on_stale
+        self._num_ranks = num_ranks
+        self._micro_batch_tokens = micro_batch_tokens
+        self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
+        self._refs: dict[str, Any] = {}
+        """Payload of each group on the shelf."""
+        self._unfinished: Mapping[int, int] = {}
+        self._handed_out: dict[str, int] = {}
+        self._read_ahead_max = 0
+        self._trained_samples = self._trained_tokens = self._masked_tokens = 0
+        self._evicted_samples = self._evicted_tokens = 0
+        self.granted: Grant | None = None
+        """The step that the trainer waits for or trains."""
+        self.num_received = 0
+        """Samples ever put in."""
+        self.trainer_version: int | None = None
+        """Policy version after the last step that ended; None before the first one."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples on the shelf."""
+        return self._shelf.num_samples
+
+    @property
+    def num_buffered(self) -> int:
+        """Samples neither trained nor evicted, those of the step in training included."""
+        return self.num_waiting + sum(len(group.samples) for group in self._in_training())
+
+    def put(self, samples: Sequence[SampleMeta], ref: Any) -> None:
+        """Take a whole, scored group.
+
+        Raises:
+            RolloutError: If a group of this id is on the shelf.
+        """
+        group_id = samples[0].group_id
+        if group_id in self._refs:
+            raise RolloutError(f"group {group_id} is already in the buffer")
+        # the samples before it are a number that only grows: the order of arrival
+        group = GroupMeta(group_id=group_id, sequence=self.num_received, samples=tuple(samples))
+        self.num_received += len(group.samples)
+        self._shelve(group, ref)
+
+    def set_unfinished(self, by_version: Mapping[int, int]) -> None:
+        """Note how many samples still generate or wait for a reward, by their oldest version."""
+        self._unfinished = dict(by_version)
+
+    def grant(self, step: int, policy_version: int, now: float) -> None:
+        """The trainer is ready for `step`; a batch that was not trained comes back first."""
+        self.return_untrained()
+        self.granted = Grant(step, policy_version, now)
+
+    def choose(self) -> tuple[GroupMeta, ...]:
+        """Choose the granted batch if it is complete; returns the groups that were evicted."""
+        grant = self.granted
+        if grant is None or grant.ticket is not None:
+            return ()
+        selection = self._shelf.select(grant.policy_version, self._unfinished)
+        for group in selection.evicted:
+            del self._refs[group.group_id]
+            self._evicted_samples += len(group.samples)
+            self._evicted_tokens += group.num_tokens
+        if selection.chosen:
+            grant.ticket = self._ticket(grant, selection.chosen)
+        return selection.evicted
+
+    def hand_out(self) -> BatchTicket:
+        """The granted batch, for one of its readers; without a plan if there is none."""
+        grant = self.granted
+        if grant is None or grant.ticket is None:
+            return BatchTicket()
+        self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
+        self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
+        return grant.ticket
+
+    def end_step(self, step: int) -> list[dict[str, Any]]:
+        """The optimizer has done `step`.
+
+        Returns:
+            A row of the run folder for each sample of its batch.
+
+        Raises:
+            APRError: If this is not the step that was handed out.
+        """
+        grant = self.granted
+        if grant is None or grant.ticket is None or grant.step != step:
+            raise APRError(f"step {step} was trained, but its batch was not handed out")
+        oldest = self._oldest_trained(grant)
+        for group in grant.groups:
+            trained = sum(sample.trainable_tokens(oldest) for sample in group.samples)
+            self._trained_samples += len(group.samples)
+            self._trained_tokens += trained
+            self._masked_tokens += group.num_tokens - trained
+            self._handed_out.pop(group.group_id, None)
+        self.trainer_version = next_version(grant.policy_version)
+        self.granted = None
+        return [
+            _sample_row(sample, grant, oldest) for group in grant.groups for sample in group.samples
+        ]
+
+    def return_untrained(self) -> None:
+        """Put the batch of a step that never ended back on the shelf, e.g. after a restart."""
+        grant, self.granted = self.granted, None
+        if grant is not None and grant.ticket is not None:
+            for group, ref in zip(grant.groups, grant.ticket.refs, strict=True):
+                self._shelve(group, ref)
+                self._handed_out.pop(group.group_id, None)
+
+    def stats(self) -> BufferStats:
+        """Figures of this moment."""
+        held = (*self._in_training(), *self._shelf)
+        return BufferStats(
+            buffered_samples=self.num_buffered,
+            buffered_tokens=sum(group.num_tokens for group in held),
+            trained_samples=self._trained_samples,
+            trained_tokens=self._trained_tokens,
+            masked_tokens=self._masked_tokens,
+            evicted_samples=self._evicted_samples,
+            evicted_tokens=self._evicted_tokens,
+            read_ahead_max=self._read_ahead_max,
+        )
+
+    def diagnosis(self) -> str:
+        """Say in a few words why there is no batch."""
+        there = f"{self.num_waiting} of {self._batch_size} samples are there"
+        if self._on_stale == "wait" and self.num_waiting >= self._batch_size:
+            unfinished = dict(sorted(self._unfinished.items()))
+            there += f", and older ones come first; unfinished by version: {unfinished}"
+        return there
+
+    def _in_training(self) -> tuple[GroupMeta, ...]:
+        return () if self.granted is None else self.granted.groups
+
+    def _oldest_trained(self, grant: Grant) -> int:
+        """Version of the oldest token that enters the loss of the granted step."""
+        return oldest_trainable(grant.policy_version, self._max_staleness)
+
+    def _shelve(self, group: GroupMeta, ref: Any) -> None:
+        self._shelf.add(group)
+        self._refs[group.group_id] = ref
+
+    def _ticket(self, grant: Grant, chosen: Sequence[GroupMeta]) -> BatchTicket:
+        plan = plan_batch(
+            sorted(chosen, key=lambda group: group.group_id),
+            step=grant.step,
+            policy_version=grant.policy_version,
+            oldest_version=self._oldest_trained(grant),
+            num_ranks=self._num_ranks,
+            micro_batch_tokens=self._micro_batch_tokens,
+        )
+        refs = tuple(self._refs.pop(group.group_id) for group in plan.groups)
+        return BatchTicket(plan=plan, refs=refs)
+
+
+def _sample_row(sample: SampleMeta, grant: Grant, oldest_version: int) -> dict[str, Any]:
+    """Row of a trained sample; without any token in the loss it has no staleness."""
+    version = sample.trained_version(oldest_version)
+    return {
+        "step": grant.step,
+        "staleness": None if version is None else staleness(grant.policy_version, version),
+        "num_masked_tokens": sample.num_tokens - sample.trainable_tokens(oldest_version),
+        **dataclasses.asdict(sample),
+    }
