@@ -72,6 +72,8 @@ class ScriptedEngine:
     Attributes:
         calls: (request id, token ids sent, max_tokens) of every generate call.
         fail: Errors by sample, raised by its next calls in turn.
+        num_queued: What the status of each replica says of its queue.
+        limits: What `set_limits` said last.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class ScriptedEngine:
         self.fail_next_sync: BaseException | None = None
         self.tokens_generated = 0
         self.num_aborted = 0
+        self.num_queued = 0
+        self.limits: dict[str, int] = {}
         self._auto = auto
         self._num_replicas = num_replicas
         self._clock = clock or FakeClock()
@@ -155,9 +159,11 @@ class ScriptedEngine:
         return sum(self._end(i, FinishReason.ABORT) for i in ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Freeze; with "abort", end what runs."""
-        self.is_paused = True
+        """Freeze; with "abort", end what runs; with "wait", let it end first."""
         self._resumed.clear()
+        if mode == "wait":
+            await asyncio.gather(*(request.done for request in self._running.values()))
+        self.is_paused = True
         if mode == "abort":
             await self.abort(None)
 
@@ -177,6 +183,7 @@ class ScriptedEngine:
                 num_running=sum(
                     self._replica(r.session_id) == f"engine-{i}" for r in self._running.values()
                 ),
+                num_queued=self.num_queued,
                 tokens_generated=self.tokens_generated if i == 0 else 0,
                 num_aborted=self.num_aborted if i == 0 else 0,
                 uptime_s=self._clock(),

@@ -42,17 +42,18 @@ class Recorder:
 
 
 class Scorer:
-    """Rewards at once; `bad` names samples whose reward fails for good."""
+    """Rewards at once; `bad` names samples whose reward fails for good, `by_sample` their size."""
 
-    def __init__(self, bad=()) -> None:
+    def __init__(self, bad=(), by_sample=None) -> None:
         self.bad = set(bad)
+        self.by_sample = by_sample or {}
         self.texts: list[str] = []
 
     async def score(self, sample):
         self.texts.append(sample.response_text)
         if sample.sample_id in self.bad or "all" in self.bad:
             raise RewardError(sample.sample_id, "raised", "no judge")
-        return RewardResult(reward=1.0)
+        return RewardResult(reward=self.by_sample.get(sample.sample_id, 1.0))
 
     def close(self) -> None:
         pass
@@ -105,7 +106,8 @@ class Run:
     async def check_ledger(self, summary) -> None:
         stats = await self.buffer.stats()
         ledger = summary.ledger
-        placed = stats.trained_tokens + stats.buffered_tokens + stats.evicted_tokens
+        placed = stats.trained_tokens + stats.masked_tokens
+        placed += stats.buffered_tokens + stats.evicted_tokens
         placed += ledger.pending + ledger.interrupted + sum(ledger.discarded.values())
         assert ledger.generated == placed == self.engine.tokens_generated
 
@@ -253,3 +255,140 @@ async def test_stop_ends_requests_that_would_run_for_ever():
         await until(lambda: len(engine.running) == 8)
     assert not engine.running
     assert run.summary.samples_interrupted == 0, "what the end of the run stops is not counted"
+
+
+# -- the settings of the modes ---------------------------------------------------------------
+
+
+async def test_restart_drops_the_tokens_of_what_is_interrupted_and_begins_anew():
+    engine = ScriptedEngine(default_length=6)
+    async with running(
+        engine,
+        max_staleness=0,
+        oversampling_factor=2.0,
+        interrupt="batch_full",
+        after_interrupt="restart",
+    ) as run:
+        await until(lambda: len(engine.running) == 8)
+        first = engine.running[:4]
+        engine.advance(2)
+        engine.advance(4, first)
+        samples = await run.step(0)
+        assert len(samples) == 4
+        await until(lambda: not engine.running)
+        await run.sync(1)
+        await until(lambda: len(engine.running) == 8)
+        assert {budget for _, _, budget in engine.calls[8:]} == {16}, "a whole new budget"
+        engine.advance(6)
+        samples = await run.step(1)
+        assert {v for s in samples for v in s.token_versions} == {1}
+    assert run.summary.ledger.discarded["restarted"] == 4 * 2
+    await run.check_ledger(run.summary)
+
+
+async def test_discard_gives_up_the_groups_of_what_is_interrupted():
+    engine = ScriptedEngine(default_length=6)
+    async with running(
+        engine, max_staleness=2, oversampling_factor=1.0, after_interrupt="discard"
+    ) as run:
+        await until(lambda: len(engine.running) == 4)
+        before = set(engine.running)
+        engine.advance(2)
+        await run.sync(1)
+        await until(lambda: len(engine.running) == 4)
+        assert not {r.partition("#")[0] for r in engine.running} & {
+            r.partition("#")[0] for r in before
+        }
+    assert run.summary.ledger.discarded["surplus"] == 4 * 2
+    await run.check_ledger(run.summary)
+
+
+async def test_drain_lets_what_runs_end_before_the_sync():
+    engine = ScriptedEngine(default_length=12)
+    async with running(
+        engine, max_staleness=1, oversampling_factor=2.0, interrupt="never", drain=True
+    ) as run:
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(4)
+        sync = asyncio.create_task(run.sync(1))
+        await asyncio.sleep(0.05)
+        assert not sync.done() and engine.policy_version == 0
+        engine.advance(8)
+        await sync
+        samples = await run.step(1)
+        assert {s.token_versions for s in samples} == {(0,) * 12}
+    assert run.summary.samples_interrupted == 0
+
+
+async def test_rewards_wait_for_the_end_of_generation_where_they_do_not_overlap():
+    engine, scorer = ScriptedEngine(default_length=6), Scorer()
+    async with running(
+        engine,
+        scorer=scorer,
+        mode="sync",
+        max_staleness=0,
+        oversampling_factor=1.0,
+        interrupt="never",
+        overlap_rewards=False,
+    ) as run:
+        await until(lambda: len(engine.running) == 4)
+        engine.advance(6, engine.running[:3])
+        await until(lambda: len(engine.running) == 1)
+        assert scorer.texts == []
+        engine.advance(6)
+        assert len(await run.step(0)) == 4
+        assert len(scorer.texts) == 4
+
+
+async def test_groups_without_a_signal_are_filtered_replaced_and_tried_again():
+    rewards = {"e0-0-0": 0.0, "e0-0~1-0": 0.0}
+    async with running(
+        ScriptedEngine(auto=1),
+        scorer=Scorer(by_sample=rewards),
+        max_staleness=0,
+        oversampling_factor=1.0,
+        batch_size=2,
+        filter_zero_variance=True,
+        max_filter_retries=1,
+    ) as run:
+        samples = await run.step(0)
+        assert [s.sample_id for s in samples] == ["e0-0-0", "e0-0-1"]
+        assert [s.reward for s in samples] == [0.0, 1.0]
+        await run.sync(1)
+        await until(lambda: len(run.engine.calls) >= 8)
+        names = [call[0].partition("#")[0] for call in run.engine.calls]
+        assert names[2:8] == ["e0-1-0", "e0-1-1", "e0-1~1-0", "e0-1~1-1", "e0-2-0", "e0-2-1"]
+    assert run.summary.ledger.discarded["filtered"] > 0
+    await run.check_ledger(run.summary)
+
+
+async def test_masked_tokens_are_told_apart_from_those_that_were_trained():
+    engine = ScriptedEngine(default_length=6)
+    async with running(engine, max_staleness=1, oversampling_factor=1.0, on_stale="mask") as run:
+        await until(lambda: len(engine.running) == 4)
+        for version in (1, 2, 3):
+            engine.advance(1)
+            await run.sync(version)
+            await until(lambda: len(engine.running) == 4)
+        engine.advance(3)
+        assert len(await run.step(3)) == 4
+        stats = await run.buffer.stats()
+    assert (stats.trained_tokens, stats.masked_tokens) == (4 * 4, 4 * 2), "versions 2, 3, 3, 3"
+    rows = [row for row in run.recorder.rows if row["kind"] == "sample"]
+    assert {(row["staleness"], row["num_masked_tokens"]) for row in rows} == {(1, 2)}
+
+
+async def test_the_limits_follow_what_the_engines_report(monkeypatch):
+    monkeypatch.setattr(worker_module, "_HEARTBEAT_S", 0.01)
+    engine = ScriptedEngine(default_length=6)
+    async with running(
+        engine, max_staleness=2, oversampling_factor=2.0, max_inflight="adaptive"
+    ) as run:
+        await until(lambda: len(engine.running) == 6)
+        assert engine.limits == {"engine-0": 6}, "half way between one batch and two"
+        engine.num_queued = 4
+        await until(lambda: engine.limits == {"engine-0": 2})
+        engine.num_queued = 0
+        engine.advance(6)
+        await run.step(0)
+        await until(lambda: len(engine.running) == 2)
