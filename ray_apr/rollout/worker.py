@@ -206,9 +206,10 @@ class RolloutWorker:
     def _admit(self, prompt: Prompt) -> None:
         """Take a new group in, with the lengths of the trace if one is replayed."""
         config = self._config
-        budget: int | list[int] = config.max_response_tokens
+        longest = config.max_response_tokens
+        budget: int | list[int] = longest
         if config.replay_column is not None:
-            budget = [min(budget, int(length)) for length in prompt.row[config.replay_column]]
+            budget = [min(longest, int(length)) for length in prompt.row[config.replay_column]]
         self._state.admit(prompt, group_size=config.group_size, max_response_tokens=budget)
 
     async def _follow_buffer(self) -> None:

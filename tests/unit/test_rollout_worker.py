@@ -71,10 +71,13 @@ class Run:
         self.engine = engine
         self.scorer = scorer or Scorer()
         self.recorder = Recorder()
-        partial_config = PartialRolloutConfig(**partial)
+        partial_config = PartialRolloutConfig(
+            **{"max_inflight": None, "on_stale": "evict", **partial}
+        )
         self.buffer = SampleBuffer(
-            batch_size=batch_size, max_staleness=partial_config.max_staleness, num_ranks=1,
-            micro_batch_tokens=64, config=BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
+            batch_size=batch_size, max_staleness=partial_config.max_staleness,
+            on_stale=partial_config.on_stale, num_ranks=1, micro_batch_tokens=64,
+            config=BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
             recorder=Handle(self.recorder),
         )  # fmt: skip
         self.worker = RolloutWorker(
