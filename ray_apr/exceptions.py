@@ -62,6 +62,25 @@ class RewardError(APRError, RuntimeError):
         return f"reward of sample {self.sample_id} {self.kind}: {self.detail}"
 
 
+class StepError(APRError, RuntimeError):
+    """An environment gave no answer to a turn; never replaced by a zero reward.
+
+    Args:
+        sample_id: The sample whose reset or step failed.
+        kind: ``"timeout"``, ``"raised"`` or ``"invalid"`` (no usable `Step`).
+        detail: What the environment did.
+    """
+
+    def __init__(self, sample_id: str, kind: str, detail: str) -> None:
+        super().__init__(sample_id, kind, detail)
+        self.sample_id = sample_id
+        self.kind = kind
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"environment of sample {self.sample_id} {self.kind}: {self.detail}"
+
+
 class StarvedError(APRError, TimeoutError):
     """A wait ran into its limit; the message says who waited, for what, and how long."""
 

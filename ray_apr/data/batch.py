@@ -181,9 +181,10 @@ def loss_mask(sample: Sample, oldest_version: int) -> list[int]:
         oldest_version: Version of the oldest token that is trained (`staleness.oldest_trainable`).
 
     Returns:
-        [response tokens], 1 for a token of that version or newer, 0 for an older one.
+        [response tokens], 1 for a token generated under that version or a newer one, 0 for an older
+        one and for what an environment said.
     """
-    return [int(version >= oldest_version) for version in sample.token_versions]
+    return [int(kept) for kept in sample.loss_mask(oldest_version)]
 
 
 def plan_batch(

@@ -36,7 +36,7 @@ class BatchTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """Figures of the buffer; tokens are response tokens."""
+    """Figures of the buffer; tokens are generated ones, as in the ledger."""
 
     buffered_samples: int
     buffered_tokens: int
@@ -150,7 +150,7 @@ class Stock:
         for group in selection.evicted:
             del self._refs[group.group_id]
             self._evicted_samples += len(group.samples)
-            self._evicted_tokens += group.num_tokens
+            self._evicted_tokens += group.num_generated
         if selection.chosen:
             grant.ticket = self._ticket(grant, selection.chosen)
         return selection.evicted
@@ -181,7 +181,7 @@ class Stock:
             trained = sum(sample.trainable_tokens(oldest) for sample in group.samples)
             self._trained_samples += len(group.samples)
             self._trained_tokens += trained
-            self._masked_tokens += group.num_tokens - trained
+            self._masked_tokens += group.num_generated - trained
             self._handed_out.pop(group.group_id, None)
         self.trainer_version = next_version(grant.policy_version)
         self.granted = None
@@ -202,7 +202,7 @@ class Stock:
         held = (*self._in_training(), *self._shelf)
         return BufferStats(
             buffered_samples=self.num_buffered,
-            buffered_tokens=sum(group.num_tokens for group in held),
+            buffered_tokens=sum(group.num_generated for group in held),
             trained_samples=self._trained_samples,
             trained_tokens=self._trained_tokens,
             masked_tokens=self._masked_tokens,
@@ -249,6 +249,6 @@ def _sample_row(sample: SampleMeta, grant: Grant, oldest_version: int) -> dict[s
     return {
         "step": grant.step,
         "staleness": None if version is None else staleness(grant.policy_version, version),
-        "num_masked_tokens": sample.num_tokens - sample.trainable_tokens(oldest_version),
+        "num_masked_tokens": sample.num_generated - sample.trainable_tokens(oldest_version),
         **dataclasses.asdict(sample),
     }

@@ -8,7 +8,8 @@ Invariants, kept here and in `roster`:
       never what was once started, so nothing changes when versions do not begin at 0. Where
       interruption leaves no tokens, samples that generate cannot get old and do not count as live,
       unless the trainer waits for them (``on_stale="wait"``).
-    * At most `max_inflight` samples are in flight; interrupted ones resume before new ones start.
+    * At most `max_inflight` samples are in flight; those that have begun go on before new ones
+      start. A sample whose environment acts is not in flight, but has not ended either.
     * With ``on_stale="evict"`` a group with a member too old to be trained is evicted whole, unless
       all its members are scored: such a group is on its way to the buffer, which then evicts it. So
       no token is discarded twice.
@@ -161,11 +162,17 @@ class Dispatcher:
         admission = f"{num_groups} more groups may start"
         if not num_groups:
             admission = f"no group may start ({limit} is reached)"
+        turns = ""
+        if counts.stepping or counts.ready:
+            turns = (
+                f"{counts.stepping} samples wait for their environment, "
+                f"{counts.ready} for their next turn, "
+            )
         hold = "; held until the next version, as the batch is full" if self.is_held else ""
         return (
             f"{num_unscored} of {len(groups)} groups wait for reward, "
             f"{counts.inflight} samples in flight (at most {self._max_inflight}), "
-            f"{counts.interrupted} interrupted, {counts.waiting} waiting, "
+            f"{counts.interrupted} interrupted, {counts.waiting} waiting, {turns}"
             f"{counts.buffered} buffered of the {self._batch_size} of a batch "
             f"at version {self._policy_version}; {admission}{hold}"
         )
@@ -187,7 +194,7 @@ class Dispatcher:
         self._num_owed = max(0, self._num_owed - 1)
 
     def next_start(self) -> str | None:
-        """Mark the next sample as in flight and return it: resumed ones first, oldest first.
+        """Mark the next sample as in flight and return it: those that have begun first.
 
         Returns:
             Its id; None while `max_inflight` is reached, nothing can run, or the batch is full.
@@ -241,6 +248,35 @@ class Dispatcher:
         entry = self._roster.expect(sample_id, "on_retry", SampleState.INFLIGHT)
         has_tokens = entry.oldest_version is not None
         self._roster.move(entry, SampleState.INTERRUPTED if has_tokens else SampleState.WAITING)
+
+    def on_reset(self, sample_id: str) -> None:
+        """A sample cannot start before its environment has said what comes first: `on_stepped`."""
+        entry = self._roster.expect(sample_id, "on_reset", SampleState.WAITING)
+        self._roster.move(entry, SampleState.STEPPING)
+
+    def on_turn_ended(self, sample_id: str, *, oldest_version: int | None, num_tokens: int) -> None:
+        """A sample has ended its turn and left the engine; its environment acts: `on_stepped`."""
+        entry = self._roster.expect(sample_id, "on_turn_ended", SampleState.INFLIGHT)
+        self._roster.learn_version(entry, oldest_version)
+        entry.num_tokens = num_tokens
+        self._roster.move(entry, SampleState.STEPPING)
+
+    def on_stepped(self, sample_id: str) -> None:
+        """The environment has answered; the sample goes on as `next_start` says."""
+        entry = self._roster.expect(sample_id, "on_stepped", SampleState.STEPPING)
+        has_begun = entry.oldest_version is not None
+        self._roster.move(entry, SampleState.READY if has_begun else SampleState.WAITING)
+
+    def on_done(self, sample_id: str) -> None:
+        """The environment says that the sample has ended with its last turn."""
+        entry = self._roster.expect(sample_id, "on_done", SampleState.STEPPING)
+        self._roster.move(entry, SampleState.FINISHED)
+
+    def on_cut(self, sample_id: str) -> None:
+        """A sample between two turns is interrupted, because it is not to keep its tokens."""
+        states = (SampleState.STEPPING, SampleState.READY)
+        entry = self._roster.expect(sample_id, "on_cut", *states)
+        self._roster.move(entry, SampleState.INTERRUPTED)
 
     def on_finished(self, sample_id: str, *, oldest_version: int | None = None) -> None:
         """A sample has its last token; with its oldest version, `evict_stale` can judge it."""
@@ -396,7 +432,7 @@ class Dispatcher:
                 batch_size=size, max_staleness=config.max_staleness, num_live=num_live
             ),
         }
-        if config.restarts and capacities["max_staleness"] > 0:
+        if ageless and capacities["max_staleness"] > 0:
             del capacities["max_staleness"]  # what generates has no age, however much it is
         if config.max_live_batches is not None:
             bound = math.floor((config.max_live_batches + config.sync_every - 1) * size)

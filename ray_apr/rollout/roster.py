@@ -2,8 +2,8 @@
 
 Invariants, all kept here:
     * A live sample is in exactly one state and one group; `num_in` always agrees with the states.
-    * A sample can run exactly when it is WAITING or INTERRUPTED and not held back. Interrupted ones
-      come first, in the order asked for; then waiting ones in order of admission.
+    * A sample can run exactly when it is WAITING, READY, or INTERRUPTED and not held back. Those
+      that have begun come first, in the order asked for; then waiting ones in order of admission.
     * The version of a sample's first token is learnt once, and changes only if it starts anew.
     * `num_by_version` always counts the samples of the groups that have started.
     * A group leaves whole.
@@ -31,6 +31,10 @@ class DispatcherCounts:
     waiting: int
     inflight: int
     interrupted: int
+    stepping: int
+    """Their environment acts."""
+    ready: int
+    """Their environment has answered; the next turn can start."""
     finished: int
     scored: int
     buffered: int
@@ -40,13 +44,24 @@ class DispatcherCounts:
 
     @property
     def unfinished(self) -> int:
-        """Samples that still have to generate: waiting + inflight + interrupted."""
-        return self.waiting + self.inflight + self.interrupted
+        """Samples that have not ended, wherever they are."""
+        return self.waiting + self.inflight + self.interrupted + self.stepping + self.ready
 
     @property
     def live(self) -> int:
         """Samples that were started and are neither trained nor dropped."""
         return self.unfinished + self.finished + self.scored + self.buffered
+
+
+UNFINISHED = (
+    SampleState.WAITING,
+    SampleState.INFLIGHT,
+    SampleState.INTERRUPTED,
+    SampleState.STEPPING,
+    SampleState.READY,
+)
+"""States of samples that have not ended."""
+_BEGUN = (SampleState.INTERRUPTED, SampleState.READY)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +108,7 @@ class SampleEntry:
     oldest_version: int | None = None
     """Version of its first token; None while it has none."""
     num_tokens: int = 0
-    """Tokens that it held when it was interrupted last."""
+    """Tokens that it held when its last generate call ended."""
     num_interruptions: int = 0
     is_held_back: bool = False
 
@@ -135,9 +150,8 @@ class Roster:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that still have to generate."""
-        states = (SampleState.WAITING, SampleState.INFLIGHT, SampleState.INTERRUPTED)
-        return sum(self.num_in[state] for state in states)
+        """Samples that have not ended."""
+        return sum(self.num_in[state] for state in UNFINISHED)
 
     def counts(self, *, buffered: int) -> DispatcherCounts:
         """How many samples are where; those that left for the buffer are told from outside."""
@@ -145,6 +159,8 @@ class Roster:
             waiting=self.num_in[SampleState.WAITING],
             inflight=self.num_in[SampleState.INFLIGHT],
             interrupted=self.num_in[SampleState.INTERRUPTED],
+            stepping=self.num_in[SampleState.STEPPING],
+            ready=self.num_in[SampleState.READY],
             finished=self.num_in[SampleState.FINISHED],
             scored=self.num_in[SampleState.SCORED],
             buffered=buffered,
@@ -174,16 +190,17 @@ class Roster:
             raise RolloutError(f"group {group_id} is not live: it was handed over or dropped")
         return entry
 
-    def expect(self, sample_id: str, event: str, state: SampleState) -> SampleEntry:
-        """The entry of a sample that must be in `state` for `event`.
+    def expect(self, sample_id: str, event: str, *states: SampleState) -> SampleEntry:
+        """The entry of a sample that must be in one of `states` for `event`.
 
         Raises:
             RolloutError: If it is in another one, or not live.
         """
         entry = self.sample(sample_id)
-        if entry.state is not state:
+        if entry.state not in states:
+            wanted = " or ".join(state.value for state in states)
             raise RolloutError(
-                f"{event}({sample_id!r}): the sample is {entry.state.value}, not {state.value}"
+                f"{event}({sample_id!r}): the sample is {entry.state.value}, not {wanted}"
             )
         return entry
 
@@ -226,6 +243,8 @@ class Roster:
         elif state is SampleState.INTERRUPTED:
             self._interruptions_total += 1
             entry.num_interruptions += 1
+            self._queue(entry)
+        elif state is SampleState.READY:
             self._queue(entry)
         elif state is SampleState.SCORED:
             entry.group.num_scored += 1
@@ -291,7 +310,7 @@ class Roster:
         del self.held_back[entry.sample_id]
 
     def _queue(self, entry: SampleEntry) -> None:
-        """Put an interrupted sample into its queue; the number keeps first in, first out."""
+        """Put a sample that has begun into its queue; the number keeps first in, first out."""
         self._num_queued += 1
         rank = {
             "oldest_version": entry.oldest_version or 0,
@@ -305,7 +324,7 @@ class Roster:
         """Take the sample that runs next out of its queue; the caller moves it to INFLIGHT."""
         while self._interrupted:
             resumable = heapq.heappop(self._interrupted)[-1]
-            if resumable.state is SampleState.INTERRUPTED and not resumable.is_held_back:
+            if resumable.state in _BEGUN and not resumable.is_held_back:
                 return resumable
         while self._waiting:
             startable = heapq.heappop(self._waiting)[-1]

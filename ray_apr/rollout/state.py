@@ -5,6 +5,8 @@ Invariants, kept by `RolloutState`:
     * Tokens of a group that was dropped are discarded with the group's reason, those that arrive
       after the drop included.
     * A group leaves whole: to the buffer when all of its members are scored, or dropped.
+    * An environment's answer counts only for the sample that it was asked about: what was dropped
+      or began anew meanwhile takes no late answer.
 
 Pure: no I/O, no clock, no ray, no torch.
 """
@@ -15,12 +17,31 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.rollout.store import SampleStore
-from ray_apr.types import Generation, Prompt, RewardResult, Sample
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleState,
+    Step,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRules:
+    """How samples go from turn to turn in a run with an environment."""
+
+    resets: bool = False
+    """The environment says what comes before the first turn."""
+    max_turns: int | None = None
+    """Most turns of a sample; None leaves it to the token budget."""
 
 
 class RolloutState:
@@ -29,11 +50,20 @@ class RolloutState:
     Args:
         dispatcher: Decides which sample runs next.
         config: What becomes of samples that are interrupted, and of groups without a signal.
+        turns: Rules of a run with an environment; None: each sample is one turn.
     """
 
-    def __init__(self, dispatcher: Dispatcher, config: PartialRolloutConfig) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        config: PartialRolloutConfig,
+        turns: TurnRules | None = None,
+    ) -> None:
         self.dispatcher = dispatcher
         self._config = config
+        self._turns = turns
+        self._resets: deque[str] = deque()
+        """Samples that wait for their environment to begin."""
         self._retries: deque[Prompt] = deque()
         self._store = SampleStore()
         self._ledger = TokenLedger()
@@ -84,6 +114,21 @@ class RolloutState:
         self.dispatcher.add_group(group_id, [s.sample_id for s in samples])
         for sample in samples:
             self._store.add(sample)
+            self._begin(sample.sample_id)
+
+    def _begin(self, sample_id: str) -> None:
+        """A sample without a token can start, or has to wait until its environment is reset."""
+        if self._turns is not None and self._turns.resets:
+            self.dispatcher.on_reset(sample_id)
+            self._resets.append(sample_id)
+
+    def next_reset(self) -> Sample | None:
+        """A sample whose environment is to be reset now: `on_step`; None if there is none."""
+        while self._resets:
+            sample_id = self._resets.popleft()
+            if sample_id in self._store:
+                return self._store.get(sample_id)
+        return None
 
     def start_next(self) -> Sample | None:
         """Mark the next sample as in flight; None when nothing may run now."""
@@ -97,7 +142,8 @@ class RolloutState:
         """Take the tokens of a generate call.
 
         Returns:
-            The sample, finished or interrupted; None if its group was dropped meanwhile.
+            The sample, finished, interrupted, or awaiting its environment; None if its group was
+            dropped meanwhile.
 
         Raises:
             RolloutError: If the tokens do not fit the sample.
@@ -108,28 +154,67 @@ class RolloutState:
         if sample_id in self._dropped:
             self._ledger.discard(new, "pending", self._dropped.pop(sample_id))
             return None
-        held = self._store.get(sample_id).num_tokens
-        sample = self._store.append(sample_id, generation)
-        if sample.finish_reason is None:
-            self._ledger.interrupted(new)
-            self._interrupt(sample)
-        else:
+        held = self._store.get(sample_id).num_generated
+        sample = self._store.append(sample_id, generation, ends_turn=self._turns is not None)
+        if sample.finish_reason is not None:
             self._ledger.ended(held)
             self.dispatcher.on_finished(sample_id, oldest_version=sample.oldest_version)
+            return sample
+        self._ledger.interrupted(new)
+        if sample.awaits_step:
+            self.dispatcher.on_turn_ended(
+                sample_id, oldest_version=sample.oldest_version, num_tokens=sample.num_tokens
+            )
+        else:
+            self.dispatcher.on_interrupted(
+                sample_id, oldest_version=sample.oldest_version, num_tokens=sample.num_tokens
+            )
+            self._after_interrupt(sample)
         return sample
 
-    def _interrupt(self, sample: Sample) -> None:
-        """A sample came back before its end: it is resumed, starts anew, or is given up."""
+    def is_current(self, asked: Sample) -> bool:
+        """Whether an environment that was asked about `asked` may still answer."""
+        sample_id = asked.sample_id
+        return sample_id in self._store and self._store.get(sample_id) is asked
+
+    def on_step(self, asked: Sample, step: Step, token_ids: Sequence[int]) -> Sample | None:
+        """Take the answer of an environment.
+
+        Args:
+            asked: The very sample that the environment was asked about, as this state gave it.
+            step: The answer.
+            token_ids: What the policy reads next, encoded.
+
+        Returns:
+            The sample, ended or ready to go on; None if the answer comes too late.
+        """
+        if not self.is_current(asked):
+            return None
+        sample_id = asked.sample_id
+        limit = None if self._turns is None else self._turns.max_turns
+        is_last = limit is not None and asked.num_turns >= limit
+        if step.done or is_last:
+            reason = FinishReason.STOP if step.done else FinishReason.LENGTH
+            sample = self._store.finish(sample_id, reason, state=step.state)
+        else:
+            sample = self._store.observe(sample_id, token_ids, state=step.state)
+        if sample.finish_reason is None:
+            self.dispatcher.on_stepped(sample_id)
+        else:
+            self._ledger.ended(sample.num_generated)
+            self.dispatcher.on_done(sample_id)
+        return sample
+
+    def _after_interrupt(self, sample: Sample) -> None:
+        """An interrupted sample is resumed, starts anew, or is given up."""
         sample_id = sample.sample_id
-        self.dispatcher.on_interrupted(
-            sample_id, oldest_version=sample.oldest_version, num_tokens=sample.num_tokens
-        )
-        if not sample.num_tokens or self._config.after_interrupt == "resume":
+        if not sample.num_generated or self._config.after_interrupt == "resume":
             return
         if self._config.after_interrupt == "restart":
-            self._ledger.discard(sample.num_tokens, "interrupted", "restarted")
+            self._ledger.discard(sample.num_generated, "interrupted", "restarted")
             self._store.restart(sample_id)
             self.dispatcher.on_restart(sample_id)
+            self._begin(sample_id)
         else:
             self._surplus += self._drop(self.dispatcher.on_given_up(sample_id), "surplus")
 
@@ -146,6 +231,18 @@ class RolloutState:
         """
         self._inflight.discard(sample_id)
         return self._dropped.pop(sample_id, None) is None
+
+    def on_retry(self, sample_id: str) -> None:
+        """A live sample whose generate call failed may be started again."""
+        self.dispatcher.on_retry(sample_id)
+        sample = self._store.get(sample_id)
+        begun_at = sample.oldest_version
+        if self._config.restarts and begun_at not in (None, self.dispatcher.policy_version):
+            self._after_interrupt(sample)  # a version has passed since its first turn
+
+    def set_turn_text(self, sample_id: str, text: str) -> Sample:
+        """Note the decoded last turn of a sample that awaits its environment."""
+        return self._store.replace(dataclasses.replace(self._store.get(sample_id), turn_text=text))
 
     def set_text(self, sample_id: str, text: str) -> Sample:
         """Note the decoded response of a finished sample."""
@@ -175,7 +272,7 @@ class RolloutState:
             return None
         samples = tuple(self._store.pop(members))
         self.dispatcher.on_buffered(group_id)
-        self._ledger.hand_over(sum(s.num_tokens for s in samples))
+        self._ledger.hand_over(sum(s.num_generated for s in samples))
         return samples
 
     def _has_no_signal(self, members: Sequence[str]) -> bool:
@@ -206,7 +303,25 @@ class RolloutState:
         Returns:
             Ids of members that still run, to be aborted.
         """
-        return self._drop_groups(self.dispatcher.on_version(policy_version))
+        if self._config.restarts:
+            for sample in self._store:
+                self._cut(sample)
+        return self.take_surplus() + self._drop_groups(self.dispatcher.on_version(policy_version))
+
+    def _cut(self, sample: Sample) -> None:
+        """Where interruption leaves no tokens, what rests between turns takes none along either.
+
+        What is in flight is left: it is aborted for the sync, or ends just before.
+        """
+        sample_id = sample.sample_id
+        if sample_id not in self._store or not sample.num_generated:
+            return  # given up with a sibling, or nothing to lose
+        state = self.dispatcher.state_of(sample_id)
+        if state in (SampleState.STEPPING, SampleState.READY):
+            self.dispatcher.on_cut(sample_id)
+        elif state is not SampleState.INTERRUPTED:
+            return
+        self._after_interrupt(sample)
 
     def evict_stale(self) -> tuple[str, ...]:
         """Drop groups that turned out to be too old; returns members that still run."""
@@ -223,7 +338,7 @@ class RolloutState:
     def _drop(self, members: Sequence[str], reason: DiscardReason) -> tuple[str, ...]:
         for sample in self._store.pop(members):
             place: Place = "interrupted" if sample.finish_reason is None else "pending"
-            self._ledger.discard(sample.num_tokens, place, reason)
+            self._ledger.discard(sample.num_generated, place, reason)
         running = tuple(m for m in members if m in self._inflight)
         self._dropped.update(dict.fromkeys(running, reason))
         return running

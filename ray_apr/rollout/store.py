@@ -1,21 +1,21 @@
 """Store: the payload of every live sample, from admission until it is handed over or dropped.
 
 Invariants, kept here:
-    * A sample gets tokens through `append` alone, that is through `Sample.append`, which keeps
-      ids, log-probs, versions and the budget in step (invariant 5); `restart` takes them all away.
-    * `held_tokens` is always the sum of the tokens of samples that have not ended.
+    * A sample gets tokens through `append` and `observe` alone, that is through the methods of
+      `Sample`, which keep ids, log-probs, versions, masks and the budget in step (invariant 5);
+      `restart` takes them all away.
+    * `held_tokens` is always the sum of the generated tokens of samples that have not ended.
 
 Pure: no I/O, no ray, no torch. States are the dispatcher's; the places of tokens are the ledger's.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ray_apr.exceptions import RolloutError
-from ray_apr.types import Generation, Sample
+from ray_apr.types import FinishReason, Generation, Sample
 
 
 class SampleStore:
@@ -39,7 +39,7 @@ class SampleStore:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of samples that have not ended, whether interrupted or in flight again."""
+        """Generated tokens of samples that have not ended, wherever these are."""
         return self._held_tokens
 
     def __len__(self) -> int:
@@ -81,14 +81,36 @@ class SampleStore:
         """Samples of a group, in order of admission; empty when none is there."""
         return [self._samples[i] for i in self._members.get(group_id, ())]
 
-    def append(self, sample_id: str, generation: Generation) -> Sample:
+    def append(self, sample_id: str, generation: Generation, *, ends_turn: bool = False) -> Sample:
         """Add the tokens of one generate call and return the sample as it is then.
 
         Raises:
             RolloutError: If the sample is not there, or its tokens cannot be added.
         """
         old = self.get(sample_id)
-        return self._put(old, old.append(generation))
+        return self._put(old, old.append(generation, ends_turn=ends_turn))
+
+    def observe(
+        self, sample_id: str, token_ids: Sequence[int], *, state: Mapping[str, Any] | None = None
+    ) -> Sample:
+        """Add what the environment of a sample said and return the sample as it is then.
+
+        Raises:
+            RolloutError: If it is not there, or nothing may be said now.
+        """
+        old = self.get(sample_id)
+        return self._put(old, old.observe(token_ids, state=state))
+
+    def finish(
+        self, sample_id: str, reason: FinishReason, *, state: Mapping[str, Any] | None = None
+    ) -> Sample:
+        """End a sample whose last turn is over and return it.
+
+        Raises:
+            RolloutError: If it is not there, or in the middle of a turn.
+        """
+        old = self.get(sample_id)
+        return self._put(old, old.finish(reason, state=state))
 
     def restart(self, sample_id: str) -> Sample:
         """Take the tokens of a sample that has not ended away; returns it as it was.
@@ -97,9 +119,7 @@ class SampleStore:
             RolloutError: If it is not there, or has ended.
         """
         old = self.get(sample_id)
-        if old.finish_reason is not None:
-            raise RolloutError(f"sample {sample_id} has ended; it cannot start anew")
-        self._put(old, dataclasses.replace(old, segments=()))
+        self._put(old, old.restart())
         return old
 
     def replace(self, sample: Sample) -> Sample:
@@ -107,13 +127,13 @@ class SampleStore:
 
         Raises:
             RolloutError: If it is not there, or its prompt, tokens or ending are not the same:
-                those change in `append` alone.
+                those change in the methods above alone.
         """
         old = self.get(sample.sample_id)
         if _frozen(old) != _frozen(sample):
             raise RolloutError(
                 f"sample {sample.sample_id} was replaced by one with another prompt, other tokens "
-                "or another ending; only append changes those"
+                "or another ending; only append, observe and finish change those"
             )
         return self._put(old, sample)
 
@@ -144,8 +164,8 @@ class SampleStore:
 
 
 def _held(sample: Sample) -> int:
-    """Tokens of a sample that has not ended."""
-    return sample.num_tokens if sample.finish_reason is None else 0
+    """Generated tokens of a sample that has not ended."""
+    return sample.num_generated if sample.finish_reason is None else 0
 
 
 def _frozen(sample: Sample) -> tuple[Any, ...]:
@@ -157,4 +177,7 @@ def _frozen(sample: Sample) -> tuple[Any, ...]:
         sample.segments,
         sample.finish_reason,
         sample.num_interruptions,
+        sample.num_turns,
+        sample.awaits_step,
+        sample.environment_state,
     )

@@ -260,7 +260,7 @@ class EngineModel:
             context = request.num_context + request.num_made
             needed = self._context + len(self._running) + context
             if self._running and needed >= config.kv_capacity_tokens:
-                return
+                break
             self._queue.popleft()
             cached = self._cached.pop(request.sample_id, 0)
             self._num_cached -= cached

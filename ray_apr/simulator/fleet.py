@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.exceptions import SimulationError
 from ray_apr.placement import AdaptiveLimit, Placement
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.engine import EngineModel, Request

@@ -84,7 +84,7 @@ def test_wrong_settings_exit_2_with_one_line(
 
 def test_unknown_command_exits_2() -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["simulate"])
+        cli.main(["fly"])
     assert caught.value.code == 2
 
 

@@ -24,7 +24,7 @@ from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import RolloutError
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import TokenLedger
-from ray_apr.rollout.state import RolloutState
+from ray_apr.rollout.state import RolloutState, TurnRules
 from ray_apr.staleness import oldest_trainable
 from ray_apr.types import (
     FinishReason,
@@ -36,11 +36,14 @@ from ray_apr.types import (
     SampleMeta,
     SampleState,
     Segment,
+    Step,
 )
 
 BUDGET = 6
 PROMPT_IDS = (1, 2, 3)
 FIRST_TOKEN = 1000
+FIRST_OBSERVED = 5000
+"""Observed token at response position i is FIRST_OBSERVED + i, a generated one FIRST_TOKEN + i."""
 PICK = st.integers(0, 10_000)
 
 
@@ -63,7 +66,8 @@ class Arrival:
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.samples)
+        """Generated tokens: what the ledger counts."""
+        return sum(s.num_generated for s in self.samples)
 
 
 class APRMachine(RuleBasedStateMachine):
@@ -83,6 +87,9 @@ class APRMachine(RuleBasedStateMachine):
         tail_round=st.sampled_from([None, 2, 5]),
         admission=st.sampled_from(["stream", "stream", "batch"]),
         filters=st.booleans(),
+        turns=st.sampled_from(
+            [None, TurnRules(), TurnRules(resets=True), TurnRules(resets=True, max_turns=2)]
+        ),
     )
     def begin(
         self,
@@ -99,6 +106,7 @@ class APRMachine(RuleBasedStateMachine):
         tail_round: int | None,
         admission: str,
         filters: bool,
+        turns: TurnRules | None,
     ) -> None:
         self.eta, self.group_size, self.interrupt = eta, group_size, interrupt
         self.batch_size = group_size * groups_per_batch
@@ -128,7 +136,11 @@ class APRMachine(RuleBasedStateMachine):
             max_inflight=max_inflight,
             policy_version=first_version,
         )
-        self.state = RolloutState(self.dispatcher, self.config)
+        self.state = RolloutState(self.dispatcher, self.config, turns)
+        self.turns = turns
+        self.asked: dict[int, Sample] = {}
+        """Calls of the environment under way, by number; some samples may be gone meanwhile."""
+        self.num_asked = 0
         self.engine_version = self.trainer_version = first_version
         self.requests: dict[str, Request] = {}
         self.in_retry: set[str] = set()
@@ -164,19 +176,23 @@ class APRMachine(RuleBasedStateMachine):
                 return
 
     def start_one(self) -> bool:
-        runnable = self.in_state(SampleState.INTERRUPTED, SampleState.WAITING)
+        states = (SampleState.INTERRUPTED, SampleState.READY, SampleState.WAITING)
+        runnable = self.in_state(*states)
         sample = self.state.start_next()
         if sample is None:
             full = self.num_inflight >= self.max_inflight
             held_back = self.config.tail_round is not None and self.num_inflight
             assert full or not runnable or self.dispatcher.is_held or held_back
             return False
-        interrupted = {i for i in runnable if self.live[i].segments}
+        interrupted = {i for i in runnable if self.live[i].num_generated}
         in_order = self.config.resume_order == "oldest_version" and self.config.tail_round is None
         if interrupted and in_order:
-            oldest = min(self.live[i].segments[0].policy_version for i in interrupted)
-            assert sample.segments and sample.segments[0].policy_version == oldest
-        assert self.dispatcher.is_resumed(sample.sample_id) == bool(sample.segments)
+            oldest = min(self.live[i].oldest_version for i in interrupted)
+            assert sample.num_generated and sample.oldest_version == oldest
+        assert self.dispatcher.is_resumed(sample.sample_id) == bool(sample.num_generated)
+        assert not sample.awaits_step
+        if self.turns is not None and self.turns.resets:
+            assert sample.segments, "its environment speaks first"
         assert sample.remaining_budget == BUDGET - sample.num_tokens > 0
         self.requests[sample.sample_id] = Request(sample)
         return True
@@ -221,7 +237,8 @@ class APRMachine(RuleBasedStateMachine):
         sample_id = choose(self.in_retry, pick)
         self.in_retry.remove(sample_id)
         if sample_id in self.state:
-            self.dispatcher.on_retry(sample_id)
+            self.state.on_retry(sample_id)
+            self.abort(self.state.take_surplus())
 
     @rule(pick=PICK)
     @precondition(lambda self: self.in_retry)
@@ -247,6 +264,66 @@ class APRMachine(RuleBasedStateMachine):
             self.dispatcher.on_retry(sample_id)
         assert self.dispatcher.counts() == before
 
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_turn_ended(sample_id, oldest_version=0, num_tokens=1)
+        resting = [i for i in self.live if self.dispatcher.state_of(i) is not SampleState.STEPPING]
+        sample_id = choose(resting, pick) if resting else "unknown"
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_stepped(sample_id)
+        with pytest.raises(RolloutError):
+            self.dispatcher.on_done(sample_id)
+        assert self.dispatcher.counts() == before
+
+    # -- environments ------------------------------------------------------------------------
+
+    @rule()
+    @precondition(lambda self: self.turns)
+    def call_resets(self) -> None:
+        while (sample := self.state.next_reset()) is not None:
+            assert not sample.segments and sample.environment_state == {}
+            self.ask(sample)
+
+    def ask(self, sample: Sample) -> None:
+        """A call of the environment begins; its answer may come whenever it likes."""
+        self.asked[self.num_asked] = sample
+        self.num_asked += 1
+
+    @rule(pick=PICK, num_tokens=st.integers(0, 2), done=st.booleans(), most=st.integers(1, 12))
+    @precondition(lambda self: self.asked)
+    def answer(self, pick: int, num_tokens: int, done: bool, most: int) -> None:
+        for _ in range(min(most, len(self.asked))):
+            self.answer_one(pick, num_tokens, done)
+
+    def answer_one(self, pick: int, num_tokens: int, done: bool) -> None:
+        asked = self.asked.pop(choose(self.asked, pick))
+        is_reset, before = not asked.awaits_step, self.dispatcher.counts()
+        first, num_tokens = FIRST_OBSERVED + asked.num_tokens, max(num_tokens, int(is_reset))
+        step = Step(done=done and not is_reset, state={"num_tokens": asked.num_tokens})
+        ids = () if step.done else tuple(range(first, first + num_tokens))
+        is_current = self.state.is_current(asked)
+        updated = self.state.on_step(asked, step, ids)
+        assert (updated is not None) == is_current
+        if updated is None:
+            assert self.dispatcher.counts() == before, "a late answer changes nothing"
+            return
+        assert updated.environment_state == {"num_tokens": asked.num_tokens}
+        assert updated.num_generated == asked.num_generated
+        limit = self.turns.max_turns
+        assert limit is None or updated.num_turns <= limit
+        if updated.finish_reason is None:
+            assert updated.num_tokens == asked.num_tokens + num_tokens < BUDGET
+        else:
+            expected = FinishReason.STOP if step.done else FinishReason.LENGTH
+            assert updated.finish_reason is expected and not is_reset
+            self.ended[updated.sample_id] = updated
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.asked)
+    def fail_step(self, pick: int) -> None:
+        asked = self.asked.pop(choose(self.asked, pick))
+        if self.state.is_current(asked):
+            self.abort(self.state.fail(asked.sample_id))
+
     # -- engines -----------------------------------------------------------------------------
 
     @rule(num_tokens=st.integers(0, 2), every=st.integers(1, 3))
@@ -269,7 +346,7 @@ class APRMachine(RuleBasedStateMachine):
     def deliver_end(self, sample_id: str) -> None:
         """The call ends by itself, even if its abort is on the way; without room: LENGTH."""
         request = self.requests[sample_id]
-        if request.sample.num_tokens + len(request.versions) == 0:
+        if request.sample.num_generated + len(request.versions) == 0:
             request.versions.append(self.engine_version)
         full = len(request.versions) == request.sample.remaining_budget
         self.deliver(request, FinishReason.LENGTH if full else FinishReason.STOP)
@@ -302,6 +379,9 @@ class APRMachine(RuleBasedStateMachine):
         updated = self.state.on_generation(sample.sample_id, generation)
         if updated is not None and updated.finish_reason is not None:
             self.ended[updated.sample_id] = updated
+        elif updated is not None and updated.awaits_step:
+            assert self.turns is not None and reason is FinishReason.STOP
+            self.ask(self.state.set_turn_text(updated.sample_id, "turn"))
         self.abort(self.state.take_surplus())
 
     def abort(self, sample_ids: tuple[str, ...]) -> None:
@@ -376,9 +456,18 @@ class APRMachine(RuleBasedStateMachine):
             assert sample.sample_id not in self.trained
             assert sample.prompt.token_ids == PROMPT_IDS
             assert 1 <= sample.num_tokens <= BUDGET
-            ids = tuple(range(FIRST_TOKEN, FIRST_TOKEN + sample.num_tokens))
+            mask = sample.loss_mask()
+            ids = tuple(
+                i + (FIRST_TOKEN if is_generated else FIRST_OBSERVED)
+                for i, is_generated in enumerate(mask)
+            )
             assert sample.response_ids == ids
-            assert sample.behavior_logprobs == tuple(-float(i) for i in ids)
+            logprobs = tuple(-float(i) * on for i, on in zip(ids, mask, strict=True))
+            assert sample.behavior_logprobs == logprobs
+            assert sum(mask) == sample.num_generated >= 1
+            assert list(sample.token_versions) == sorted(sample.token_versions)
+            if self.turns is None:
+                assert all(mask) and sample.num_turns == 0
             self.trained.add(sample.sample_id)
 
     # -- trainer -----------------------------------------------------------------------------
@@ -410,6 +499,10 @@ class APRMachine(RuleBasedStateMachine):
         for request in [r for r in self.requests.values() if r.is_aborted and aborts_first]:
             self.deliver(request, FinishReason.ABORT)
         self.drop_stale(lambda: self.state.on_version(self.engine_version))
+        if self.config.restarts:
+            for sample in self.live.values():
+                rests = self.dispatcher.state_of(sample.sample_id) is not SampleState.INFLIGHT
+                assert not (rests and sample.num_generated and sample.finish_reason is None)
         self.end_step("synced")
 
     def end_step(self, phase: str) -> None:
@@ -421,12 +514,16 @@ class APRMachine(RuleBasedStateMachine):
     def drop_stale(self, drop) -> None:
         """Evicted groups are gone whole, and were too old indeed."""
         before = self.live
+        gives_up = self.config.restarts and self.config.after_interrupt == "discard"
+        resting = self.in_state(SampleState.STEPPING, SampleState.READY, SampleState.INTERRUPTED)
+        given_up = {before[i].group_id for i in resting if gives_up and before[i].num_generated}
         self.abort(drop())
         gone = [s for i, s in before.items() if i not in self.state]
+        gone = [s for s in gone if s.group_id not in given_up]
         for group_id in {s.group_id for s in gone}:
             members = [s for s in gone if s.group_id == group_id]
             assert len(members) == self.group_size
-            oldest = min(s.segments[0].policy_version for s in members if s.segments)
+            oldest = min(s.oldest_version for s in members if s.num_generated)
             assert self.engine_version - oldest > self.eta
 
     # -- what must always hold ---------------------------------------------------------------
@@ -456,9 +553,9 @@ class APRMachine(RuleBasedStateMachine):
         assert (worker + buffer).error == on_the_way
         assert worker.generated == self.tokens_delivered
         live = list(self.live.values())
-        held = sum(s.num_tokens for s in live if s.finish_reason is None)
+        held = sum(s.num_generated for s in live if s.finish_reason is None)
         assert worker.interrupted == self.state._store.held_tokens == held
-        assert worker.pending == sum(s.num_tokens for s in live) - held
+        assert worker.pending == sum(s.num_generated for s in live) - held
         training = self.training if self.phase in ("training", "synced") else []
         in_buffer = [*self.buffer.values(), *training]
         assert buffer.buffered == sum(a.num_tokens for a in in_buffer)
@@ -498,6 +595,14 @@ class APRMachine(RuleBasedStateMachine):
             assert (state is SampleState.SCORED) == (sample.reward is not None)
             if state is SampleState.INTERRUPTED:
                 assert sample.segments
+            if state in (SampleState.INTERRUPTED, SampleState.READY):
+                assert sample.num_generated and not sample.awaits_step
+            if sample.awaits_step:
+                assert state is SampleState.STEPPING
+            if state is SampleState.STEPPING:
+                assert any(self.state.is_current(a) for a in self.asked.values()) or (
+                    not sample.num_generated and sample_id in self.state._resets
+                ), "somebody will answer"
             assert sample.num_tokens <= BUDGET
         assert set(groups.values()) <= {self.group_size}
         ages = self.dispatcher.num_by_version
@@ -525,10 +630,13 @@ class APRMachine(RuleBasedStateMachine):
         while self.reports:
             self.report_arrives()
         self.admit(100)
+        self.call_resets()
+        self.answer(0, 0, True, len(self.asked))
         self.start(100)
         while self.in_retry:
             self.retry(0)
         self.finish(0, len(self.requests))
+        self.answer(0, 0, True, len(self.asked))
         self.score(0, len(self.ended))
         self.arrive(len(self.on_the_way))
         self.report()
@@ -537,11 +645,14 @@ class APRMachine(RuleBasedStateMachine):
     def step_with_long_tail(self, num_long: int, acks_first: bool, aborts_first: bool) -> None:
         """A step passes while some samples go on; this takes the history to later versions."""
         self.admit(100)
+        self.call_resets()
+        self.answer(0, 1, False, len(self.asked))
         self.start(100)
         self.decode(1, 1)
         short = list(self.requests)[num_long:] if self.eta else list(self.requests)
         for sample_id in short:
             self.deliver_end(sample_id)
+        self.answer(0, 0, True, len(self.asked))
         self.score(0, len(self.ended))
         self.arrive(len(self.on_the_way))
         if self.phase == "idle":
@@ -585,6 +696,20 @@ TestAPRMachine.settings = settings(
 @pytest.mark.parametrize("eta", [0, 1, 2, 5])
 def test_long_histories(eta, interrupt):
     """The same machine over hundreds of events, where Hypothesis draws short histories."""
+    long_histories(eta, interrupt, None, (None, *TURNS))
+
+
+@pytest.mark.parametrize("after_interrupt", ["resume", "restart", "discard"])
+@pytest.mark.parametrize("interrupt", ["weight_sync", "batch_full"])
+def test_long_histories_of_turns(interrupt, after_interrupt):
+    """Syncs, holds and drops meet samples whose environment acts."""
+    long_histories(2, interrupt, after_interrupt, TURNS)
+
+
+TURNS = (TurnRules(), TurnRules(resets=True), TurnRules(resets=True, max_turns=2))
+
+
+def long_histories(eta, interrupt, after_interrupt, turns):
     for seed in range(6):
         rng = random.Random(f"{seed}-{eta}-{interrupt}")
         machine = APRMachine()
@@ -597,11 +722,13 @@ def test_long_histories(eta, interrupt):
             interrupt=interrupt,
             first_version=rng.choice([0, 7]),
             on_stale=rng.choice(["evict", "mask", "wait"]),
-            after_interrupt=rng.choice(["resume", "resume", "restart", "discard"]),
+            after_interrupt=after_interrupt
+            or rng.choice(["resume", "resume", "restart", "discard"]),
             resume_order=rng.choice(["oldest_version", "fifo", "most_tokens"]),
             tail_round=rng.choice([None, 2, 5]),
             admission=rng.choice(["stream", "stream", "batch"]),
             filters=rng.random() < 0.5,
+            turns=rng.choice(turns),
         )
         for _ in range(250):
             random_event(machine, rng)
@@ -626,6 +753,9 @@ def random_event(machine: APRMachine, rng: random.Random) -> None:
         (0.5, machine.requests, lambda: machine.finish(pick, 1)),
         (2, machine.requests, lambda: machine.end_aborted(1 + pick % 3)),
         (1, machine.requests, lambda: machine.fail_generation(pick)),
+        (3, machine.turns, machine.call_resets),
+        (3, machine.asked, lambda: machine.answer_one(pick, pick % 3, pick % 8 > 4)),
+        (0.2, machine.asked, lambda: machine.fail_step(pick)),
         (6, machine.ended, lambda: machine.score(pick, 3)),
         (0.3, machine.ended, lambda: machine.fail_reward(pick)),
         (3, machine.in_retry, lambda: machine.retry(pick)),
