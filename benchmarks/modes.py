@@ -37,7 +37,7 @@ def main() -> None:
 
     ray.init(
         num_cpus=args.replicas + args.train_workers + 1,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}},
         log_to_driver=False,
         include_dashboard=True,
     )
