@@ -17,8 +17,9 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from ray_apr.exceptions import APRError, ConfigError
+    from ray_apr.protocols import Environment
     from ray_apr.trainer import APRTrainer
-    from ray_apr.types import RewardResult, Sample
+    from ray_apr.types import RewardResult, Sample, Step
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ _HOMES = {
     "ConfigError": "ray_apr.exceptions",
     "Sample": "ray_apr.types",
     "RewardResult": "ray_apr.types",
+    "Environment": "ray_apr.protocols",
+    "Step": "ray_apr.types",
 }
 
 __all__ = [
@@ -41,10 +44,12 @@ __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
     "ConfigError",
+    "Environment",
     "PartialRolloutConfig",
     "RewardResult",
     "RolloutConfig",
     "Sample",
+    "Step",
     "TrainConfig",
 ]
 

@@ -87,16 +87,18 @@ class RolloutConfig:
     """Failures of one sample before its group is dropped as failed."""
     max_consecutive_failures: int = 32
     """Failures in a row, of generation or of rewards, that stop the run."""
+    max_turns: int | None = None
+    """Most turns of a response in a run with an environment; None leaves it to the budget."""
     reward_timeout_s: float = 60.0
-    """Limit for one call of the reward function."""
+    """Limit for one call of the reward function, or of the environment."""
     reward_retries: int = 1
-    """Further tries after a reward function raised or timed out."""
+    """Further tries after such a call raised or timed out."""
     reward_concurrency: int = 16
-    """Reward calls at the same time."""
+    """Such calls at the same time."""
     num_cpus_per_reward: float = 0.0
     """Ray CPUs of one reward worker; 0 shares what is there."""
     num_reward_workers: int = 1
-    """Processes that run the reward function."""
+    """Processes that run the reward function and the environment."""
 
     def __post_init__(self) -> None:
         s = "rollout"
@@ -121,7 +123,7 @@ class RolloutConfig:
             self.stop_token_ids,
             "must be a list of whole numbers of at least 0",
         )
-        whole_or_none(s, self, 1, "max_model_len", "http_port")
+        whole_or_none(s, self, 1, "max_model_len", "http_port", "max_turns")
         whole_or_none(s, self, 0, "seed")
         if self.max_model_len is not None:
             require(
@@ -225,6 +227,8 @@ class PartialRolloutConfig:
     lets the trainer wait for groups that are about to get there."""
     sync_every: int = 1
     """Optimizer steps for each weight sync."""
+    batches_per_step: int = 1
+    """Batches of ``train.batch_size`` samples that one optimizer step trains together."""
     overlap_sync: bool = True
     """The trainer begins its next step while the weights of the last one travel; False waits until
     the engines run again."""
@@ -286,13 +290,17 @@ class PartialRolloutConfig:
         """Whether interruption leaves no tokens, so that what runs cannot become stale."""
         return self.interrupt == "batch_full" and self.after_interrupt != "resume"
 
-    def max_inflight_samples(self, batch_size: int) -> int:
+    def step_size(self, batch_size: int) -> int:
+        """Samples of one optimizer step."""
+        return batch_size * self.batches_per_step
+
+    def max_inflight_samples(self, step_size: int) -> int:
         """`max_inflight` if it is a number; None: what supplementation asks for, ceil(f * B);
-        adaptive: where it begins, half way between one batch and that."""
+        adaptive: where it begins, half way between the samples of one step and that."""
         if isinstance(self.max_inflight, int):
             return self.max_inflight
         factor = self.oversampling_factor
-        return math.ceil(batch_size * ((1 + factor) / 2 if self.is_adaptive else factor))
+        return math.ceil(step_size * ((1 + factor) / 2 if self.is_adaptive else factor))
 
     def __post_init__(self) -> None:
         s = "partial_rollout"
@@ -309,9 +317,9 @@ class PartialRolloutConfig:
             "overlap_sync",
             "filter_zero_variance",
         )
-        whole(s, self, "max_staleness", "sync_every", "max_filter_retries")
+        whole(s, self, "max_staleness", "sync_every", "batches_per_step", "max_filter_retries")
         at_least(s, self, 0, "max_staleness", "max_filter_retries")
-        at_least(s, self, 1, "oversampling_factor", "sync_every")
+        at_least(s, self, 1, "oversampling_factor", "sync_every", "batches_per_step")
         if self.max_live_batches is not None:
             at_least(s, self, 1, "max_live_batches")
         if not self.is_adaptive:

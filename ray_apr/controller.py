@@ -45,9 +45,10 @@ from ray_apr.data.prompts import PromptSource, encode_dataset
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ConfigError
 from ray_apr.progress import follow_progress
-from ray_apr.protocols import RewardFunction
+from ray_apr.protocols import Environment, RewardFunction
 from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.train.loop import train_loop_per_worker
@@ -67,7 +68,8 @@ class RunPlan:
     """Everything that a run is made of, checked."""
 
     model: str
-    reward: RewardFunction
+    reward: RewardFunction | None
+    environment: Environment | None
     max_model_len: int | None
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
@@ -81,6 +83,11 @@ class RunPlan:
     def name(self) -> str:
         """Name of the run; also of its Serve application."""
         return self.run.name or f"apr-{self.partial_rollout.mode}-{int(time.time())}"
+
+    @property
+    def step_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.partial_rollout.step_size(self.train.batch_size)
 
     @property
     def folder(self) -> Path:
@@ -129,11 +136,18 @@ class _Parts:
         self._start_error: BaseException | None = None
         self._setup_s: float | None = None
         self._closing = threading.Event()
+        self._made = threading.Event()
+        """Set once all actors are there, or could not be made."""
         self._actors: list[Any] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.recorder = self._actor(
             RunRecorder, str(plan.folder), started_at, scheduling_strategy=here
         )
+        # the engines take longest to start: everything else starts beside them
+        self._servers = threading.Thread(
+            target=self._start_servers, name="start-servers", daemon=True
+        )
+        self._servers.start()
         try:
             self._tables = encode_dataset(
                 prompts,
@@ -144,8 +158,14 @@ class _Parts:
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
         except BaseException:
-            self._kill_actors()
+            self._closing.set()
             raise
+        finally:
+            self._made.set()
+            if self._closing.is_set():
+                self._servers.join(timeout=_CALL_TIMEOUT_S)
+                stop_rollout_servers(plan.name)
+                self._kill_actors()
 
     def _actor(self, cls: type, *args: Any, scheduling_strategy: Any = None, **kwargs: Any) -> Any:
         """Start an actor that ends with this run."""
@@ -160,7 +180,7 @@ class _Parts:
         plan = self.plan
         return self._actor(
             SampleBuffer,
-            batch_size=plan.train.batch_size,
+            batch_size=plan.step_size,
             max_staleness=plan.partial_rollout.max_staleness,
             on_stale=plan.partial_rollout.on_stale,
             num_ranks=plan.scaling.num_workers,
@@ -171,8 +191,9 @@ class _Parts:
 
     def _make_worker(self) -> Any:
         plan, tables = self.plan, self._tables
-        rollout, name, seed, reward = plan.rollout, plan.name, plan.train.seed, plan.reward
-        max_inflight = plan.partial_rollout.max_inflight_samples(plan.train.batch_size)
+        rollout, name, seed = plan.rollout, plan.name, plan.train.seed
+        reward, environment = plan.reward, plan.environment
+        max_inflight = plan.partial_rollout.max_inflight_samples(plan.step_size)
 
         def make_client() -> Any:
             from ray_apr.serve.client import ServeRolloutClient
@@ -183,20 +204,19 @@ class _Parts:
             RolloutWorker,
             rollout=rollout,
             partial_rollout=plan.partial_rollout,
-            batch_size=plan.train.batch_size,
+            batch_size=plan.step_size,
             model=plan.model,
             make_prompts=lambda: PromptSource(ray.get(tables), seed=seed),
             make_client=make_client,
-            make_scorer=lambda: Scorer(reward, rollout),
+            make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=self._buffer,
             recorder=self.recorder,
             sync_timeout_s=plan.train.weight_sync_timeout_s,
+            turns=turn_rules(environment, rollout.max_turns),
         )
 
     def fit(self) -> ray.train.Result:
-        """Start the servers beside the trainer, and train."""
-        servers = threading.Thread(target=self._start_servers, name="start-servers", daemon=True)
-        servers.start()
+        """Train, while the servers may still be starting."""
         try:
             return self._make_trainer().fit()
         except SystemExit as error:  # what Ray Train makes of Ctrl-C
@@ -205,10 +225,13 @@ class _Parts:
             raise self._reason(error) from error
         finally:
             self._closing.set()
-            servers.join(timeout=_CALL_TIMEOUT_S)
+            self._servers.join(timeout=_CALL_TIMEOUT_S)
 
     def _start_servers(self) -> None:
-        """Start the rollout servers, then the rollout loops; an error reaches the trainer."""
+        """Start the rollout servers, then the rollout loops; an error reaches the trainer.
+
+        Waits for: the servers, then the other actors. Unblocked by: the limits of both, `_closing`.
+        """
         plan = self.plan
         try:
             start_rollout_servers(
@@ -220,10 +243,16 @@ class _Parts:
                 max_model_len=plan.max_model_len,
                 cancelled=self._closing,
             )
+            self._made.wait(timeout=plan.rollout.start_timeout_s)
+            if self._closing.is_set():
+                return
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.time() - self._started_at
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             self._start_error = error
+            self._made.wait(timeout=plan.rollout.start_timeout_s)
+            if self._closing.is_set():
+                return
             reason = error if isinstance(error, APRError) else APRError(f"servers: {error!r}")
             ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
 
@@ -322,9 +351,9 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
     return {
         "mode": plan.partial_rollout.mode,
         "seed": plan.train.seed,
-        "steps": stats.trained_samples // plan.train.batch_size,
+        "steps": stats.trained_samples // plan.step_size,
         "max_staleness": plan.partial_rollout.max_staleness,
-        "batch_size": plan.train.batch_size,
+        "batch_size": plan.step_size,
         "num_replicas": len(summary.engines),
         "num_train_workers": plan.scaling.num_workers,
         "samples_trained": stats.trained_samples,
@@ -388,9 +417,17 @@ def _describe(plan: RunPlan) -> dict[str, Any]:
         for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
     }
     sections["rollout"].pop("control_token")
-    reward = f"{plan.reward.__module__}:{getattr(plan.reward, '__qualname__', plan.reward)}"
     scaling = {"num_workers": plan.scaling.num_workers, "use_gpu": bool(plan.scaling.use_gpu)}
-    return {"model": plan.model, "reward": reward, **sections, "scaling": scaling}
+    code = {"reward": _name(plan.reward), "environment": _name(plan.environment)}
+    return {"model": plan.model, **code, **sections, "scaling": scaling}
+
+
+def _name(code: object) -> str | None:
+    """Where a function, or the class of an object, is defined."""
+    if code is None:
+        return None
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -43,14 +43,16 @@ class EngineUnavailableError(RolloutError):
     """The engine is dead, or its weights are undefined after a broken weight sync."""
 
 
-class RewardError(APRError, RuntimeError):
-    """A reward could not be computed; never replaced by a zero.
+class UserCodeError(APRError, RuntimeError):
+    """A function of the user's gave no usable answer for a sample; never replaced by a zero.
 
     Args:
-        sample_id: The sample whose reward failed.
-        kind: ``"timeout"``, ``"raised"`` or ``"invalid"`` (not a finite number).
-        detail: What the reward function did.
+        sample_id: The sample it was called for.
+        kind: ``"timeout"``, ``"raised"`` or ``"invalid"`` (an answer of another kind).
+        detail: What it did.
     """
+
+    what = "user code"
 
     def __init__(self, sample_id: str, kind: str, detail: str) -> None:
         super().__init__(sample_id, kind, detail)
@@ -59,26 +61,19 @@ class RewardError(APRError, RuntimeError):
         self.detail = detail
 
     def __str__(self) -> str:
-        return f"reward of sample {self.sample_id} {self.kind}: {self.detail}"
+        return f"{self.what} of sample {self.sample_id} {self.kind}: {self.detail}"
 
 
-class StepError(APRError, RuntimeError):
-    """An environment gave no answer to a turn; never replaced by a zero reward.
+class RewardError(UserCodeError):
+    """The reward function gave no finite number."""
 
-    Args:
-        sample_id: The sample whose reset or step failed.
-        kind: ``"timeout"``, ``"raised"`` or ``"invalid"`` (no usable `Step`).
-        detail: What the environment did.
-    """
+    what = "reward"
 
-    def __init__(self, sample_id: str, kind: str, detail: str) -> None:
-        super().__init__(sample_id, kind, detail)
-        self.sample_id = sample_id
-        self.kind = kind
-        self.detail = detail
 
-    def __str__(self) -> str:
-        return f"environment of sample {self.sample_id} {self.kind}: {self.detail}"
+class StepError(UserCodeError):
+    """The environment gave no usable `Step`."""
+
+    what = "environment"
 
 
 class StarvedError(APRError, TimeoutError):

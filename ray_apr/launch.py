@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings import PromptsSettings, RunSettings
-from ray_apr.settings_files import load_reward, read_json_rows
+from ray_apr.settings_files import load_environment, load_reward, read_json_rows
 
 if TYPE_CHECKING:
     import ray.data
@@ -25,7 +25,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
     Pure: no file is read and nothing is started.
     """
     rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
-    batch_size = train.batch_size
+    batch_size = partial.step_size(train.batch_size)
     under_generation = math.ceil(partial.oversampling_factor * batch_size)
     return {
         "run": {
@@ -34,7 +34,8 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "model": settings.model,
             "prompts": settings.prompts.path,
             "first prompts only": settings.prompts.limit or "no, all of them",
-            "reward": settings.reward,
+            "reward": settings.reward or "given by the environment",
+            "environment": settings.environment or "none: every response is one turn",
             "seed": train.seed,
         },
         "resources": _resources(settings),
@@ -126,7 +127,11 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     """
     check_new_run(settings)
     run_dir = settings.run_dir
-    reward = load_reward(settings.reward, settings.base_dir)
+    reward = environment = None
+    if settings.reward is not None:
+        reward = load_reward(settings.reward, settings.base_dir)
+    if settings.environment is not None:
+        environment = load_environment(settings.environment, settings.base_dir)
     import ray
     import ray.train
 
@@ -145,6 +150,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
             model=settings.model,
             prompts=read_prompts(settings.prompts),
             reward=reward,
+            environment=environment,
             rollout_config=settings.rollout,
             partial_rollout_config=settings.partial_rollout,
             buffer_config=settings.buffer,

@@ -25,7 +25,7 @@ from ray_apr.config import (
     check_together,
 )
 from ray_apr.exceptions import ConfigError
-from ray_apr.settings_files import check_model, check_prompts, check_reward
+from ray_apr.settings_files import check_code, check_model, check_prompts
 from ray_apr.settings_yaml import check_types, read_yaml, set_override
 
 
@@ -113,8 +113,9 @@ _SECTIONS: Mapping[str, type] = {
     "run": RunFolderSettings,
     "ray": RaySettings,
 }
-_REQUIRED = ("model", "prompts", "reward")
-_KEYS = ("mode", *_REQUIRED, *_SECTIONS)
+_REQUIRED = ("model", "prompts")
+_CODE = ("reward", "environment")
+_KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,10 @@ class RunSettings:
     """Absolute path of a model folder, or a hub id ``owner/name``."""
     prompts: PromptsSettings
     """With an absolute path."""
-    reward: str
+    reward: str | None
     """``package.module:function``, or ``file.py:function`` relative to the YAML file."""
+    environment: str | None
+    """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
     buffer: BufferConfig
@@ -195,21 +198,27 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSetting
     for key in _REQUIRED:
         if values.get(key) is None:
             raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
+    if all(values.get(key) is None for key in _CODE):
+        remedy = f"is missing; add `reward: file.py:function` to {path.name}"
+        raise ConfigError("reward", None, remedy)
     return _build(path, values)
 
 
 def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
     sections = {name: _section(name, cls, values.get(name)) for name, cls in _SECTIONS.items()}
     sections["partial_rollout"] = _partial_rollout(values)
-    for name in ("model", "reward"):
-        if not isinstance(values[name], str):
-            raise ConfigError(name, values[name], "must be text")
+    code = {name: values[name] for name in _CODE if values.get(name) is not None}
+    for name, value in {"model": values["model"], **code}.items():
+        if not isinstance(value, str):
+            raise ConfigError(name, value, "must be text")
+    code = {name: check_code(name, spec, path.parent) for name, spec in code.items()}
     prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
     settings = RunSettings(
         path=path,
         model=check_model(values["model"], path.parent),
         prompts=prompts,
-        reward=check_reward(values["reward"], path.parent),
+        reward=code.get("reward"),
+        environment=code.get("environment"),
         **sections,
     )
     _check_all_together(settings)

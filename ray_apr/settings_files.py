@@ -1,6 +1,6 @@
-"""What a run's settings point at: model folder, prompts file, reward function.
+"""What a run's settings point at: model folder, prompts file, reward function, environment.
 
-The checks read files and import nothing of the user's; `load_reward` does, at run time.
+The checks read files and import nothing of the user's; `load_code` does, at run time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ray_apr.exceptions import ConfigError
+from ray_apr.protocols import Environment
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -116,29 +117,34 @@ def read_json_rows(file: Path) -> list[dict[str, Any]]:
     return [row for _, row in numbered]
 
 
-def _split(spec: str) -> tuple[str, str]:
+def _split(key: str, spec: str) -> tuple[str, str]:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        raise ConfigError("reward", spec, 'must be "package.module:function" or "file.py:function"')
+        raise ConfigError(key, spec, 'must be "package.module:name" or "file.py:name"')
     return where, name
 
 
-def check_reward(spec: str, base_dir: Path) -> str:
-    """Check that the reward's file defines the function, or that its package is installed.
+def check_code(key: str, spec: str, base_dir: Path) -> str:
+    """Check that a file of the user's defines a name, or that its package is installed.
+
+    Args:
+        key: The setting, ``"reward"`` or ``"environment"``.
+        spec: ``"package.module:name"`` or ``"file.py:name"``.
+        base_dir: Folder that a file is relative to.
 
     Raises:
         ConfigError: If not; names what the file does define.
     """
-    where, name = _split(spec)
+    where, name = _split(key, spec)
     if where.endswith(".py"):
         file = (base_dir / Path(where).expanduser()).resolve()
         if not file.is_file():
             remedy = f"there is no file {file}; correct the path"
-            raise ConfigError("reward", spec, remedy)
-        _check_defined(spec, name, file)
+            raise ConfigError(key, spec, remedy)
+        _check_defined(key, spec, name, file)
     elif not _is_found(where.split(".")[0]):
         raise ConfigError(
-            "reward", spec, f"there is no module {where}; install it, or give file.py:function"
+            key, spec, f"there is no module {where}; install it, or give file.py:name"
         )
     return spec
 
@@ -150,12 +156,13 @@ def _is_found(module: str) -> bool:
         return False
 
 
-def _check_defined(spec: str, name: str, file: Path) -> None:
+def _check_defined(key: str, spec: str, name: str, file: Path) -> None:
     try:
         body = ast.parse(file.read_text(encoding="utf-8"), filename=str(file)).body
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError("reward", spec, f"{file.name} is not valid Python: {error}") from error
-    functions = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        raise ConfigError(key, spec, f"{file.name} is not valid Python: {error}") from error
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    functions = [n.name for n in body if isinstance(n, kinds)]
     others = {t.id for n in ast.walk(ast.Module(body, [])) for t in _bound_names(n)}
     imported = {
         (alias.asname or alias.name)
@@ -165,7 +172,7 @@ def _check_defined(spec: str, name: str, file: Path) -> None:
     }
     if name not in functions and name not in others | imported and "*" not in imported:
         known = ", ".join(functions) or "no function at all"
-        raise ConfigError("reward", spec, f"{file.name} defines no {name}; it defines {known}")
+        raise ConfigError(key, spec, f"{file.name} defines no {name}; it defines {known}")
 
 
 def _bound_names(node: ast.AST) -> list[ast.Name]:
@@ -174,20 +181,21 @@ def _bound_names(node: ast.AST) -> list[ast.Name]:
     return [node]
 
 
-def load_reward(spec: str, base_dir: Path) -> Callable[..., Any]:
-    """Import the reward function so that it can be sent to Ray workers.
+def load_code(key: str, spec: str, base_dir: Path) -> Any:
+    """Import a name of the user's so that it can be sent to Ray workers.
 
-    A function from a file travels by value, together with the modules that its file imports from
+    What is from a file travels by value, together with the modules that its file imports from
     its own folder, because workers cannot import them. Run this where ray is available.
 
     Args:
-        spec: ``"package.module:function"`` or ``"file.py:function"``.
+        key: The setting, ``"reward"`` or ``"environment"``.
+        spec: ``"package.module:name"`` or ``"file.py:name"``.
         base_dir: Folder that a file is relative to.
 
     Raises:
-        ConfigError: If the import raises, or the function is missing or cannot be called.
+        ConfigError: If the import raises, or the name is missing.
     """
-    where, name = _split(spec)
+    where, name = _split(key, spec)
     try:
         module = (
             _load_file((base_dir / Path(where).expanduser()).resolve())
@@ -196,13 +204,41 @@ def load_reward(spec: str, base_dir: Path) -> Callable[..., Any]:
         )
     except Exception as error:
         remedy = f"importing {where} raised {type(error).__name__}: {error}"
-        raise ConfigError("reward", spec, remedy) from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise ConfigError("reward", spec, f"{where} has no {name}; correct the name")
+        raise ConfigError(key, spec, remedy) from error
+    value = getattr(module, name, None)
+    if value is None:
+        raise ConfigError(key, spec, f"{where} has no {name}; correct the name")
+    return value
+
+
+def load_reward(spec: str, base_dir: Path) -> Callable[..., Any]:
+    """Import a reward function; see `load_code`.
+
+    Raises:
+        ConfigError: If it cannot be imported, or is no function.
+    """
+    function = load_code("reward", spec, base_dir)
     if not callable(function):
-        raise ConfigError("reward", spec, f"{name} is no function but {type(function).__name__}")
-    return function
+        raise ConfigError("reward", spec, f"is no function but {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def load_environment(spec: str, base_dir: Path) -> Environment:
+    """Import an environment, or make one of the class that is named; see `load_code`.
+
+    Raises:
+        ConfigError: If it cannot be imported or made, or has no method `step`.
+    """
+    value = load_code("environment", spec, base_dir)
+    if isinstance(value, type):
+        try:
+            value = value()
+        except Exception as error:
+            remedy = f"making one raised {type(error).__name__}: {error}"
+            raise ConfigError("environment", spec, remedy) from error
+    if not callable(getattr(value, "step", None)):
+        raise ConfigError("environment", spec, "must have a method step(sample) -> Step")
+    return value  # type: ignore[no-any-return]
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -210,7 +246,7 @@ def _load_file(file: Path) -> ModuleType:
     import ray.cloudpickle
 
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
-    module_name = f"_apr_reward_{file.stem}_{digest}"
+    module_name = f"_apr_user_{file.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {file}")

@@ -22,7 +22,7 @@ from ray_apr.config import (
 from ray_apr.controller import RunPlan, run
 from ray_apr.data.prompts import check_dataset
 from ray_apr.exceptions import ConfigError
-from ray_apr.protocols import RewardFunction
+from ray_apr.protocols import Environment, RewardFunction
 
 if TYPE_CHECKING:
     import ray.data
@@ -42,7 +42,9 @@ class APRTrainer:
         prompts: Rows with a prompt column (text, chat messages or token ids) and whatever the
             reward reads from ``sample.row``.
         reward: ``def`` or ``async def`` function of a finished `Sample` that returns a finite
-            number or a `RewardResult`.
+            number or a `RewardResult`; may be left out where the environment gives the rewards.
+        environment: What answers the turns of a response (tools, users, games); None: every
+            response is one turn.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.
@@ -68,7 +70,8 @@ class APRTrainer:
         *,
         model: str,
         prompts: ray.data.Dataset,
-        reward: RewardFunction,
+        reward: RewardFunction | None = None,
+        environment: Environment | None = None,
         rollout_config: RolloutConfig | None = None,
         partial_rollout_config: PartialRolloutConfig | None = None,
         buffer_config: BufferConfig | None = None,
@@ -82,8 +85,7 @@ class APRTrainer:
         train = train_config or TrainConfig()
         scaling = scaling_config or ray.train.ScalingConfig(num_workers=1)
         check_together(rollout, train, algorithm)
-        if not callable(reward):
-            raise ConfigError("reward", reward, "must be a function of a Sample")
+        _check_code(reward, environment, rollout)
         context = _check_model(model)
         max_model_len = _check_context(rollout, context)
         _check_scaling(scaling, rollout, train)
@@ -93,6 +95,7 @@ class APRTrainer:
         self._plan = RunPlan(
             model=model,
             reward=reward,
+            environment=environment,
             max_model_len=max_model_len,
             rollout=rollout,
             partial_rollout=partial_rollout_config or PartialRolloutConfig(),
@@ -117,6 +120,24 @@ class APRTrainer:
             APRError: What stopped the run; nothing of it stays behind.
         """
         return run(self._plan, self._prompts, progress=progress)
+
+
+def _check_code(
+    reward: RewardFunction | None, environment: Environment | None, rollout: RolloutConfig
+) -> None:
+    """Check that something gives the rewards."""
+    if environment is not None and not callable(getattr(environment, "step", None)):
+        raise ConfigError("environment", environment, "must have a method step(sample) -> Step")
+    if environment is None and rollout.max_turns is not None:
+        raise ConfigError(
+            "rollout.max_turns",
+            rollout.max_turns,
+            "has no use without an environment; leave it out",
+        )
+    if reward is None and environment is not None:
+        return
+    if not callable(reward):
+        raise ConfigError("reward", reward, "must be a function of a Sample")
 
 
 def _check_model(model: str) -> int | None:

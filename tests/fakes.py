@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, Ser
 
 FIRST_TOKEN = 1000
 """Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""
+FIRST_OBSERVED = 5000
+"""So it is with FIRST_OBSERVED + i for what an environment says."""
 
 
 class FakeClock:
@@ -63,6 +66,7 @@ class ScriptedEngine:
     Args:
         lengths: Response length by sample, in tokens.
         default_length: Of samples that are not named.
+        turn_length: Tokens of a turn, which ends by STOP before the response has its length.
         auto: Tokens that every running request makes at each turn of the event loop; 0 waits for
             `advance`.
         policy_version: Version of the weights at the start.
@@ -81,6 +85,7 @@ class ScriptedEngine:
         lengths: Mapping[str, int] | None = None,
         *,
         default_length: int = 4,
+        turn_length: int | None = None,
         auto: int = 0,
         policy_version: int = 0,
         num_replicas: int = 1,
@@ -88,6 +93,7 @@ class ScriptedEngine:
     ) -> None:
         self.lengths = dict(lengths or {})
         self.default_length = default_length
+        self.turn_length = turn_length
         self.policy_version = policy_version
         self.is_paused = False
         self.weights_valid = True
@@ -103,7 +109,7 @@ class ScriptedEngine:
         self._num_replicas = num_replicas
         self._clock = clock or FakeClock()
         self._running: dict[str, _Request] = {}
-        self._prompt_lens: dict[str, int] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
 
@@ -212,12 +218,19 @@ class ScriptedEngine:
     def _request(
         self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int
     ) -> _Request:
-        prompt_len = self._prompt_lens.setdefault(sample, len(ids))
-        position = len(ids) - prompt_len
-        expected = tuple(range(FIRST_TOKEN, FIRST_TOKEN + position))
-        if position < 0 or ids[prompt_len:] != expected:
-            raise RolloutError(f"{sample}: {ids[prompt_len:]} sent, {expected} was generated")
+        response = tuple(itertools.dropwhile(lambda token: token < FIRST_TOKEN, ids))
+        prompt = ids[: len(ids) - len(response)]
+        position, is_observed = len(response), [token >= FIRST_OBSERVED for token in response]
+        expected = tuple(
+            i + (FIRST_OBSERVED if observed else FIRST_TOKEN)
+            for i, observed in enumerate(is_observed)
+        )
+        if self._prompts.setdefault(sample, prompt) != prompt or response != expected:
+            raise RolloutError(f"{sample}: {ids} sent, {expected} was generated and observed")
         length = self.lengths.get(sample, self.default_length)
+        if self.turn_length is not None:
+            in_turn = len(list(itertools.takewhile(lambda seen: not seen, reversed(is_observed))))
+            length = min(length, position + self.turn_length - in_turn)
         end = min(length, position + max_tokens)
         reason = FinishReason.STOP if end == length else FinishReason.LENGTH
         return _Request(session_id, position, end, reason)

@@ -4,7 +4,7 @@ Invariants:
     * The order of an epoch is a permutation drawn from (seed, epoch): `position` alone says which
       prompts were handed out, so that a run can go on where it stopped.
     * Every prompt fits the model beside the whole response budget; what does not is an error
-      before the first engine starts, never a truncated prompt.
+      before anything is generated, never a truncated prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rewards: one call a sample, on Ray CPU workers, as soon as the sample ends.
+"""Rewards and environments: one call a sample or turn, on Ray CPU workers, as soon as it ends.
 
 Invariants, kept by `Scorer`:
-    * A reward is a finite number or a `RewardError` with its kind; a failure is never a zero.
+    * A reward is a finite number or a `RewardError` with its kind; a failure is never a zero. So it
+      is with the steps of an environment and `StepError`.
     * A call that does not return costs its worker, not the run: after the time limit the process is
       killed and replaced, and the innocent calls it held are made again.
     * At most ``reward_concurrency`` calls run at once.
@@ -16,59 +17,80 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
-from ray_apr.types import RewardResult, Sample
+from ray_apr.exceptions import RewardError, StepError, UserCodeError
+from ray_apr.protocols import Environment, RewardFunction
+from ray_apr.types import RewardResult, Sample, Step
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How much longer than the worker's own limit the caller waits before it kills the worker."""
 
+Call = Literal["score", "reset", "step"]
+_ERRORS: dict[Call, type[UserCodeError]] = {
+    "score": RewardError,
+    "reset": StepError,
+    "step": StepError,
+}
+
 
 class RewardWorker:
-    """Async actor that runs a reward function; plain functions run in threads."""
+    """Async actor that runs the user's code; plain functions run in threads."""
 
-    def __init__(self, reward: RewardFunction, num_threads: int) -> None:
-        self._reward = reward
+    def __init__(
+        self,
+        reward: RewardFunction | None,
+        num_threads: int,
+        environment: Environment | None = None,
+    ) -> None:
+        self._functions: dict[Call, Callable[[Sample], Any] | None] = {
+            "score": reward,
+            "reset": getattr(environment, "reset", None),
+            "step": getattr(environment, "step", None),
+        }
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
 
-    async def score(self, sample: Sample, timeout_s: float) -> RewardResult:
-        """Call the reward function once.
+    async def call(self, what: Call, sample: Sample, timeout_s: float) -> RewardResult | Step:
+        """Call one of the user's functions once.
 
         Raises:
-            RewardError: If it raised, returned no finite number, or timed out while it awaited.
+            UserCodeError: If it raised, answered with something else than it should, or timed out
+                while it awaited.
         """
-        limit = asyncio.timeout(timeout_s)
+        function, limit = self._functions[what], asyncio.timeout(timeout_s)
+        assert function is not None, f"there is nothing to {what}"
+        failure = _ERRORS[what]
         try:
-            value = await self._call(sample, limit)
+            value = await self._call(function, sample, limit)
         except Exception as error:
             if limit.expired():
-                raise RewardError(sample.sample_id, "timeout", f"over {timeout_s:g} s") from error
+                raise failure(sample.sample_id, "timeout", f"over {timeout_s:g} s") from error
             detail = f"{type(error).__name__}: {error}"
-            raise RewardError(sample.sample_id, "raised", detail) from error
-        return _checked(sample, value)
+            raise failure(sample.sample_id, "raised", detail) from error
+        return _checked_reward(sample, value) if what == "score" else _checked_step(sample, value)
 
-    async def _call(self, sample: Sample, limit: asyncio.Timeout) -> Any:
-        """Call the function; only what awaits can be stopped by `limit` in here."""
+    async def _call(
+        self, function: Callable[[Sample], Any], sample: Sample, limit: asyncio.Timeout
+    ) -> Any:
+        """Call a function; only what awaits can be stopped by `limit` in here."""
         value: Any = None
-        if not inspect.iscoroutinefunction(self._reward):
+        if not inspect.iscoroutinefunction(function):
             loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._threads, self._reward, sample)
+            value = await loop.run_in_executor(self._threads, function, sample)
             if not inspect.isawaitable(value):
                 return value
         async with limit:
-            pending: Any = self._reward(sample) if value is None else value
+            pending: Any = function(sample) if value is None else value
             return await pending
 
 
-def _checked(sample: Sample, value: Any) -> RewardResult:
+def _checked_reward(sample: Sample, value: Any) -> RewardResult:
     """Turn what a reward function returned into a `RewardResult`."""
     if isinstance(value, RewardResult):
         return value
@@ -83,66 +105,116 @@ def _checked(sample: Sample, value: Any) -> RewardResult:
     return RewardResult(reward=number)
 
 
+def _checked_step(sample: Sample, value: Any) -> Step:
+    """Take what an environment returned; only before the first turn may it say nothing at all."""
+    before_first_turn = sample.num_generated == 0 and not sample.awaits_step
+    if value is None and before_first_turn:
+        return Step()
+    if not isinstance(value, Step):
+        raise StepError(sample.sample_id, "invalid", f"returned {value!r}; must be a Step")
+    if value.done and before_first_turn:
+        raise StepError(sample.sample_id, "invalid", "is done before the first turn")
+    return value
+
+
 class Scorer:
-    """Spreads reward calls over workers, with time limits and retries.
+    """Spreads calls of the user's code over workers, with time limits and retries.
 
     Args:
-        reward: The user's function.
+        reward: The user's function; None leaves the rewards to the environment.
         config: Limits, retries, concurrency and number of workers.
+        environment: What answers the turns; None: every sample is one turn.
         make_worker: Makes one worker handle; for tests.
     """
 
     def __init__(
         self,
-        reward: RewardFunction,
+        reward: RewardFunction | None,
         config: RolloutConfig,
+        environment: Environment | None = None,
         make_worker: Callable[[], Any] | None = None,
     ) -> None:
         self._config = config
-        self._make_worker = make_worker or (lambda: _start_worker(reward, config))
+        self._has_reward = reward is not None
+        self._make_worker = make_worker or (lambda: _start_worker(reward, config, environment))
         self._workers = [self._make_worker() for _ in range(config.num_reward_workers)]
         self._load = [0] * config.num_reward_workers
         self._slots = asyncio.Semaphore(config.reward_concurrency)
 
     async def score(self, sample: Sample) -> RewardResult:
-        """Return the reward of a finished sample.
+        """Return the reward of a finished sample, which the environment gives if no function does.
 
         Raises:
-            RewardError: If the last try failed, too.
+            UserCodeError: If the last try failed, too.
         """
+        if self._has_reward:
+            result = await self._call("score", sample)
+            assert isinstance(result, RewardResult)
+            return result
+        step = await self.step(sample)
+        if step.result is None:
+            raise StepError(
+                sample.sample_id, "invalid", "ended without a reward, and no function gives one"
+            )
+        return step.result
+
+    async def reset(self, sample: Sample) -> Step:
+        """Return what the environment says before the first turn.
+
+        Raises:
+            StepError: If the last try failed, too.
+        """
+        return await self._call_environment("reset", sample)
+
+    async def step(self, sample: Sample) -> Step:
+        """Return the environment's answer to the last turn.
+
+        Raises:
+            StepError: If the last try failed, too.
+        """
+        return await self._call_environment("step", sample)
+
+    async def _call_environment(self, what: Call, sample: Sample) -> Step:
+        step = await self._call(what, sample)
+        assert isinstance(step, Step)
+        return step
+
+    async def _call(self, what: Call, sample: Sample) -> RewardResult | Step:
         for tries_left in range(self._config.reward_retries, -1, -1):
             try:
                 async with self._slots:
-                    return await self._try(sample)
-            except RewardError as error:
+                    return await self._try(what, sample)
+            except UserCodeError as error:
                 logger.warning("%s", error)
                 if not tries_left:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _try(self, sample: Sample) -> RewardResult:
+    async def _try(self, what: Call, sample: Sample) -> RewardResult | Step:
         """One try; calls that died with a worker that another call blocked are made again."""
+        failure, limit_s = _ERRORS[what], self._config.reward_timeout_s
         for _ in range(1 + self._config.reward_concurrency):
             index = min(range(len(self._workers)), key=self._load.__getitem__)
             worker = self._workers[index]
             self._load[index] += 1
             try:
-                async with asyncio.timeout(self._config.reward_timeout_s + _GRACE_S):
-                    return await worker.score.remote(sample, self._config.reward_timeout_s)
+                async with asyncio.timeout(limit_s + _GRACE_S):
+                    answer: RewardResult | Step = await worker.call.remote(what, sample, limit_s)
+                    return answer
             except TimeoutError:
                 self._replace(index, worker)
-                limit = f"did not return within {self._config.reward_timeout_s:g} s"
-                raise RewardError(sample.sample_id, "timeout", limit) from None
+                detail = f"did not return within {limit_s:g} s"
+                raise failure(sample.sample_id, "timeout", detail) from None
             except RayTaskError as error:
                 cause = error.cause
-                if isinstance(cause, RewardError):
-                    raise RewardError(*cause.args) from error
-                raise RewardError(sample.sample_id, "raised", str(cause)) from error
+                if isinstance(cause, UserCodeError):
+                    raise failure(*cause.args) from error
+                raise failure(sample.sample_id, "raised", str(cause)) from error
             except RayActorError:
                 self._replace(index, worker)
             finally:
                 self._load[index] -= 1
-        raise RewardError(sample.sample_id, "raised", "its worker process died again and again")
+        raise failure(sample.sample_id, "raised", "its worker process died again and again")
 
     def _replace(self, index: int, worker: Any) -> None:
         """Kill a worker that hangs or is dead, unless another call has already done so."""
@@ -157,9 +229,11 @@ class Scorer:
             ray.kill(worker)
 
 
-def _start_worker(reward: RewardFunction, config: RolloutConfig) -> Any:
+def _start_worker(
+    reward: RewardFunction | None, config: RolloutConfig, environment: Environment | None
+) -> Any:
     threads = min(config.reward_concurrency, 32 + (os.cpu_count() or 1))
     actor: Any = ray.remote(
         num_cpus=config.num_cpus_per_reward, max_concurrency=config.reward_concurrency + 8
     )(RewardWorker)
-    return actor.remote(reward, threads)
+    return actor.remote(reward, threads, environment)

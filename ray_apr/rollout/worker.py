@@ -22,15 +22,16 @@ import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.data.prompts import PromptSource, load_tokenizer
-from ray_apr.exceptions import APRError, RewardError, RolloutError
+from ray_apr.exceptions import APRError, RolloutError, StepError, UserCodeError
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.rollout.state import RolloutState
-from ray_apr.types import Prompt, Sample, SampleMeta, ServerStatus
+from ray_apr.rollout.state import RolloutState, TurnRules
+from ray_apr.rollout.turns import encode_step
+from ray_apr.types import Prompt, RewardResult, Sample, SampleMeta, ServerStatus, Step
 from ray_apr.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class RolloutWorker:
         recorder: Handle of the recorder.
         sync_timeout_s: Limit of one weight sync.
         policy_version: Version that the engines start with.
+        turns: Rules of a run with an environment; None: every sample is one turn.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RolloutWorker:
         recorder: Any,
         sync_timeout_s: float,
         policy_version: int = 0,
+        turns: TurnRules | None = None,
     ) -> None:
         self._config = rollout
         self._partial_rollout = partial_rollout
@@ -98,7 +101,7 @@ class RolloutWorker:
             max_inflight=self._max_inflight,
             policy_version=policy_version,
         )
-        self._state = RolloutState(self._dispatcher, partial_rollout)
+        self._state = RolloutState(self._dispatcher, partial_rollout, turns)
         self._prompts = make_prompts()
         self._tokenizer = load_tokenizer(model)
         self._make_client = make_client
@@ -190,6 +193,8 @@ class RolloutWorker:
             await self._abort(self._state.evict_stale())
             for _ in range(self._dispatcher.num_groups_to_start()):
                 self._admit(self._state.next_retry() or self._prompts.next())
+            while (sample := self._state.next_reset()) is not None:
+                tasks.create_task(self._reset(sample), name=f"reset-{sample.sample_id}")
             while (sample := self._state.start_next()) is not None:
                 tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
             await self._abort((*self._dispatcher.to_interrupt(), *self._state.take_surplus()))
@@ -328,20 +333,57 @@ class RolloutWorker:
         self._wake.set()
         if updated is None:
             return
-        if updated.finish_reason is None:
+        if updated.finish_reason is not None:
+            await self._score(updated)
+        elif updated.awaits_step:
+            await self._step(updated)
+        else:
             self._metrics.add("apr_rollout_interruptions", float(new > 0))
-            return
-        await self._score(updated)
 
-    async def _score(self, sample: Sample) -> None:
-        """Score a finished sample; the last one of a group sends the group to the buffer."""
-        if not self._partial_rollout.overlap_rewards:
-            await self._all_generated()
-        text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+    async def _reset(self, sample: Sample) -> None:
+        """Ask the environment what comes before the first turn."""
+        await self._observe(sample, self._scorer.reset(sample))
+
+    async def _step(self, sample: Sample) -> None:
+        """Ask the environment to answer a turn, and score the sample if that was the last one."""
+        text = self._tokenizer.decode(sample.turn_ids, skip_special_tokens=True)
+        asked = self._state.set_turn_text(sample.sample_id, text)
+        await self._observe(asked, self._scorer.step(asked))
+
+    async def _observe(self, asked: Sample, answer: Awaitable[Step]) -> None:
+        """Take the environment's answer, unless the sample was dropped or began anew meanwhile."""
         begin = time.monotonic()
         try:
-            result = await self._scorer.score(self._state.set_text(sample.sample_id, text))
-        except RewardError as error:
+            step = await answer
+            token_ids = () if step.done else encode_step(self._tokenizer, asked, step)
+            sample = self._state.on_step(asked, step, token_ids)
+        except (StepError, RolloutError) as error:
+            if self._state.is_current(asked):
+                self._metrics.add("apr_reward_failures", kind=getattr(error, "kind", "invalid"))
+                await self._fail(asked.sample_id, error)
+            return
+        self._metrics.observe("apr_environment_duration_seconds", time.monotonic() - begin)
+        self._wake.set()
+        if sample is not None and sample.finish_reason is not None:
+            await self._score(sample, step.result)
+
+    async def _score(self, sample: Sample, result: RewardResult | None = None) -> None:
+        """Score a finished sample; the last one of a group sends the group to the buffer.
+
+        Args:
+            sample: Finished.
+            result: What its environment gave with the last step, if it did.
+        """
+        if not self._partial_rollout.overlap_rewards:
+            await self._all_generated()
+            if sample.sample_id not in self._state:
+                return
+        text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        sample = self._state.set_text(sample.sample_id, text)
+        begin = time.monotonic()
+        try:
+            result = result or await self._scorer.score(sample)
+        except UserCodeError as error:
             self._metrics.add("apr_reward_failures", kind=error.kind)
             await self._fail(sample.sample_id, error)
             return
@@ -372,7 +414,7 @@ class RolloutWorker:
         self._count_failure(error)
         await asyncio.sleep(_RETRY_PAUSE_S * failures)
         if sample_id in self._state:
-            self._dispatcher.on_retry(sample_id)
+            self._state.on_retry(sample_id)
             self._wake.set()
 
     async def _fail(self, sample_id: str, error: Exception) -> None:

@@ -123,6 +123,11 @@ class ClusterConfig:
         """The same machine with another split."""
         return dataclasses.replace(self, rollout_gpus=rollout_gpus)
 
+    def with_batches_per_step(self, batches: int) -> ClusterConfig:
+        """The same machine, where one step trains several batches."""
+        batch = dataclasses.replace(self.batch, prompts=self.batch.prompts * batches)
+        return dataclasses.replace(self, batch=batch)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ClusterConfig:
         """Read nested mappings.

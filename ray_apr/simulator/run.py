@@ -49,6 +49,7 @@ class Simulation:
     def __init__(
         self, trace: Trace, cluster: ClusterConfig, config: PartialRolloutConfig, *, seed: int = 0
     ) -> None:
+        cluster = cluster.with_batches_per_step(config.batches_per_step)
         self._cluster = cluster
         self._config = config
         self._prompts = trace.cycle(seed)

@@ -97,7 +97,9 @@ def study(
         config=config,
         cluster=cluster,
         outcome=Simulation(trace, cluster, config, seed=seed).run(),
-        bound_tokens_per_s=bound_tokens_per_s(trace, cluster),
+        bound_tokens_per_s=bound_tokens_per_s(
+            trace, cluster.with_batches_per_step(config.batches_per_step)
+        ),
     )
 
 

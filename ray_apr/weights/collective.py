@@ -11,6 +11,7 @@ CPU worker is no Ray actor, which those calls demand; `join` gives it the group 
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import socket
 from typing import Any
@@ -157,6 +158,14 @@ def register_backends() -> None:
         def _generate_group_key(self, comm_key: str) -> str:
             del comm_key  # the stock key holds the device index, which differs among the members
             return f"apr@{self.group_name}"
+
+        def destroy_group(self) -> None:
+            """Leave at once: destroying a communicator waits until its peers do so, too."""
+            communicators = self._dev_comm_map
+            for communicator in itertools.chain.from_iterable(communicators.values()):
+                communicator.abort()
+            communicators.clear()
+            super().destroy_group()
 
     _register(NCCL, IndexFreeNCCLGroup)
 

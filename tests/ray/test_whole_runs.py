@@ -154,3 +154,27 @@ def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=90)
     assert process.returncode == 130, "".join(seen) + rest
+
+
+ONE_BY_ONE = (
+    "train.steps=5", "train.batch_size=16", "rollout.seed=7",
+    "rollout.engine_kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
+)  # fmt: skip
+"""Each request alone in its engine: then its log-probs do not depend on who else is there."""
+
+
+def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked):
+    """verl#6780: with a bound of 0, the asynchronous trainer did not equal the synchronous one."""
+    _, env = marked
+    bound = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
+    weights = []
+    for name, overrides in {"sync": ("mode=sync",), "apr": ("mode=apr", *bound)}.items():
+        run = subprocess.run(
+            command(tmp_path, *ONE_BY_ONE, *overrides, name=name),
+            env=env, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+        (model,) = (tmp_path / name).glob("checkpoint_*/hf/model.safetensors")
+        weights.append(model.read_bytes())
+    assert weights[0] == weights[1]
+    assert weights[0] != (CONFIG.parent / "base_model" / "model.safetensors").read_bytes()

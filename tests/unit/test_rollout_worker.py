@@ -3,144 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
-import pyarrow as pa
 import pytest
 
-from ray_apr.config import BufferConfig, PartialRolloutConfig, RolloutConfig
-from ray_apr.data.buffer import SampleBuffer
-from ray_apr.data.prompts import TOKEN_IDS, PromptSource
-from ray_apr.exceptions import RewardError, RolloutError
+from ray_apr.exceptions import RolloutError
 from ray_apr.rollout import worker as worker_module
-from ray_apr.rollout.worker import RolloutWorker
-from ray_apr.types import RewardResult
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
-
-PROMPTS = pa.table({"prompt": ["a", "b", "c"], TOKEN_IDS: [[1, 2], [3], [4, 5, 6]]})
-
-
-class Handle:
-    """An object as its Ray handle: ``handle.method.remote(...)`` is the coroutine."""
-
-    def __init__(self, target) -> None:
-        self._target = target
-
-    def __getattr__(self, name):
-        return type("Method", (), {"remote": staticmethod(getattr(self._target, name))})
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.rows: list[dict] = []
-
-    async def record(self, kind, row) -> None:
-        self.rows.append({"kind": kind, **row})
-
-    async def record_many(self, kind, rows) -> None:
-        self.rows += [{"kind": kind, **row} for row in rows]
-
-
-class Scorer:
-    """Rewards at once; `bad` names samples whose reward fails for good, `by_sample` their size."""
-
-    def __init__(self, bad=(), by_sample=None) -> None:
-        self.bad = set(bad)
-        self.by_sample = by_sample or {}
-        self.texts: list[str] = []
-
-    async def score(self, sample):
-        self.texts.append(sample.response_text)
-        if sample.sample_id in self.bad or "all" in self.bad:
-            raise RewardError(sample.sample_id, "raised", "no judge")
-        return RewardResult(reward=self.by_sample.get(sample.sample_id, 1.0))
-
-    def close(self) -> None:
-        pass
-
-
-class Tokenizer:
-    def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids))
-
-
-class Run:
-    """A worker, a buffer and an engine, in one event loop."""
-
-    def __init__(self, engine, *, scorer=None, batch_size=4, rollout=None, **partial) -> None:
-        self.engine = engine
-        self.scorer = scorer or Scorer()
-        self.recorder = Recorder()
-        partial_config = PartialRolloutConfig(
-            **{"max_inflight": None, "on_stale": "evict", **partial}
-        )
-        self.buffer = SampleBuffer(
-            batch_size=batch_size, max_staleness=partial_config.max_staleness,
-            on_stale=partial_config.on_stale, num_ranks=1, micro_batch_tokens=64,
-            config=BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
-            recorder=Handle(self.recorder),
-        )  # fmt: skip
-        self.worker = RolloutWorker(
-            rollout=RolloutConfig(group_size=2, max_response_tokens=16, **(rollout or {})),
-            partial_rollout=partial_config,
-            batch_size=batch_size,
-            model="none",
-            make_prompts=lambda: PromptSource([PROMPTS], seed=0),
-            make_client=lambda: engine,
-            make_scorer=lambda: self.scorer,
-            buffer=Handle(self.buffer),
-            recorder=Handle(self.recorder),
-            sync_timeout_s=2.0,
-        )
-
-    async def step(self, step: int):
-        """Grant and take a batch as the trainer does; returns its samples."""
-        await self.buffer.grant(step, step)
-        ticket = None
-        while ticket is None:
-            ticket = await self.buffer.take(0, step - 1 if step else None)
-        await self.buffer.ack(step)
-        return [sample for group in ticket.refs for sample in group]
-
-    async def sync(self, version: int) -> None:
-        await self.worker.begin_sync(version)
-        await self.worker.finish_sync(version)
-
-    async def check_ledger(self, summary) -> None:
-        stats = await self.buffer.stats()
-        ledger = summary.ledger
-        placed = stats.trained_tokens + stats.masked_tokens
-        placed += stats.buffered_tokens + stats.evicted_tokens
-        placed += ledger.pending + ledger.interrupted + sum(ledger.discarded.values())
-        assert ledger.generated == placed == self.engine.tokens_generated
-
-
-@contextlib.asynccontextmanager
-async def running(*args, **kwargs):
-    run = Run(*args, **kwargs)
-    await run.worker.start()
-    try:
-        async with asyncio.timeout(20):
-            yield run
-    finally:
-        run.summary = await run.worker.stop()
-        await run.buffer.close()
+from tests.rollout_run import Scorer, running, until, without_ray
 
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
-    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.01)
-    for name in ("add", "set", "observe"):
-        monkeypatch.setattr(worker_module.Metrics, name, lambda *args, **tags: None)
-
-
-async def until(condition) -> None:
-    """Let the loops turn until a condition holds."""
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  (nothing signals the inner state of fakes)
-            await asyncio.sleep(0.005)
+    without_ray(monkeypatch)
 
 
 async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():

@@ -10,10 +10,18 @@ import time
 import pytest
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import RewardError
+from ray_apr.exceptions import RewardError, StepError, UserCodeError
 from ray_apr.rollout import scoring
 from ray_apr.rollout.scoring import RewardWorker, Scorer
-from ray_apr.types import Prompt, RewardResult, Sample
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    Prompt,
+    RewardResult,
+    Sample,
+    Segment,
+    Step,
+)
 
 SAMPLE = Sample(
     sample_id="g0-0",
@@ -25,12 +33,12 @@ SAMPLE = Sample(
 
 
 class InProcessWorker:
-    """A reward worker without Ray: `.score.remote` is the plain coroutine."""
+    """A reward worker without Ray: `.call.remote` is the plain coroutine."""
 
-    def __init__(self, reward) -> None:
-        worker = RewardWorker(reward, 4)
-        self.score = self
-        self.remote = worker.score
+    def __init__(self, reward, environment=None) -> None:
+        worker = RewardWorker(reward, 4, environment)
+        self.call = self
+        self.remote = worker.call
 
 
 @pytest.fixture
@@ -119,3 +127,73 @@ def test_a_call_that_does_not_return_costs_its_worker(score):
     error, workers = score(never, reward_timeout_s=0.05, reward_retries=1)
     assert (error.kind, workers) == ("timeout", 3)
     assert time.monotonic() - begin < 10
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+class Game:
+    """An environment that answers as it is told to."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def reset(self, sample):
+        return self.answer
+
+    def step(self, sample):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def after_a_turn(reason=FinishReason.STOP):
+    segment = Segment(policy_version=0, token_ids=(7,), logprobs=(0.0,))
+    generation = Generation(request_id="r", segments=(segment,), finish_reason=reason)
+    return SAMPLE.append(generation, ends_turn=True)
+
+
+def ask(what, answer, sample):
+    """What the scorer makes of an environment's answer: a value or an error."""
+    worker = InProcessWorker(None, Game(answer))
+
+    async def main():
+        config = RolloutConfig(reward_retries=0)
+        scorer = Scorer(None, config, Game(answer), make_worker=lambda: worker)
+        try:
+            return await getattr(scorer, what)(sample)
+        except UserCodeError as error:
+            return error
+
+    return asyncio.run(main())
+
+
+def test_steps_are_taken_and_silence_is_one_before_the_first_turn():
+    step = Step(text="06")
+    assert ask("step", step, after_a_turn()) is step
+    assert ask("reset", step, SAMPLE) is step
+    assert ask("reset", None, SAMPLE) == Step()
+
+
+@pytest.mark.parametrize(
+    ("what", "answer", "kind", "says"),
+    [
+        ("step", None, "invalid", "must be a Step"),
+        ("step", 1.0, "invalid", "must be a Step"),
+        ("reset", Step(done=True), "invalid", "before the first turn"),
+        ("step", ValueError("no tool"), "raised", "no tool"),
+    ],
+)
+def test_what_is_no_step_is_an_error_with_its_kind(what, answer, kind, says):
+    error = ask(what, answer, SAMPLE if what == "reset" else after_a_turn())
+    assert isinstance(error, StepError)
+    assert error.kind == kind
+    assert says in str(error)
+
+
+def test_without_a_reward_function_the_environment_gives_the_reward_of_what_ended_by_itself():
+    spent = after_a_turn(FinishReason.LENGTH)
+    assert ask("score", Step(done=True, reward=0.5), spent).reward == 0.5
+    error = ask("score", Step(done=True), spent)
+    assert isinstance(error, StepError)
+    assert "without a reward" in str(error)

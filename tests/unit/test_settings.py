@@ -12,7 +12,7 @@ import pytest
 
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings import load_settings
-from ray_apr.settings_files import load_reward, read_json_rows
+from ray_apr.settings_files import load_environment, load_reward, read_json_rows
 
 BASE = """\
 mode: apr
@@ -38,6 +38,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "helper.py").write_text("def half():\n    return 0.5\n")
     (tmp_path / "task.py").write_text(
         "import helper\nanswer = 3\ndef reward(sample):\n    return helper.half()\n"
+    )
+    (tmp_path / "tools.py").write_text(
+        "class Tools:\n    def step(self, sample):\n        return sample\n"
+        "class Broken:\n    def __init__(self, url):\n        pass\n"
     )
     (tmp_path / "run.yaml").write_text(BASE)
     return tmp_path
@@ -120,10 +124,13 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("prompts=other.jsonl", "prompts", "no file"),
         ("prompts=run.yaml", "prompts", r"\.parquet"),
         ("prompts.limit=0", "prompts.limit", "at least 1"),
-        ("reward=task", "reward", "file.py:function"),
+        ("reward=task", "reward", "file.py:name"),
         ("reward=other.py:reward", "reward", "no file"),
         ("reward=task.py:score", "reward", "it defines reward"),
         ("reward=no_such_package:reward", "reward", "no module"),
+        ("reward=null", "reward", "is missing"),
+        ("environment=tools.py:Nothing", "environment", "it defines Tools, Broken"),
+        ("environment=3", "environment", "must be text"),
         ("train.batch_size=6", "train.batch_size", "multiple of"),
         ("scaling.num_workers=9", "train.batch_size", "num_workers = 9"),
         ("scaling.num_workers=0", "scaling.num_workers", "at least 1"),
@@ -207,7 +214,7 @@ def test_reward_of_a_file_travels_with_its_neighbours(folder: Path) -> None:
     reward = load_reward("task.py:reward", folder)
     assert reward(None) == 0.5
     (folder / "reward.pickle").write_bytes(cloudpickle.dumps(reward))
-    for name in [n for n in sys.modules if n == "helper" or n.startswith("_apr_reward_task")]:
+    for name in [n for n in sys.modules if n == "helper" or n.startswith("_apr_user_task")]:
         cloudpickle.unregister_pickle_by_value(sys.modules.pop(name))
     # As on a worker: neither the file nor its folder is importable here.
     assert pickle.loads((folder / "reward.pickle").read_bytes())(None) == 0.5
@@ -226,3 +233,23 @@ def test_reward_that_cannot_be_imported(folder: Path, spec: str, remedy: str) ->
     (folder / "broken.py").write_text("def reward(sample):\n    return 1\n1 / 0\n")
     with pytest.raises(ConfigError, match=remedy):
         load_reward(spec, folder)
+
+
+def test_an_environment_may_take_the_place_of_the_reward(folder: Path) -> None:
+    overrides = ["reward=null", "environment=tools.py:Tools"]
+    settings = load_settings(folder / "run.yaml", overrides)
+    assert (settings.reward, settings.environment) == (None, "tools.py:Tools")
+    environment = load_environment("tools.py:Tools", folder)
+    assert environment.step("sample") == "sample", "one was made of the class"
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("tools.py:Broken", "making one raised TypeError"),
+        ("task.py:reward", "must have a method step"),
+    ],
+)
+def test_environment_that_cannot_be_used(folder: Path, spec: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        load_environment(spec, folder)

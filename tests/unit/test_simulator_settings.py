@@ -196,6 +196,13 @@ def test_sync_every(sync_every):
     assert len(versions) > 1 and all(version % sync_every == 0 for version in versions)
 
 
+def test_batches_per_step():
+    one, _ = simulate()
+    two, outcome = simulate(batches_per_step=2)
+    assert len(two.samples) == 2 * len(one.samples)
+    assert len(outcome.step_ends) == make_cluster().steps
+
+
 def test_overlap_sync():
     slow = make_cluster(weight_sync_s=3.0)
     _, overlapped = simulate("in_flight", cluster=slow, overlap_sync=True)

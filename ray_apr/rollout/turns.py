@@ -1,0 +1,67 @@
+"""What an environment says, as token ids that follow what the policy generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_apr.exceptions import StepError
+from ray_apr.protocols import Environment
+from ray_apr.rollout.state import TurnRules
+from ray_apr.types import Sample, Step
+
+_MARK = "apr-mark"
+
+
+def turn_rules(environment: Environment | None, max_turns: int | None) -> TurnRules | None:
+    """Rules of a run with this environment; None without one."""
+    if environment is None:
+        return None
+    reset = getattr(type(environment), "reset", None)
+    return TurnRules(resets=reset not in (None, Environment.reset), max_turns=max_turns)
+
+
+def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:
+    """Encode what a step says; what was generated before stays as it is.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, for messages with a chat template.
+        sample: Before the step.
+        step: Of its environment.
+
+    Raises:
+        StepError: If messages come where the template cannot continue: before the first turn, or
+            because it renders earlier messages in another way once others follow.
+    """
+    if step.messages:
+        text = _continuation(tokenizer, sample, step)
+    elif step.text:
+        text = step.text
+    else:
+        return step.token_ids
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:
+    """The template's text from the end of an assistant's turn to the begin of its next one."""
+    turn = sample.turn_ids
+    if not turn:
+        raise StepError(
+            sample.sample_id,
+            "invalid",
+            "says messages before the first turn; say text or token_ids",
+        )
+    asked = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
+    before = tokenizer.apply_chat_template(asked, tokenize=False)
+    after = tokenizer.apply_chat_template(
+        [*asked, *step.messages], tokenize=False, add_generation_prompt=True
+    )
+    if not after.startswith(before):
+        raise StepError(
+            sample.sample_id,
+            "invalid",
+            "the chat template does not continue a conversation; say text or token_ids",
+        )
+    closing = after[after.rfind(_MARK, 0, len(before)) + len(_MARK) :]
+    if turn[-1] == tokenizer.eos_token_id:
+        closing = closing.removeprefix(tokenizer.eos_token)
+    return closing

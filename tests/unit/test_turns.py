@@ -1,0 +1,246 @@
+"""Samples of several turns: what an environment says, and interruptions at any moment of it."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+
+import pytest
+
+from ray_apr.exceptions import StepError
+from ray_apr.protocols import Environment
+from ray_apr.rollout.state import TurnRules
+from ray_apr.rollout.turns import encode_step, turn_rules
+from ray_apr.types import FinishReason, Generation, Prompt, Sample, Segment, Step
+from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
+from tests.rollout_run import Scorer, running, until, without_ray
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    without_ray(monkeypatch)
+
+
+class Tools(Scorer):
+    """Answers each turn with two tokens and gives the reward after `num_turns`.
+
+    While `gate` is not set, steps do not return. `bad` names samples whose steps fail.
+    """
+
+    def __init__(self, num_turns=2, bad=()) -> None:
+        super().__init__(bad)
+        self.num_turns = num_turns
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked: list[Sample] = []
+
+    async def reset(self, sample):
+        return Step(token_ids=(FIRST_OBSERVED, FIRST_OBSERVED + 1))
+
+    async def step(self, sample):
+        self.asked.append(sample)
+        await self.gate.wait()
+        if sample.sample_id in self.bad:
+            raise StepError(sample.sample_id, "raised", "no tool")
+        if sample.num_turns == self.num_turns or sample.finish_reason is not None:
+            return Step(done=True, reward=float(sample.num_turns))
+        here = FIRST_OBSERVED + sample.num_tokens
+        state = {"seen": [*sample.environment_state.get("seen", ()), sample.num_turns]}
+        return Step(token_ids=(here, here + 1), state=state)
+
+
+def engine_of_turns(**kwargs):
+    return ScriptedEngine(default_length=99, turn_length=3, **kwargs)
+
+
+async def test_turns_alternate_with_the_environment_whose_tokens_are_not_trained():
+    tools = Tools()
+    async with running(engine_of_turns(auto=1), scorer=tools, turns=TurnRules()) as run:
+        samples = await run.step(0)
+    for sample in samples:
+        generated, observed = range(FIRST_TOKEN, FIRST_TOKEN + 8), (3, 4)
+        expected = [i if i - FIRST_TOKEN not in observed else i + 4000 for i in generated]
+        assert list(sample.response_ids) == expected
+        assert sample.loss_mask() == (True,) * 3 + (False,) * 2 + (True,) * 3
+        assert (sample.num_turns, sample.reward) == (2, 2.0)
+        assert sample.finish_reason is FinishReason.STOP
+        assert sample.environment_state == {"seen": [1]}
+    assert {s.turn_text for s in tools.asked} == {"1000 1001 1002", "1005 1006 1007"}
+    await run.check_ledger(run.summary)
+
+
+async def test_a_sync_during_a_tool_call_keeps_the_conversation():
+    """verl#4067: a pause did not hold a sample whose tool call returned meanwhile."""
+    tools, engine = Tools(), engine_of_turns()
+    async with running(engine, scorer=tools, turns=TurnRules(), max_staleness=2) as run:
+        await until(lambda: len(engine.running) == 8)
+        tools.gate.clear()
+        engine.advance(3)
+        await until(lambda: len(tools.asked) == 8)
+        arrived, receive = asyncio.Event(), engine.receive_weights
+
+        async def receive_later(policy_version):
+            await arrived.wait()
+            await receive(policy_version)
+
+        engine.receive_weights = receive_later
+        await run.worker.begin_sync(1)
+        tools.gate.set()
+        await asyncio.sleep(0.02)
+        engine.advance(3)
+        assert not any(r.tokens for r in engine._running.values()), "the engine is paused"
+        arrived.set()
+        await run.worker.finish_sync(1)
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(3)
+        samples = await run.step(1)
+        for sample in samples:
+            assert sample.token_versions == (0,) * 5 + (1,) * 3
+            assert sample.loss_mask() == (True,) * 3 + (False,) * 2 + (True,) * 3
+            assert (sample.num_interruptions, sample.reward) == (0, 2.0)
+    assert run.summary.samples_interrupted == 0
+    await run.check_ledger(run.summary)
+
+
+async def test_a_sync_inside_a_later_turn_resumes_with_tool_results_and_masks():
+    tools, engine = Tools(), engine_of_turns()
+    async with running(engine, scorer=tools, turns=TurnRules(), max_staleness=2) as run:
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(3)
+        await until(lambda: len(engine.running) == 8 and len(engine.calls) == 16)
+        engine.advance(1)
+        await run.sync(1)
+        await until(lambda: len(engine.running) == 8)
+        assert {budget for _, _, budget in engine.calls[16:]} == {16 - 6}
+        engine.advance(2)
+        for sample in await run.step(1):
+            assert sample.token_versions == (0,) * 6 + (1,) * 2
+            assert sample.loss_mask() == (True,) * 3 + (False,) * 2 + (True,) * 3
+            assert (sample.num_interruptions, sample.num_turns) == (1, 2)
+    await run.check_ledger(run.summary)
+
+
+async def test_an_answer_for_a_sample_that_began_anew_is_ignored():
+    tools, engine = Tools(), engine_of_turns()
+    async with running(
+        engine, scorer=tools, turns=TurnRules(), max_staleness=1, interrupt="batch_full",
+        after_interrupt="restart",
+    ) as run:  # fmt: skip
+        await until(lambda: len(engine.running) == 8)
+        tools.gate.clear()
+        engine.advance(3)
+        await until(lambda: len(tools.asked) == 8)
+        await run.sync(1)
+        await until(lambda: len(engine.running) == 8)
+        tools.gate.set()
+        await asyncio.sleep(0.02)
+        assert {budget for _, _, budget in engine.calls[8:]} == {16}, "nothing was observed"
+        engine.advance(3)
+        await until(lambda: len(engine.running) == 8 and len(engine.calls) == 24)
+        engine.advance(3)
+        assert {v for s in await run.step(1) for v in s.token_versions} == {1}
+    assert run.summary.ledger.discarded["restarted"] == 8 * 3
+    await run.check_ledger(run.summary)
+
+
+async def test_a_failed_step_drops_its_group_and_is_no_zero():
+    tools = Tools(bad={"e0-0-1"})
+    async with running(engine_of_turns(auto=1), scorer=tools, turns=TurnRules()) as run:
+        samples = await run.step(0)
+        assert "e0-0" not in {s.group_id for s in samples}
+        assert {s.reward for s in samples} == {2.0}
+    assert run.summary.ledger.discarded["failed"] > 0
+    await run.check_ledger(run.summary)
+
+
+async def test_the_environment_begins_and_turns_are_limited():
+    rules = TurnRules(resets=True, max_turns=2)
+    tools = Tools(num_turns=9)
+    async with running(engine_of_turns(auto=1), scorer=tools, turns=rules) as run:
+        for sample in await run.step(0):
+            assert sample.loss_mask()[:2] == (False, False)
+            assert sample.num_turns == 2
+            assert sample.finish_reason is FinishReason.LENGTH
+            assert sample.reward == 1.0, "the reward function's"
+    await run.check_ledger(run.summary)
+
+
+# -- what is said, as token ids ------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class CharTokenizer:
+    """One id for each character, and a chat template."""
+
+    eos_token, eos_token_id = "<eos>", 0
+
+    def __init__(self, template=TEMPLATE) -> None:
+        self._template = template
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(c) for c in text]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        import jinja2
+
+        assert not tokenize
+        template = jinja2.Environment().from_string(self._template)
+        return template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+
+
+def sample_after(*turn):
+    prompt = Prompt(prompt_id="g", token_ids=(1,))
+    sample = Sample(sample_id="g-0", group_id="g", prompt=prompt, max_response_tokens=99)
+    if not turn:
+        return sample
+    segment = Segment(policy_version=0, token_ids=turn, logprobs=(0.0,) * len(turn))
+    generation = Generation(request_id="r", segments=(segment,), finish_reason=FinishReason.STOP)
+    return sample.append(generation, ends_turn=True)
+
+
+def said(step, *turn, template=TEMPLATE):
+    ids = encode_step(CharTokenizer(template), sample_after(*turn), step)
+    return "".join(map(chr, ids))
+
+
+def test_text_and_ids_are_taken_as_they_are():
+    assert said(Step(text="06"), 65) == "06"
+    assert encode_step(None, sample_after(65), Step(token_ids=(7, 8))) == (7, 8)
+    assert encode_step(None, sample_after(65), Step()) == ()
+
+
+def test_messages_continue_the_conversation_as_the_template_does():
+    step = Step(messages=({"role": "tool", "content": "4"},))
+    assert said(step, 65, 0) == "\n<tool>4\n<assistant>", "the turn ended with <eos> itself"
+    assert said(step, 65) == "<eos>\n<tool>4\n<assistant>", "it ended with another stop token"
+
+
+def test_a_template_that_cannot_continue_is_an_error():
+    rewrites = "{{ messages | length }}" + TEMPLATE
+    step = Step(messages=({"role": "tool", "content": "4"},))
+    with pytest.raises(StepError, match="does not continue"):
+        said(step, 65, template=rewrites)
+    with pytest.raises(StepError, match="before the first turn"):
+        said(step)
+
+
+def test_rules_follow_from_the_environment():
+    class Silent(Environment):
+        def step(self, sample):
+            return Step(done=True)
+
+    class Speaks(Silent):
+        def reset(self, sample):
+            return Step(text="go")
+
+    assert turn_rules(None, None) is None
+    assert turn_rules(Silent(), 3) == TurnRules(resets=False, max_turns=3)
+    assert turn_rules(Speaks(), None) == TurnRules(resets=True)
+    duck = types.SimpleNamespace(step=lambda sample: Step(done=True))
+    assert turn_rules(duck, None) == TurnRules(resets=False), "a protocol, not a base class"
