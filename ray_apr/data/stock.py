@@ -249,6 +249,7 @@ def _sample_row(sample: SampleMeta, grant: Grant, oldest_version: int) -> dict[s
     return {
         "step": grant.step,
         "staleness": None if version is None else staleness(grant.policy_version, version),
+        "num_generated": sample.num_generated,
         "num_masked_tokens": sample.num_generated - sample.trainable_tokens(oldest_version),
         **dataclasses.asdict(sample),
     }

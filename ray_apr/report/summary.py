@@ -178,7 +178,10 @@ def _setting(run: RunData, section: str, key: str) -> Any:
 
 
 def _tokens_in_loss(run: RunData) -> int:
-    return sum(row["num_tokens"] - row.get("num_masked_tokens", 0) for row in run.samples)
+    return sum(
+        row.get("num_generated", row["num_tokens"]) - row.get("num_masked_tokens", 0)
+        for row in run.samples
+    )
 
 
 def _last(run: RunData, key: str) -> Any:
