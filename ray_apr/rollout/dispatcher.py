@@ -90,6 +90,7 @@ class Dispatcher:
         self._num_buffered = 0
         self._num_handed = 0
         self._has_interrupted = False
+        self._in_tail_round = False
 
     @property
     def policy_version(self) -> int:
@@ -132,6 +133,24 @@ class Dispatcher:
     @max_inflight.setter
     def max_inflight(self, max_inflight: int) -> None:
         self._max_inflight = max(1, max_inflight)
+
+    @property
+    def in_tail_round(self) -> bool:
+        """Whether groups that full batches stopped have this version to themselves."""
+        return self._in_tail_round
+
+    def begin_round(self, num_requeued: int) -> None:
+        """Decide what this version is for, where a full batch makes the rest start anew.
+
+        What was stopped is long. Beside shorter ones it would be stopped again and again; so it
+        waits until it fills a batch of its own, which then runs without supplementation.
+
+        Args:
+            num_requeued: Stopped groups that left the roster and wait outside of it.
+        """
+        num_stopped = self._roster.num_unfinished + num_requeued * self._group_size
+        restarts = self._config.restarts and self._config.after_interrupt == "restart"
+        self._in_tail_round = restarts and num_stopped >= self._batch_size
 
     @property
     def is_starved(self) -> bool:
@@ -425,7 +444,7 @@ class Dispatcher:
         capacities = {
             "oversampling_factor": supplementation_capacity(
                 batch_size=size,
-                oversampling_factor=config.oversampling_factor,
+                oversampling_factor=1.0 if self._in_tail_round else config.oversampling_factor,
                 num_unfinished=unfinished,
             ),
             "max_staleness": staleness_capacity(

@@ -14,7 +14,6 @@ Pure: no I/O, no clock, no ray, no torch.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +64,9 @@ class RolloutState:
         self._resets: deque[str] = deque()
         """Samples that wait for their environment to begin."""
         self._retries: deque[Prompt] = deque()
+        """Prompts to be tried again at once."""
+        self._requeued: deque[Prompt] = deque()
+        """Prompts of groups that a full batch stopped; they wait for a round of their own."""
         self._store = SampleStore()
         self._ledger = TokenLedger()
         self._inflight: set[str] = set()
@@ -85,8 +87,12 @@ class RolloutState:
         return self._ledger.snapshot()
 
     def next_retry(self) -> Prompt | None:
-        """A prompt whose group was dropped and that is to be tried again; None if there is none."""
-        return self._retries.popleft() if self._retries else None
+        """A prompt whose group was dropped and that is to be tried again now; None: a new one."""
+        if self._retries:
+            return self._retries.popleft()
+        if self._requeued and self.dispatcher.in_tail_round:
+            return self._requeued.popleft()
+        return None
 
     def admit(
         self, prompt: Prompt, *, group_size: int, max_response_tokens: int | Sequence[int]
@@ -280,12 +286,9 @@ class RolloutState:
         return len({self._store.get(m).reward for m in members}) == 1
 
     def _retry(self, prompt: Prompt, max_retries: int) -> None:
-        """Try a prompt again, under an id of its own."""
+        """Try a prompt again at once."""
         if prompt.num_retries < max_retries:
-            number = prompt.num_retries + 1
-            name = prompt.prompt_id.partition("~")[0]
-            retried = dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
-            self._retries.append(retried)
+            self._retries.append(_again(prompt))
 
     def fail(self, sample_id: str) -> tuple[str, ...]:
         """Drop the group of a sample that failed for good.
@@ -306,7 +309,10 @@ class RolloutState:
         if self._config.restarts:
             for sample in self._store:
                 self._cut(sample)
-        return self.take_surplus() + self._drop_groups(self.dispatcher.on_version(policy_version))
+        stale = self.dispatcher.on_version(policy_version)
+        running = self.take_surplus() + self._drop_groups(stale)
+        self.dispatcher.begin_round(len(self._requeued))
+        return running
 
     def _cut(self, sample: Sample) -> None:
         """Where interruption leaves no tokens, what rests between turns takes none along either.
@@ -330,8 +336,7 @@ class RolloutState:
     def _drop_groups(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         groups = [self._store.group(g) for g in group_ids]
         if self._config.restarts and self._config.after_interrupt == "restart":
-            for samples in groups:  # a member that ended in time must not cost its prompt the turn
-                self._retry(samples[0].prompt, sys.maxsize)
+            self._requeued.extend(_again(samples[0].prompt) for samples in groups)
         members = [s.sample_id for samples in groups for s in samples]
         return self._drop(members, "stale")
 
@@ -342,3 +347,9 @@ class RolloutState:
         running = tuple(m for m in members if m in self._inflight)
         self._dropped.update(dict.fromkeys(running, reason))
         return running
+
+
+def _again(prompt: Prompt) -> Prompt:
+    """The same prompt for another try, under an id of its own."""
+    number, name = prompt.num_retries + 1, prompt.prompt_id.partition("~")[0]
+    return dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)

@@ -1,0 +1,140 @@
+"""What the simulator says of every mode, bound and trace, and what it costs to ask.
+
+    python benchmarks/simulated.py --cluster cluster.json --out results.json traces/*.jsonl.gz
+
+Runs one process a core. The synchronous baseline is colocated on all GPUs; every other mode gets
+the best split of the same GPUs. The last part simulates a million samples on 4,096 engines, and
+measures a scheduling decision with 10^2 to 10^5 samples alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.simulator.advice import tuning_to_dict
+from ray_apr.simulator.cluster import ClusterConfig
+from ray_apr.simulator.run import Simulation
+from ray_apr.simulator.study import study
+from ray_apr.simulator.trace import Trace
+from ray_apr.simulator.tuner import Tuner
+
+MODES = ("sync", "one_step_off", "stream", "async", "in_flight", "apr")
+BOUNDS = (1, 2, 4, 8, 16)
+
+
+def main() -> None:
+    """Run all cases and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--cluster", required=True, type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--no-tune", action="store_true", help="leave out the tuner")
+    parser.add_argument("--no-scale", action="store_true", help="leave out the million samples")
+    args = parser.parse_args()
+    cases: list[tuple[str, str, dict[str, Any]]] = []
+    for trace in map(str, args.traces):
+        cases += [("mode", trace, {"mode": mode}) for mode in MODES]
+        cases += [
+            ("bound", trace, {"mode": "apr", "max_staleness": n, "on_stale": on_stale})
+            for n in BOUNDS
+            for on_stale in ("mask", "wait")
+        ]
+        cases += [] if args.no_tune else [("tune", trace, {})]
+    if not args.no_scale:
+        cases = [("scale", str(args.traces[0]), {}), ("decision", "", {}), *cases]
+    work = [(kind, trace, values, str(args.cluster)) for kind, trace, values in cases]
+    began = time.time()
+    with multiprocessing.Pool(maxtasksperchild=1) as pool:
+        rows = pool.starmap(one_case, work, chunksize=1)
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "cluster": json.loads(args.cluster.read_text()),
+        "seconds": time.time() - began,
+        "rows": rows,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print(json.dumps({k: v for k, v in row.items() if not isinstance(v, list | dict)}))
+
+
+def one_case(kind: str, trace: str, values: Mapping[str, Any], cluster: str) -> dict[str, Any]:
+    """One row of the result."""
+    began = time.process_time()
+    machine = ClusterConfig.from_file(cluster)
+    if kind == "decision":
+        row: dict[str, Any] = {
+            "microseconds": {n: decision_us(n) for n in (100, 1000, 10_000, 100_000)}
+        }
+    elif kind == "scale":
+        row = million(trace, machine)
+    elif kind == "tune":
+        row = tuning_to_dict(Tuner(Trace.from_file(trace), machine).run())
+    else:
+        config = PartialRolloutConfig.preset(**values)
+        if config.mode == "sync":
+            machine = dataclasses.replace(machine, placement="colocated", rollout_gpus=None)
+        row = study(Trace.from_file(trace), machine, config).to_dict()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "kind": kind,
+        "trace": Path(trace).name.partition(".")[0],
+        **values,
+        **row,
+        "cpu_s": time.process_time() - began,
+        "peak_gib": usage.ru_maxrss / 2**20,
+    }
+
+
+def million(trace: str, machine: ClusterConfig) -> dict[str, Any]:
+    """A million samples on 4,096 engines, with the preset apr."""
+    big = dataclasses.replace(
+        machine,
+        placement="disaggregated",
+        gpus=6144,
+        rollout_gpus=4096,
+        batch=dataclasses.replace(machine.batch, prompts=4096, group_size=8),
+        steps=31,
+    )
+    out = Simulation(Trace.from_file(trace), big, PartialRolloutConfig.preset("apr")).run()
+    return {
+        "samples": big.steps * big.batch.size,
+        "events": out.num_events,
+        "ledger_error": out.ledger.error,
+        "staleness_max": out.staleness_max,
+    }
+
+
+def decision_us(num_alive: int) -> float:
+    """Microseconds of one `next_start` + `on_interrupted` with this many samples alive."""
+    config = PartialRolloutConfig.preset("apr", max_live_batches=None)
+    groups = num_alive // 8
+    dispatcher = Dispatcher(config, batch_size=num_alive, group_size=8, max_inflight=num_alive)
+    for number in range(groups):
+        dispatcher.add_group(f"g{number}", [f"g{number}-{i}" for i in range(8)])
+    begun = [dispatcher.next_start() for _ in range(num_alive // 2)]
+    repeats, began = 2000, time.perf_counter()
+    for turn in range(repeats):
+        sample_id = begun[turn % len(begun)]
+        assert sample_id is not None
+        dispatcher.on_interrupted(sample_id, oldest_version=0, num_tokens=1)
+        dispatcher.to_interrupt()
+        begun[turn % len(begun)] = dispatcher.next_start()
+        dispatcher.num_groups_to_start()
+    return (time.perf_counter() - began) / repeats * 1e6
+
+
+if __name__ == "__main__":
+    main()
