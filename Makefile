@@ -83,7 +83,7 @@ say() { printf '==> %s\n' "$$*"; }
 die() { printf 'error: %s\n' "$$@" >&2; exit 1; }
 install() {  # pinned files, without resolution: by uv where it can be had, else by pip
 	if $(PY) -m uv --version >/dev/null 2>&1; then
-		if $(PY) -m uv pip install --quiet --python $(PY) --no-deps "$$@"; then return; fi
+		if $(PY) -m uv pip install --quiet --compile-bytecode --python $(PY) --no-deps "$$@"; then return; fi
 		say "uv could not install them; trying pip"
 	fi
 	$(PY) -m pip install -qq --no-deps "$$@"
@@ -118,8 +118,8 @@ $(RUNTIME): requirements/cpu.txt pyproject.toml $(REMAKE)
 	rm -f $(RUNTIME) $(DEV)
 	$(PY) -m pip install -qq "$(UV)" 2>/dev/null || say "uv is not to be had; pip takes a minute longer"
 	say "installing $(TORCH)"
-	$(PY) -m pip install -qq --no-deps --no-compile "$(TORCH)" 2>/dev/null ||
-		$(PY) -m pip install -qq --no-deps --no-compile --index-url $(TORCH_INDEX) "$(TORCH)"
+	$(PY) -m pip install -qq --no-deps "$(TORCH)" 2>/dev/null ||
+		$(PY) -m pip install -qq --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
 	say "installing Ray, vLLM and the rest of requirements/cpu.txt"
 	install -r requirements/cpu.txt
 	$(PY) -m pip install -qq --no-deps --no-build-isolation -e .

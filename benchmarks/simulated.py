@@ -83,7 +83,8 @@ def one_case(kind: str, trace: str, values: Mapping[str, Any], cluster: str) -> 
     elif kind == "tune":
         row = tuning_to_dict(Tuner(Trace.from_file(trace), machine).run())
     else:
-        config = PartialRolloutConfig.preset(**values)
+        overrides = {key: value for key, value in values.items() if key != "mode"}
+        config = PartialRolloutConfig.preset(values["mode"], **overrides)
         if config.mode == "sync":
             machine = dataclasses.replace(machine, placement="colocated", rollout_gpus=None)
         row = study(Trace.from_file(trace), machine, config).to_dict()
@@ -120,7 +121,7 @@ def million(trace: str, machine: ClusterConfig) -> dict[str, Any]:
 def decision_us(num_alive: int) -> float:
     """Microseconds of one `next_start` + `on_interrupted` with this many samples alive."""
     config = PartialRolloutConfig.preset("apr", max_live_batches=None)
-    groups = num_alive // 8
+    groups, num_alive = num_alive // 8, num_alive // 8 * 8
     dispatcher = Dispatcher(config, batch_size=num_alive, group_size=8, max_inflight=num_alive)
     for number in range(groups):
         dispatcher.add_group(f"g{number}", [f"g{number}-{i}" for i in range(8)])
