@@ -214,17 +214,25 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         except ImportError:
             continue
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(word).name for word in sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "cpus": len(os.sched_getaffinity(0)),
             "python": platform.python_version(),
+            "gpus": gpu_names() if args.gpu else [],
         },
         "versions": versions,
         "runs": [],
         "modes": {},
     }
+
+
+def gpu_names() -> list[str]:
+    """Names of the visible GPUs."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from ray_apr.data.prompts import PromptSource, encode_dataset
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ConfigError
 from ray_apr.progress import follow_progress
-from ray_apr.protocols import Environment, RewardFunction
+from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
@@ -70,6 +70,7 @@ class RunPlan:
     model: str
     reward: RewardFunction | None
     environment: Environment | None
+    group_filter: GroupFilter | None
     max_model_len: int | None
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
@@ -213,6 +214,7 @@ class _Parts:
             recorder=self.recorder,
             sync_timeout_s=plan.train.weight_sync_timeout_s,
             turns=turn_rules(environment, rollout.max_turns),
+            group_filter=plan.group_filter,
         )
 
     def fit(self) -> ray.train.Result:
@@ -418,7 +420,7 @@ def _describe(plan: RunPlan) -> dict[str, Any]:
     }
     sections["rollout"].pop("control_token")
     scaling = {"num_workers": plan.scaling.num_workers, "use_gpu": bool(plan.scaling.use_gpu)}
-    code = {"reward": _name(plan.reward), "environment": _name(plan.environment)}
+    code = {name: _name(getattr(plan, name)) for name in ("reward", "environment", "group_filter")}
     return {"model": plan.model, **code, **sections, "scaling": scaling}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings import PromptsSettings, RunSettings
-from ray_apr.settings_files import load_environment, load_reward, read_json_rows
+from ray_apr.settings_files import load_environment, load_function, read_json_rows
 
 if TYPE_CHECKING:
     import ray.data
@@ -35,6 +35,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "prompts": settings.prompts.path,
             "first prompts only": settings.prompts.limit or "no, all of them",
             "reward": settings.reward or "given by the environment",
+            "group filter": settings.group_filter or "none: every scored group is trained",
             "environment": settings.environment or "none: every response is one turn",
             "seed": train.seed,
         },
@@ -127,11 +128,14 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     """
     check_new_run(settings)
     run_dir = settings.run_dir
-    reward = environment = None
-    if settings.reward is not None:
-        reward = load_reward(settings.reward, settings.base_dir)
+    folder = settings.base_dir
+    functions = {
+        key: None if spec is None else load_function(key, spec, folder)
+        for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))
+    }
+    environment = None
     if settings.environment is not None:
-        environment = load_environment(settings.environment, settings.base_dir)
+        environment = load_environment(settings.environment, folder)
     import ray
     import ray.train
 
@@ -149,8 +153,8 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         trainer = APRTrainer(
             model=settings.model,
             prompts=read_prompts(settings.prompts),
-            reward=reward,
             environment=environment,
+            **functions,
             rollout_config=settings.rollout,
             partial_rollout_config=settings.partial_rollout,
             buffer_config=settings.buffer,

@@ -16,6 +16,9 @@ PauseMode = Literal["abort", "keep", "wait"]
 RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
 """A reward reads `sample.response_text`, `sample.prompt.row` and whatever else it needs."""
 
+GroupFilter = Callable[[Sequence[Sample]], bool]
+"""Whether a scored group may be trained. It runs inside the rollout worker and must be quick."""
+
 
 class Environment(Protocol):
     """What the policy talks to between its turns: a tool, a user, a game.

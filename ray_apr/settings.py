@@ -114,7 +114,7 @@ _SECTIONS: Mapping[str, type] = {
     "ray": RaySettings,
 }
 _REQUIRED = ("model", "prompts")
-_CODE = ("reward", "environment")
+_CODE = ("reward", "environment", "group_filter")
 _KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS)
 
 
@@ -132,6 +132,8 @@ class RunSettings:
     """``package.module:function``, or ``file.py:function`` relative to the YAML file."""
     environment: str | None
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
+    group_filter: str | None
+    """Like `reward`."""
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
     buffer: BufferConfig
@@ -198,7 +200,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSetting
     for key in _REQUIRED:
         if values.get(key) is None:
             raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
-    if all(values.get(key) is None for key in _CODE):
+    if values.get("reward") is None and values.get("environment") is None:
         remedy = f"is missing; add `reward: file.py:function` to {path.name}"
         raise ConfigError("reward", None, remedy)
     return _build(path, values)
@@ -219,6 +221,7 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
         prompts=prompts,
         reward=code.get("reward"),
         environment=code.get("environment"),
+        group_filter=code.get("group_filter"),
         **sections,
     )
     _check_all_together(settings)

@@ -211,15 +211,15 @@ def load_code(key: str, spec: str, base_dir: Path) -> Any:
     return value
 
 
-def load_reward(spec: str, base_dir: Path) -> Callable[..., Any]:
-    """Import a reward function; see `load_code`.
+def load_function(key: str, spec: str, base_dir: Path) -> Callable[..., Any]:
+    """Import a function of the user's; see `load_code`.
 
     Raises:
         ConfigError: If it cannot be imported, or is no function.
     """
-    function = load_code("reward", spec, base_dir)
+    function = load_code(key, spec, base_dir)
     if not callable(function):
-        raise ConfigError("reward", spec, f"is no function but {type(function).__name__}")
+        raise ConfigError(key, spec, f"is no function but {type(function).__name__}")
     return function  # type: ignore[no-any-return]
 
 

@@ -22,7 +22,7 @@ from ray_apr.config import (
 from ray_apr.controller import RunPlan, run
 from ray_apr.data.prompts import check_dataset
 from ray_apr.exceptions import ConfigError
-from ray_apr.protocols import Environment, RewardFunction
+from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 
 if TYPE_CHECKING:
     import ray.data
@@ -45,6 +45,8 @@ class APRTrainer:
             number or a `RewardResult`; may be left out where the environment gives the rewards.
         environment: What answers the turns of a response (tools, users, games); None: every
             response is one turn.
+        group_filter: Function of a scored group (its samples) that says whether it may be trained;
+            it is quick and runs in the rollout worker. None keeps all.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.
@@ -72,6 +74,7 @@ class APRTrainer:
         prompts: ray.data.Dataset,
         reward: RewardFunction | None = None,
         environment: Environment | None = None,
+        group_filter: GroupFilter | None = None,
         rollout_config: RolloutConfig | None = None,
         partial_rollout_config: PartialRolloutConfig | None = None,
         buffer_config: BufferConfig | None = None,
@@ -86,6 +89,9 @@ class APRTrainer:
         scaling = scaling_config or ray.train.ScalingConfig(num_workers=1)
         check_together(rollout, train, algorithm)
         _check_code(reward, environment, rollout)
+        if group_filter is not None and not callable(group_filter):
+            remedy = "must be a function of a group's samples that returns whether it is kept"
+            raise ConfigError("group_filter", group_filter, remedy)
         context = _check_model(model)
         max_model_len = _check_context(rollout, context)
         _check_scaling(scaling, rollout, train)
@@ -96,6 +102,7 @@ class APRTrainer:
             model=model,
             reward=reward,
             environment=environment,
+            group_filter=group_filter,
             max_model_len=max_model_len,
             rollout=rollout,
             partial_rollout=partial_rollout_config or PartialRolloutConfig(),

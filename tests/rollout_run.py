@@ -66,7 +66,15 @@ class Run:
     """A worker, a buffer and an engine, in one event loop."""
 
     def __init__(
-        self, engine, *, scorer=None, batch_size=4, rollout=None, turns=None, **partial
+        self,
+        engine,
+        *,
+        scorer=None,
+        batch_size=4,
+        rollout=None,
+        turns=None,
+        group_filter=None,
+        **partial,
     ) -> None:
         self.engine = engine
         self.scorer = scorer or Scorer()
@@ -92,6 +100,7 @@ class Run:
             recorder=Handle(self.recorder),
             sync_timeout_s=2.0,
             turns=turns,
+            group_filter=group_filter,
         )
 
     async def step(self, step: int):

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.exceptions import RolloutError
+from ray_apr.protocols import GroupFilter
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.rollout.store import SampleStore
@@ -50,6 +52,7 @@ class RolloutState:
         dispatcher: Decides which sample runs next.
         config: What becomes of samples that are interrupted, and of groups without a signal.
         turns: Rules of a run with an environment; None: each sample is one turn.
+        keeps: Says of each scored group whether it may be trained; None keeps all.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class RolloutState:
         dispatcher: Dispatcher,
         config: PartialRolloutConfig,
         turns: TurnRules | None = None,
+        keeps: GroupFilter | None = None,
     ) -> None:
         self.dispatcher = dispatcher
         self._config = config
+        self._keeps = keeps
         self._turns = turns
         self._resets: deque[str] = deque()
         """Samples that wait for their environment to begin."""
@@ -260,7 +265,11 @@ class RolloutState:
         """Take the reward of a finished sample.
 
         Returns:
-            The whole group if it is complete, which then leaves for the buffer; else None.
+            The whole group if it is complete and not filtered out, which then leaves for the
+            buffer; else None.
+
+        Raises:
+            RolloutError: If the filter raised.
         """
         if sample_id not in self._store:
             return None
@@ -272,7 +281,7 @@ class RolloutState:
         if group_id is None:
             return None
         members = self.dispatcher.members_of(group_id)
-        if self._config.filter_zero_variance and self._has_no_signal(members):
+        if self._is_filtered([self._store.get(m) for m in members]):
             self._retry(self._store.get(sample_id).prompt, self._config.max_filter_retries)
             self._drop(self.dispatcher.on_filtered(group_id), "filtered")
             return None
@@ -281,9 +290,18 @@ class RolloutState:
         self._ledger.hand_over(sum(s.num_generated for s in samples))
         return samples
 
-    def _has_no_signal(self, members: Sequence[str]) -> bool:
-        """Whether all rewards of a group are equal, so that all its advantages are zero."""
-        return len({self._store.get(m).reward for m in members}) == 1
+    def _is_filtered(self, group: Sequence[Sample]) -> bool:
+        """Whether all rewards of a group are equal, so that all its advantages are zero; or the
+        user's filter drops it."""
+        if self._config.filter_zero_variance and len({sample.reward for sample in group}) == 1:
+            return True
+        if self._keeps is None:
+            return False
+        try:
+            return not self._keeps(group)
+        except Exception as error:
+            name = group[0].group_id
+            raise RolloutError(f"the group filter raised for group {name}: {error!r}") from error
 
     def _retry(self, prompt: Prompt, max_retries: int) -> None:
         """Try a prompt again at once."""

@@ -25,7 +25,7 @@ from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import APRError, RolloutError, StepError, UserCodeError
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
-from ray_apr.protocols import RolloutClient
+from ray_apr.protocols import GroupFilter, RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
@@ -73,6 +73,7 @@ class RolloutWorker:
         sync_timeout_s: Limit of one weight sync.
         policy_version: Version that the engines start with.
         turns: Rules of a run with an environment; None: every sample is one turn.
+        group_filter: Says of each scored group whether it may be trained; None keeps all.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RolloutWorker:
         sync_timeout_s: float,
         policy_version: int = 0,
         turns: TurnRules | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self._config = rollout
         self._partial_rollout = partial_rollout
@@ -101,7 +103,7 @@ class RolloutWorker:
             max_inflight=self._max_inflight,
             policy_version=policy_version,
         )
-        self._state = RolloutState(self._dispatcher, partial_rollout, turns)
+        self._state = RolloutState(self._dispatcher, partial_rollout, turns, group_filter)
         self._prompts = make_prompts()
         self._tokenizer = load_tokenizer(model)
         self._make_client = make_client

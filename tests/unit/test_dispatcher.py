@@ -643,3 +643,15 @@ def test_starved_means_no_batch_beside_the_one_in_training():
     assert d.is_starved
     d.on_buffer_counts(num_buffered=4)
     assert not d.is_starved
+
+
+def test_what_full_batches_stopped_gets_a_version_of_its_own():
+    settings = dict(interrupt="batch_full", after_interrupt="restart")
+    d = make(eta=0, batch=4, factor=2, **settings)
+    d.begin_round(1)
+    assert not d.in_tail_round and d.num_groups_to_start() == 4, "beside what is new it would lose"
+    d.begin_round(2)
+    assert d.in_tail_round and d.num_groups_to_start() == 2, "without supplementation"
+    resumes = make(eta=1, batch=4, factor=2)
+    resumes.begin_round(2)
+    assert not resumes.in_tail_round and resumes.num_groups_to_start() == 4

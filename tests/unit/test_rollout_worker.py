@@ -269,3 +269,27 @@ async def test_the_limits_follow_what_the_engines_report(monkeypatch):
         engine.advance(6)
         await run.step(0)
         await until(lambda: len(engine.running) == 2)
+
+
+async def test_the_users_filter_drops_groups_and_others_take_their_place():
+    seen = []
+
+    def keep(group):
+        seen.append([sample.reward for sample in group])
+        return group[0].group_id != "e0-0"
+
+    async with running(ScriptedEngine(auto=2), group_filter=keep, max_staleness=2) as run:
+        samples = await run.step(0)
+        assert "e0-0" not in {s.group_id for s in samples} and len(samples) == 4
+    assert all(rewards == [1.0, 1.0] for rewards in seen), "it sees scored groups"
+    assert run.summary.ledger.discarded["filtered"] > 0
+    await run.check_ledger(run.summary)
+
+
+async def test_a_filter_that_raises_ends_the_run_with_its_error():
+    def keep(group):
+        raise KeyError("answer")
+
+    async with running(ScriptedEngine(auto=2), group_filter=keep) as run:
+        with pytest.raises(RolloutError, match=r"group filter raised for group .*answer"):
+            await run.step(0)

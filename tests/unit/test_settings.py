@@ -12,7 +12,7 @@ import pytest
 
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings import load_settings
-from ray_apr.settings_files import load_environment, load_reward, read_json_rows
+from ray_apr.settings_files import load_environment, load_function, read_json_rows
 
 BASE = """\
 mode: apr
@@ -131,6 +131,7 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("reward=null", "reward", "is missing"),
         ("environment=tools.py:Nothing", "environment", "it defines Tools, Broken"),
         ("environment=3", "environment", "must be text"),
+        ("group_filter=task.py:keep", "group_filter", "it defines reward"),
         ("train.batch_size=6", "train.batch_size", "multiple of"),
         ("scaling.num_workers=9", "train.batch_size", "num_workers = 9"),
         ("scaling.num_workers=0", "scaling.num_workers", "at least 1"),
@@ -211,7 +212,7 @@ def test_reading_settings_loads_nothing_heavy(folder: Path) -> None:
 def test_reward_of_a_file_travels_with_its_neighbours(folder: Path) -> None:
     from ray import cloudpickle
 
-    reward = load_reward("task.py:reward", folder)
+    reward = load_function("reward", "task.py:reward", folder)
     assert reward(None) == 0.5
     (folder / "reward.pickle").write_bytes(cloudpickle.dumps(reward))
     for name in [n for n in sys.modules if n == "helper" or n.startswith("_apr_user_task")]:
@@ -232,7 +233,7 @@ def test_reward_of_a_file_travels_with_its_neighbours(folder: Path) -> None:
 def test_reward_that_cannot_be_imported(folder: Path, spec: str, remedy: str) -> None:
     (folder / "broken.py").write_text("def reward(sample):\n    return 1\n1 / 0\n")
     with pytest.raises(ConfigError, match=remedy):
-        load_reward(spec, folder)
+        load_function("reward", spec, folder)
 
 
 def test_an_environment_may_take_the_place_of_the_reward(folder: Path) -> None:

@@ -1,0 +1,134 @@
+"""Which steps have a weight sync, and who waits for whom (train/publish.py)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ray_apr.exceptions import WeightSyncError
+from ray_apr.train.publish import WeightPublisher
+
+
+class Sender:
+    """Counts what it gathered, and what was sent of it."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+        self.is_closed = False
+
+    def gather(self) -> None:
+        self.gathered += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Control:
+    """Rank 0's line to the servers: a broadcast takes until `arrived` is set."""
+
+    def __init__(self, *, arrives=True, error=None, limit_s=5.0) -> None:
+        self.arrived = threading.Event()
+        if arrives:
+            self.arrived.set()
+        self.began = threading.Event()
+        self.error = error
+        self.sync_limit_s = limit_s
+        self.connected: list[int] = []
+        self.sent: list[int] = []
+        self.spans: list[str] = []
+
+    def connect(self, sender, num_engine_workers, *, timeout_s) -> None:
+        self.connected.append(num_engine_workers)
+
+    def broadcast(self, sender, policy_version):
+        self.began.set()
+        assert self.arrived.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.sent.append(policy_version)
+        return {"stopped_s": 0.25}
+
+    def record_span(self, what, start_s, end_s, *, actor="trainer") -> None:
+        self.spans.append(actor)
+
+
+def make(control, *, sync_every=1, overlaps=False):
+    sender = Sender()
+    publisher = WeightPublisher(
+        sender,
+        control,
+        num_engine_workers=3,
+        sync_every=sync_every,
+        overlaps=overlaps,
+        timeout_s=5.0,
+    )
+    return publisher, sender
+
+
+def test_every_nth_step_is_sent_and_the_last_one_never():
+    control = Control()
+    publisher, sender = make(control, sync_every=2)
+    for step in range(1, 7):
+        times = publisher.after_step(step, step, is_last=step == 6)
+        assert (times["weight_sync_s"] > 0) == (step in (2, 4))
+    publisher.close()
+    assert control.sent == [2, 4] and sender.gathered == 2
+    assert control.connected == [3], "the group is built once"
+    assert sender.is_closed
+
+
+def test_without_overlap_a_step_waits_for_its_weights():
+    control = Control(arrives=False)
+    publisher, _ = make(control)
+    threading.Timer(0.1, control.arrived.set).start()
+    times = publisher.after_step(1, 1, is_last=False)
+    assert control.sent == [1]
+    assert times["weight_wait_s"] >= times["weight_sync_s"] >= 0.05
+    assert times["generation_stopped_s"] == 0.25
+
+
+def test_with_overlap_the_trainer_goes_on_and_one_sync_is_under_way_at_a_time():
+    control = Control(arrives=False)
+    publisher, sender = make(control, overlaps=True)
+    assert publisher.after_step(1, 1, is_last=False)["weight_sync_s"] == 0.0
+    assert control.began.wait(5) and not control.sent
+    threading.Timer(0.1, control.arrived.set).start()
+    times = publisher.after_step(2, 2, is_last=False)
+    assert control.sent[0] == 1, "the sync before has ended before the next gather"
+    assert times["weight_sync_s"] > 0.05 and times["generation_stopped_s"] == 0.25
+    publisher.close()
+    assert control.sent == [1, 2] and sender.gathered == 2
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_error_of_an_overlapped_sync_reaches_the_trainer(last):
+    control = Control(error=WeightSyncError("a replica is gone"))
+    publisher, _ = make(control, overlaps=True)
+    publisher.after_step(1, 1, is_last=False)
+    with pytest.raises(WeightSyncError, match="a replica is gone"):
+        publisher.after_step(2, 2, is_last=last)
+
+
+def test_a_sync_that_does_not_end_is_an_error_that_names_the_setting():
+    control = Control(arrives=False, limit_s=0.05)
+    publisher, _ = make(control, overlaps=True)
+    publisher.after_step(1, 1, is_last=False)
+    with pytest.raises(WeightSyncError, match=r"version 1 .*weight_sync_timeout_s"):
+        publisher.close()
+    control.arrived.set()
+
+
+def test_other_ranks_only_gather():
+    publisher, sender = make(None, overlaps=True)
+    for step in (1, 2):
+        publisher.after_step(step, step, is_last=False)
+    publisher.close()
+    assert sender.gathered == 2 and sender.is_closed
+
+
+def test_publish_sends_at_once_within_its_own_limit():
+    control = Control()
+    publisher, _ = make(control, overlaps=True)
+    publisher.publish(7, timeout_s=1.0)
+    assert control.sent == [7]
