@@ -142,15 +142,14 @@ class Dispatcher:
     def begin_round(self, num_requeued: int) -> None:
         """Decide what this version is for, where a full batch makes the rest start anew.
 
-        What was stopped is long. Beside shorter ones it would be stopped again and again; so it
-        waits until it fills a batch of its own, which then runs without supplementation.
+        What was stopped twice is long. Beside shorter ones it would be stopped again and again; so
+        it waits until it fills a batch of its own, which then runs without supplementation.
 
         Args:
-            num_requeued: Stopped groups that left the roster and wait outside of it.
+            num_requeued: Such groups, which have left the roster.
         """
-        num_stopped = self._roster.num_unfinished + num_requeued * self._group_size
         restarts = self._config.restarts and self._config.after_interrupt == "restart"
-        self._in_tail_round = restarts and num_stopped >= self._batch_size
+        self._in_tail_round = restarts and num_requeued * self._group_size >= self._batch_size
 
     @property
     def is_starved(self) -> bool:
@@ -199,7 +198,8 @@ class Dispatcher:
     def num_groups_to_start(self) -> int:
         """Whole groups that may be admitted now, by the tightest of the limits."""
         num_groups = min(self._capacities().values()) // self._group_size
-        if self._config.admission == "batch" and self.is_generating:
+        by_batch = self._config.admission == "batch" or self._in_tail_round
+        if by_batch and self.is_generating:
             return min(num_groups, self._num_owed)
         return num_groups
 
@@ -340,6 +340,10 @@ class Dispatcher:
         self._num_owed += 1
         return self._roster.remove(entry.group, SampleState.EVICTED)
 
+    def on_put_off(self, group_id: str) -> tuple[str, ...]:
+        """Drop a live group that has not begun, to be admitted later; returns all ids."""
+        return self._roster.remove(self._roster.group(group_id), SampleState.EVICTED)
+
     def on_filtered(self, group_id: str) -> tuple[str, ...]:
         """Drop a live group for its content; returns the ids of all its members."""
         self._num_owed += 1
@@ -453,6 +457,8 @@ class Dispatcher:
         }
         if ageless and capacities["max_staleness"] > 0:
             del capacities["max_staleness"]  # what generates has no age, however much it is
+        if config.restarts and self.is_held:
+            capacities["interrupt"] = 0  # what the next version is for is not decided yet
         if config.max_live_batches is not None:
             bound = math.floor((config.max_live_batches + config.sync_every - 1) * size)
             capacities["max_live_batches"] = max(0, bound - num_live)

@@ -71,7 +71,7 @@ class RolloutState:
         self._retries: deque[Prompt] = deque()
         """Prompts to be tried again at once."""
         self._requeued: deque[Prompt] = deque()
-        """Prompts of groups that a full batch stopped; they wait for a round of their own."""
+        """Prompts that full batches stopped twice; they wait for a round of their own."""
         self._store = SampleStore()
         self._ledger = TokenLedger()
         self._inflight: set[str] = set()
@@ -93,11 +93,9 @@ class RolloutState:
 
     def next_retry(self) -> Prompt | None:
         """A prompt whose group was dropped and that is to be tried again now; None: a new one."""
-        if self._retries:
-            return self._retries.popleft()
         if self._requeued and self.dispatcher.in_tail_round:
             return self._requeued.popleft()
-        return None
+        return self._retries.popleft() if self._retries else None
 
     def admit(
         self, prompt: Prompt, *, group_size: int, max_response_tokens: int | Sequence[int]
@@ -330,7 +328,16 @@ class RolloutState:
         stale = self.dispatcher.on_version(policy_version)
         running = self.take_surplus() + self._drop_groups(stale)
         self.dispatcher.begin_round(len(self._requeued))
+        if self.dispatcher.in_tail_round:
+            self._put_off_what_has_not_begun()
         return running
+
+    def _put_off_what_has_not_begun(self) -> None:
+        for group_id in tuple(self.live_groups()):
+            group = self._store.group(group_id)
+            if all(self.dispatcher.state_of(s.sample_id) is SampleState.WAITING for s in group):
+                self._retries.append(group[0].prompt)
+                self._store.pop(self.dispatcher.on_put_off(group_id))
 
     def _cut(self, sample: Sample) -> None:
         """Where interruption leaves no tokens, what rests between turns takes none along either.
@@ -354,7 +361,8 @@ class RolloutState:
     def _drop_groups(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         groups = [self._store.group(g) for g in group_ids]
         if self._config.restarts and self._config.after_interrupt == "restart":
-            self._requeued.extend(_again(samples[0].prompt) for samples in groups)
+            for prompt in (samples[0].prompt for samples in groups):
+                (self._requeued if prompt.num_retries else self._retries).append(_again(prompt))
         members = [s.sample_id for samples in groups for s in samples]
         return self._drop(members, "stale")
 
