@@ -42,8 +42,10 @@ def main() -> None:
         include_dashboard=True,
     )
     folder = Path(tempfile.mkdtemp(prefix="apr-modes-"))
-    model = args.model or make_model(folder / "model", args.hidden, args.layers)
-    prompts = write_prompts(Trace.from_file(args.trace), folder / "prompts.parquet", args)
+    trace = Trace.from_file(args.trace)
+    context = max(g.prompt_tokens + length(s, args) for g, s in trace.samples) + 1
+    model = args.model or make_model(folder / "model", args.hidden, args.layers, context)
+    prompts = write_prompts(trace, folder / "prompts.parquet", args)
     result = describe(args)
     for repeat in range(args.repeats):
         for mode in args.modes:
@@ -71,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on response lengths")
     parser.add_argument(
         "--reward-seconds", type=float, help="time of each reward; else the trace's"
     )
@@ -80,7 +83,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> str:
+def length(sample: Any, args: argparse.Namespace) -> int:
+    """Response tokens of a sample of the trace in this benchmark."""
+    return max(1, round(sample.response_tokens * args.scale))
+
+
+def make_model(folder: Path, hidden: int, layers: int, context: int) -> str:
     """A random Qwen3 with the tokenizer of the arithmetic example."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -90,7 +98,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> str:
     config.hidden_size, config.intermediate_size = hidden, 2 * hidden
     config.num_hidden_layers = layers
     config.layer_types = ["full_attention"] * layers
-    config.max_position_embeddings = 1024
+    config.max_position_embeddings = max(1024, context)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
@@ -105,7 +113,7 @@ def write_prompts(trace: Any, path: Path, args: argparse.Namespace) -> Path:
     samples = [[g.sample(i) for i in range(args.group_size)] for g in trace.groups]
     table = {
         "prompt": [[3 + i % 10 for i in range(max(1, g.prompt_tokens))] for g in trace.groups],
-        "lengths": [[s.response_tokens for s in group] for group in samples],
+        "lengths": [[length(s, args) for s in group] for group in samples],
         "reward_s": [
             [s.reward_s if args.reward_seconds is None else args.reward_seconds for s in group]
             for group in samples
