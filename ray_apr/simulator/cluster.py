@@ -29,13 +29,24 @@ class EngineConfig:
     kv_capacity_tokens: int = 500_000
     max_sequences: int = 256
     prefill_tokens_per_s: float = 12_000.0
+    request_overhead_s: float = 0.0
+    """What taking in a request costs the engine beside its prefill."""
+    cores: float = 1.0
+    """CPU cores that a busy engine keeps busy; counts where ``host_cores`` is set."""
 
     def __post_init__(self) -> None:
         s = "cluster.engine"
         whole(s, self, "kv_capacity_tokens", "max_sequences")
         at_least(s, self, 1, "kv_capacity_tokens", "max_sequences")
-        positive(s, self, "decode_base_s", "prefill_tokens_per_s")
-        at_least(s, self, 0, "decode_per_sequence_s", "decode_per_context_token_s")
+        positive(s, self, "decode_base_s", "prefill_tokens_per_s", "cores")
+        at_least(
+            s,
+            self,
+            0,
+            "decode_per_sequence_s",
+            "decode_per_context_token_s",
+            "request_overhead_s",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +57,11 @@ class TrainerConfig:
     """Response tokens that one GPU trains in a second."""
     step_overhead_s: float = 2.0
     """What an optimizer step costs beside its tokens."""
+    cores: float = 1.0
+    """CPU cores that a GPU's train worker keeps busy; counts where ``host_cores`` is set."""
 
     def __post_init__(self) -> None:
-        positive("cluster.trainer", self, "tokens_per_s_per_gpu")
+        positive("cluster.trainer", self, "tokens_per_s_per_gpu", "cores")
         at_least("cluster.trainer", self, 0, "step_overhead_s")
 
 
@@ -84,6 +97,9 @@ class ClusterConfig:
     """Time for which a weight sync stops the engines and the trainer."""
     switch_s: float = 0.0
     """What colocated GPUs pay each time they turn from generation to training or back."""
+    host_cores: float | None = None
+    """CPU cores that engines and train workers share; who wants more than there are, all slow down.
+    None is for GPUs, which nobody shares."""
     reward_workers: int = 256
     """Rewards that are computed at the same time."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -98,6 +114,8 @@ class ClusterConfig:
         at_least(s, self, 1, "gpus", "reward_workers", "steps")
         at_least(s, self, 0, "weight_sync_s", "switch_s")
         of_type(s, self, str, "a text", "notes")
+        if self.host_cores is not None:
+            positive(s, self, "host_cores")
         if self.placement == "disaggregated":
             require(
                 self.gpus >= 2,
@@ -118,6 +136,18 @@ class ClusterConfig:
     def is_colocated(self) -> bool:
         """Whether all GPUs take turns."""
         return self.placement == "colocated"
+
+    def num_train_gpus(self) -> int:
+        """GPUs that train: all that do not generate; all of them where colocated."""
+        return self.gpus if self.is_colocated else self.gpus - (self.rollout_gpus or 0)
+
+    def slowdown(self, num_busy_engines: int, *, is_training: bool) -> float:
+        """How many times longer everything takes when so many want the host's cores."""
+        if self.host_cores is None:
+            return 1.0
+        wanted = num_busy_engines * self.engine.cores
+        wanted += self.num_train_gpus() * self.trainer.cores if is_training else 0
+        return max(1.0, wanted / self.host_cores)
 
     def with_rollout_gpus(self, rollout_gpus: int) -> ClusterConfig:
         """The same machine with another split."""

@@ -64,6 +64,7 @@ class EngineModel:
         self._num_cached = 0
         self._admissions = 0
         self._busy_from: float | None = None
+        self._slowdown = 1.0
         self.busy_s = 0.0
         self.tokens_generated = 0
         self.tokens_reprefilled = 0
@@ -151,7 +152,7 @@ class EngineModel:
         self.advance(now)
         self.drop_cache()
         self.tokens_reprefilled += self._context
-        self._at = max(self._at, now) + self._context / self._config.prefill_tokens_per_s
+        self._at = max(self._at, now) + self._prefill_s(self._context)
         self._mark(now)
 
     def delay(self, now: float, until: float) -> None:
@@ -161,6 +162,12 @@ class EngineModel:
         if self._busy_from is not None:
             self.busy_s += now - self._busy_from
             self._busy_from = until
+        self.epoch += 1
+
+    def set_slowdown(self, factor: float, now: float) -> None:
+        """From now on a step takes `factor` times as long as on a host of its own."""
+        self.advance(now)
+        self._slowdown = factor
         self.epoch += 1
 
     def made(self, request: Request) -> int:
@@ -176,7 +183,7 @@ class EngineModel:
         left = now - self._at
         if left <= 0:
             return
-        square = config.decode_per_context_token_s * n / 2
+        square = self._slowdown * config.decode_per_context_token_s * n / 2
         linear = self._step_s() - square
         if square > 0:
             steps = int((math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square))
@@ -196,15 +203,18 @@ class EngineModel:
     def _step_s(self) -> float:
         """Duration of one step of the present set."""
         config = self._config
-        return (
+        return self._slowdown * (
             config.decode_base_s
             + config.decode_per_sequence_s * len(self._running)
             + config.decode_per_context_token_s * self._context
         )
 
+    def _prefill_s(self, num_tokens: int) -> float:
+        return self._slowdown * num_tokens / self._config.prefill_tokens_per_s
+
     def _duration(self, steps: int) -> float:
         grown = self._config.decode_per_context_token_s * len(self._running) * steps
-        return steps * self._step_s() + grown * (steps - 1) / 2
+        return steps * self._step_s() + self._slowdown * grown * (steps - 1) / 2
 
     def _make(self, steps: int) -> None:
         self._steps += steps
@@ -267,7 +277,7 @@ class EngineModel:
             prefill = max(0, context - cached)
             if request.is_resumed:
                 self.tokens_reprefilled += prefill
-            self._at += prefill / config.prefill_tokens_per_s
+            self._at += self._prefill_s(prefill) + self._slowdown * config.request_overhead_s
             self._admissions += 1
             request.admitted = self._admissions
             request.is_running = True

@@ -100,6 +100,17 @@ class Fleet:
         """Calls under way."""
         return len(self._calls)
 
+    @property
+    def num_busy(self) -> int:
+        """Engines that have something to generate."""
+        return sum(model.num_requests > 0 for model in self._engines)
+
+    def set_slowdown(self, factor: float, now: float) -> None:
+        """From now on all engines take `factor` times as long as each on a host of its own."""
+        for engine, model in enumerate(self._engines):
+            model.set_slowdown(factor, now)
+            self._schedule(engine, now)
+
     def start(self, sample: Sample, num_left: int, now: float) -> None:
         """Generate the `num_left` tokens that a sample still needs.
 

@@ -21,6 +21,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.data.selection import Shelf
@@ -34,6 +35,19 @@ from ray_apr.simulator.outcome import Outcome
 from ray_apr.simulator.trace import Trace, TraceGroup, TraceSample
 from ray_apr.staleness import next_version, oldest_trainable
 from ray_apr.types import Generation, GroupMeta, Prompt, RewardResult, SampleMeta
+
+
+@dataclass(slots=True, eq=False)
+class _Training:
+    """An optimizer step under way."""
+
+    groups: tuple[GroupMeta, ...]
+    begin: float
+    work_s: float
+    """What is left of it, at full speed, at `since`."""
+    since: float
+    num_timed: int = 0
+    """How often its end was told; only the last time counts."""
 
 
 class Simulation:
@@ -80,6 +94,9 @@ class Simulation:
         self._is_waiting = True
         """Whether the trainer waits for a batch."""
         self._trainer_busy_s = 0.0
+        self._slowdown = 1.0
+        """What engines and trainer make of each other on a shared host."""
+        self._training: _Training | None = None
         self._sync_due = False
         """Whether new weights wait to be moved: for the sync before, or for a drain."""
         self._is_syncing = False
@@ -95,6 +112,7 @@ class Simulation:
             SimulationError: If nothing can happen any more before that.
         """
         self._pump()
+        self._share_host()
         while self._step < self._cluster.steps:
             if not self._events:
                 raise SimulationError(
@@ -105,11 +123,28 @@ class Simulation:
             self.outcome.num_events += 1
             happen(*args)
             self._pump()
+            self._share_host()
         self._finish()
         return self.outcome
 
     def _at(self, time: float, happen: Callable[..., None], *args: object) -> None:
         heapq.heappush(self._events, (time, next(self._sequence), happen, args))
+
+    def _share_host(self) -> None:
+        """Let everything run slower or faster, if others have begun or ended to use its cores."""
+        if self._cluster.host_cores is None:
+            return
+        num_busy = 0 if self._is_stopped else self._fleet.num_busy
+        slowdown = self._cluster.slowdown(num_busy, is_training=self._training is not None)
+        if slowdown == self._slowdown:
+            return
+        step = self._training
+        if step is not None and self._now > step.since:
+            step.work_s -= (self._now - step.since) / self._slowdown
+            step.since = self._now
+        self._slowdown = slowdown
+        self._fleet.set_slowdown(slowdown, self._now)
+        self._time_step()
 
     # -- scheduling ------------------------------------------------------------------------------
 
@@ -227,17 +262,30 @@ class Simulation:
 
     def _begin_step(self, groups: tuple[GroupMeta, ...]) -> None:
         cluster, trainer = self._cluster, self._cluster.trainer
-        gpus = cluster.gpus if cluster.is_colocated else cluster.gpus - (cluster.rollout_gpus or 0)
         tokens = sum(group.num_tokens for group in groups)
-        duration = trainer.step_overhead_s + tokens / (trainer.tokens_per_s_per_gpu * gpus)
-        end = self._now + duration
+        rate = trainer.tokens_per_s_per_gpu * cluster.num_train_gpus()
+        duration = trainer.step_overhead_s + tokens / rate
+        begin = self._now
         if cluster.is_colocated:
-            end += 0 if self._is_stopped else cluster.switch_s
-            self._stop_engines(end)
-        self._trainer_busy_s += duration
-        self._at(end, self._end_step, groups)
+            begin += 0 if self._is_stopped else cluster.switch_s
+            self._stop_engines(begin + duration)
+        self._training = _Training(groups, begin, duration, begin)
+        self._time_step()
 
-    def _end_step(self, groups: tuple[GroupMeta, ...]) -> None:
+    def _time_step(self) -> None:
+        """Tell when the step under way ends, as fast as it goes now."""
+        step = self._training
+        if step is not None:
+            step.num_timed += 1
+            end = step.since + step.work_s * self._slowdown
+            self._at(end, self._end_step, step, step.num_timed)
+
+    def _end_step(self, step: _Training, num_timed: int) -> None:
+        if num_timed != step.num_timed:
+            return  # it was timed anew
+        self._training = None
+        self._trainer_busy_s += self._now - step.begin
+        groups = step.groups
         oldest = oldest_trainable(self._version, self._config.max_staleness)
         for group in groups:
             trained = self.outcome.count_trained(

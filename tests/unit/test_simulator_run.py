@@ -100,12 +100,13 @@ def any_config(draw):
     rollout_gpus=st.integers(1, 3),
     reward_workers=st.sampled_from([1, 16]),
     weight_sync_s=st.sampled_from([0.0, 0.2, 3.0]),
+    host_cores=st.sampled_from([None, None, 1, 2.5]),
     seed=st.integers(0, 3),
 )
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_settings_end_and_keep_ledger_and_bound(
     config, trace, placement, kv_capacity, max_sequences, rollout_gpus, reward_workers,
-    weight_sync_s, seed,
+    weight_sync_s, host_cores, seed,
 ):  # fmt: skip
     engine = dataclasses.replace(
         make_cluster().engine, kv_capacity_tokens=kv_capacity, max_sequences=max_sequences
@@ -116,6 +117,7 @@ def test_any_settings_end_and_keep_ledger_and_bound(
         rollout_gpus=rollout_gpus,
         reward_workers=reward_workers,
         weight_sync_s=weight_sync_s,
+        host_cores=host_cores,
         steps=6,
     )
     outcome = Simulation(trace, cluster, config, seed=seed).run()
@@ -142,6 +144,32 @@ def test_mask_and_wait_train_long_prompts_as_often_as_short_ones(on_stale, least
     else:
         assert min(shares) >= least
     assert max(result["undecided_share_by_length_decile"]) < 0.1
+
+
+def wall_s(mode, **changes):
+    config = PartialRolloutConfig.preset(mode)
+    return Simulation(make_trace(), make_cluster(**changes), config).run().wall_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_enough_cores_for_all_change_nothing(mode):
+    assert wall_s(mode, host_cores=4) == wall_s(mode)
+
+
+def test_those_who_share_a_core_pay_only_while_both_are_busy():
+    one_engine = dict(rollout_gpus=1, gpus=2)
+    assert wall_s("sync", host_cores=1, **one_engine) == pytest.approx(
+        wall_s("sync", **one_engine)
+    ), "one at a time"
+    apart, shared = (wall_s("apr", host_cores=cores, **one_engine) for cores in (None, 1))
+    assert apart < shared <= 2 * apart
+
+
+def test_a_host_with_half_the_cores_generates_at_half_the_speed():
+    work = dict(gpus=3, weight_sync_s=0, steps=1)
+    trainer = dataclasses.replace(make_cluster().trainer, step_overhead_s=0)
+    apart, shared = (wall_s("sync", host_cores=c, trainer=trainer, **work) for c in (2, 1))
+    assert 1.15 * apart < shared < 2 * apart, "in the tail one engine has the core to itself"
 
 
 def test_best_split_is_found():

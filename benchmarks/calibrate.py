@@ -1,0 +1,145 @@
+"""Measures what the simulator has to know of this machine, and asks it for the modes' ratios.
+
+    python benchmarks/modes.py --calibrate ...
+
+The engines are measured alone, through the same client and Serve deployment as in a run; the
+trainer is read off the synchronous runs, in which it has the machine to itself. Nothing is fitted
+to the ratios that are predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from typing import Any
+
+from ray_apr import PartialRolloutConfig, RolloutConfig
+from ray_apr.simulator.cluster import ClusterConfig
+from ray_apr.simulator.run import Simulation
+from ray_apr.simulator.trace import Trace
+
+_SHORT, _LONG = 16, 144
+_APP = "calibration"
+
+
+def measure_engines(
+    model: str, config: RolloutConfig, *, prompt_tokens: int, max_num_seqs: int
+) -> dict[str, Any]:
+    """Time decode steps of one engine, and of all at once, at several batch sizes.
+
+    Returns:
+        Parameters of `EngineConfig`, and the raw times they come from.
+    """
+    from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+    from ray_apr.serve.client import ServeRolloutClient
+
+    start_rollout_servers(_APP, model=model, config=config)
+    try:
+        client = ServeRolloutClient(_APP, config, max_inflight=4 * max_num_seqs)
+        return asyncio.run(_measure(client, config, prompt_tokens, max_num_seqs))
+    finally:
+        stop_rollout_servers(_APP)
+
+
+async def _measure(
+    client: Any, config: RolloutConfig, prompt_tokens: int, max_num_seqs: int
+) -> dict[str, Any]:
+    sizes = [1, max_num_seqs // 4, max_num_seqs]
+    raw: list[dict[str, Any]] = []
+    await _time(client, config, 1, max_num_seqs, _SHORT, prompt_tokens)  # warm-up
+    for engines in sorted({1, config.num_replicas}):
+        for size in sizes:
+            short, long = [
+                await _time(client, config, engines, size, tokens, prompt_tokens)
+                for tokens in (_SHORT, _LONG)
+            ]
+            step_s = (long - short) / (_LONG - _SHORT)
+            overhead_s = max(0.0, short - _SHORT * step_s) / size
+            row = {"engines": engines, "sequences": size, "step_s": step_s}
+            raw.append({**row, "request_overhead_s": overhead_s})
+    alone = {r["sequences"]: r for r in raw if r["engines"] == 1}
+    per_sequence = (alone[sizes[-1]]["step_s"] - alone[1]["step_s"]) / (sizes[-1] - 1)
+    slower = [
+        r["step_s"] / alone[r["sequences"]]["step_s"]
+        for r in raw
+        if r["engines"] == config.num_replicas
+    ]
+    cores = os.cpu_count() or 1
+    return {
+        "raw": raw,
+        "engine": {
+            "decode_base_s": alone[1]["step_s"] - per_sequence,
+            "decode_per_sequence_s": max(0.0, per_sequence),
+            "decode_per_context_token_s": 0.0,
+            "max_sequences": max_num_seqs,
+            "prefill_tokens_per_s": 1e9,
+            "request_overhead_s": alone[sizes[-1]]["request_overhead_s"],
+            "cores": statistics.fmean(slower) * cores / config.num_replicas,
+        },
+    }
+
+
+async def _time(
+    client: Any, config: RolloutConfig, engines: int, size: int, tokens: int, prompt_tokens: int
+) -> float:
+    """Seconds of `size` requests on each of some engines; a session stays on its engine."""
+    from ray_apr.types import SamplingParams
+
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    began = time.monotonic()
+    await asyncio.gather(
+        *(
+            client.generate(
+                request_id=f"{began}-{engine}-{i}",
+                session_id=f"{began}-{engine}",
+                token_ids=[3 + (i + j) % 10 for j in range(prompt_tokens)],
+                sampling=sampling,
+                max_tokens=tokens,
+            )
+            for engine in range(engines)
+            for i in range(size)
+        )
+    )
+    return time.monotonic() - began
+
+
+def measured_cluster(
+    engine: dict[str, Any], sync_runs: list[dict[str, Any]], args: argparse.Namespace
+) -> ClusterConfig:
+    """The simulator's machine: engines as measured, the trainer as in the synchronous runs."""
+    rows = [row for run in sync_runs for row in run["steps"][1:] if "trainer_step_s" in row]
+    tokens = [row["num_tokens"] for row in rows]
+    slope, overhead = statistics.linear_regression(tokens, [r["trainer_step_s"] for r in rows])
+    syncs = [r["weight_wait_s"] for r in rows if "weight_wait_s" in r]
+    return ClusterConfig.from_dict(
+        {
+            "gpus": args.replicas + args.train_workers,
+            "rollout_gpus": args.replicas,
+            "host_cores": None if args.gpu else os.cpu_count(),
+            "engine": engine,
+            "trainer": {
+                "tokens_per_s_per_gpu": 1 / (slope * args.train_workers),
+                "step_overhead_s": max(0.0, overhead),
+            },
+            "weight_sync_s": statistics.median(syncs),
+            "reward_workers": args.reward_concurrency,
+            "batch": {"prompts": args.batch_prompts, "group_size": args.group_size},
+            "steps": args.steps,
+        }
+    )
+
+
+def predict(
+    trace: Trace, cluster: ClusterConfig, modes: dict[str, PartialRolloutConfig], seeds: int
+) -> dict[str, float]:
+    """Simulated time of "sync" over that of each mode; medians over prompt orders."""
+    times = {
+        mode: statistics.median(
+            Simulation(trace, cluster, config, seed=seed).run().wall_s for seed in range(seeds)
+        )
+        for mode, config in modes.items()
+    }
+    return {mode: times["sync"] / seconds for mode, seconds in times.items()}
