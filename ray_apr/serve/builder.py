@@ -115,7 +115,9 @@ def engine_arguments(
     if on_cuda:
         ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
     else:
-        ours |= {"block_size": 32, "enforce_eager": True}
+        # a prompt that is prefilled in two steps kills vLLM on CPU, if its request has a seed:
+        # vLLM turns the generator back, and those of the CPU have no offset
+        ours |= {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
     return {**ours, **config.engine_kwargs}
 
 

@@ -196,6 +196,19 @@ def test_seeds_budget_and_stop_tokens_are_obeyed(parts):
     run(body())
 
 
+def test_more_seeded_prompts_than_one_step_prefills_harm_nobody(parts):
+    run, engine, _ = parts
+    seeded = SamplingParams(seed=7, ignore_eos=True)
+
+    async def body():
+        prompts = [tuple(1 + (7 * i + j) % 40 for j in range(400)) for i in range(12)]
+        calls = (generate(engine, ids=ids, sampling=seeded, max_tokens=4) for ids in prompts)
+        generations = await asyncio.gather(*calls)
+        assert [len(ids_of(g)) for g in generations] == [4] * 12
+
+    run(body())
+
+
 def test_bad_requests_are_refused_and_cost_nothing(parts):
     run, engine, _ = parts
 
