@@ -186,6 +186,8 @@ class _Parts:
             on_stale=plan.partial_rollout.on_stale,
             num_ranks=plan.scaling.num_workers,
             micro_batch_tokens=plan.train.micro_batch_tokens,
+            mini_batches=plan.train.mini_batches,
+            packed=plan.train.packs("cuda" if plan.scaling.use_gpu else "cpu"),
             config=plan.buffer,
             recorder=self.recorder,
         )
@@ -267,6 +269,7 @@ class _Parts:
         settings = {
             "model": plan.model,
             "algorithm": plan.algorithm,
+            "max_response_tokens": plan.rollout.max_response_tokens,
             "train": plan.train,
             "partial_rollout": plan.partial_rollout,
             "buffer": self._buffer,
@@ -419,6 +422,9 @@ def _describe(plan: RunPlan) -> dict[str, Any]:
         for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
     }
     sections["rollout"].pop("control_token")
+    for name in ("advantage", "loss"):
+        if callable(sections["algorithm"][name]):
+            sections["algorithm"][name] = _name(sections["algorithm"][name])
     scaling = {"num_workers": plan.scaling.num_workers, "use_gpu": bool(plan.scaling.use_gpu)}
     code = {name: _name(getattr(plan, name)) for name in ("reward", "environment", "group_filter")}
     return {"model": plan.model, **code, **sections, "scaling": scaling}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable
@@ -37,6 +38,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "reward": settings.reward or "given by the environment",
             "group filter": settings.group_filter or "none: every scored group is trained",
             "environment": settings.environment or "none: every response is one turn",
+            "objective": _objective(settings),
             "seed": train.seed,
         },
         "resources": _resources(settings),
@@ -55,11 +57,18 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "response budget (tokens)": rollout.max_response_tokens,
         },
         "whole run": {
-            "optimizer steps": train.steps,
+            "batches": train.steps,
+            "mini-batches of each": train.mini_batches,
             "samples trained": train.steps * batch_size,
             "checkpoint every": train.checkpoint_every or "only at the end",
         },
     }
+
+
+def _objective(settings: RunSettings) -> str:
+    algorithm, code = settings.algorithm, settings.objective
+    loss, advantage = (code.get(k, getattr(algorithm, k)) for k in ("loss", "advantage"))
+    return f"{loss} loss of {advantage} advantages, {algorithm.aggregation}"
 
 
 def _resources(settings: RunSettings) -> dict[str, Any]:
@@ -136,6 +145,10 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     environment = None
     if settings.environment is not None:
         environment = load_environment(settings.environment, folder)
+    objective: dict[str, Any] = {
+        key: load_function(f"algorithm.{key}", spec, folder)
+        for key, spec in settings.objective.items()
+    }
     import ray
     import ray.train
 
@@ -158,7 +171,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
             rollout_config=settings.rollout,
             partial_rollout_config=settings.partial_rollout,
             buffer_config=settings.buffer,
-            algorithm_config=settings.algorithm,
+            algorithm_config=dataclasses.replace(settings.algorithm, **objective),
             train_config=settings.train,
             scaling_config=ray.train.ScalingConfig(
                 num_workers=settings.scaling.num_workers,

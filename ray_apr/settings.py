@@ -113,6 +113,8 @@ _SECTIONS: Mapping[str, type] = {
     "run": RunFolderSettings,
     "ray": RaySettings,
 }
+_PRESET_SECTIONS = ("partial_rollout", "algorithm")
+"""Sections whose defaults depend on a preset."""
 _REQUIRED = ("model", "prompts")
 _CODE = ("reward", "environment", "group_filter")
 _KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS)
@@ -134,6 +136,8 @@ class RunSettings:
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     group_filter: str | None
     """Like `reward`."""
+    objective: Mapping[str, str]
+    """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
     buffer: BufferConfig
@@ -207,8 +211,13 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSetting
 
 
 def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
-    sections = {name: _section(name, cls, values.get(name)) for name, cls in _SECTIONS.items()}
+    sections = {
+        name: _section(name, cls, values.get(name))
+        for name, cls in _SECTIONS.items()
+        if name not in _PRESET_SECTIONS
+    }
     sections["partial_rollout"] = _partial_rollout(values)
+    sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
     code = {name: values[name] for name in _CODE if values.get(name) is not None}
     for name, value in {"model": values["model"], **code}.items():
         if not isinstance(value, str):
@@ -222,6 +231,7 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
         reward=code.get("reward"),
         environment=code.get("environment"),
         group_filter=code.get("group_filter"),
+        objective=objective,
         **sections,
     )
     _check_all_together(settings)
@@ -230,13 +240,7 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
 
 def _check_all_together(settings: RunSettings) -> None:
     check_together(settings.rollout, settings.train, settings.algorithm)
-    batch_size, num_workers = settings.train.batch_size, settings.scaling.num_workers
-    if batch_size < num_workers:
-        raise ConfigError(
-            "train.batch_size",
-            batch_size,
-            f"must be at least scaling.num_workers = {num_workers}: every worker trains a sample",
-        )
+    settings.train.check_workers(settings.scaling.num_workers)
     if settings.scaling.use_gpu and settings.rollout.device == "cpu":
         raise ConfigError(
             "scaling.use_gpu", True, 'needs rollout.device "cuda" or "auto": one run, one device'
@@ -245,14 +249,16 @@ def _check_all_together(settings: RunSettings) -> None:
 
 def _section(name: str, cls: type, given: Any) -> Any:
     values = _mapping(name, given)
+    _check_section(name, cls, values)
+    return from_mapping(cls, name, values)
+
+
+def _check_section(name: str, cls: type, values: Mapping[str, Any]) -> None:
     names = [f.name for f in dataclasses.fields(cls)]
     for key, value in values.items():
         if key not in names:
             raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
     check_types(cls, name, values)
-    if cls is PartialRolloutConfig:
-        return None  # built by its preset, see _partial_rollout
-    return from_mapping(cls, name, values)
 
 
 def _mapping(name: str, given: Any) -> dict[str, Any]:
@@ -269,10 +275,26 @@ def _partial_rollout(values: Mapping[str, Any]) -> PartialRolloutConfig:
         raise ConfigError(
             "partial_rollout.mode", section["mode"], "write `mode:` at the top level instead"
         )
+    _check_section("partial_rollout", PartialRolloutConfig, section)
     mode = values.get("mode", "apr")
     if not isinstance(mode, str):
         raise ConfigError("mode", mode, f"must be one of {', '.join(get_args(Mode))}")
     return PartialRolloutConfig.preset(mode, **section)
+
+
+def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, str]]:
+    """The section, and the functions of the user's that it names."""
+    section = _mapping("algorithm", given)
+    preset = section.pop("preset", None)
+    named = {key: section.get(key) for key in ("advantage", "loss")}
+    objective = {k: v for k, v in named.items() if isinstance(v, str) and ":" in v}
+    for key, spec in objective.items():
+        check_code(f"algorithm.{key}", spec, base_dir)
+        del section[key]
+    _check_section("algorithm", AlgorithmConfig, section)
+    if preset is None:
+        return AlgorithmConfig(**section), objective
+    return AlgorithmConfig.preset(preset, **section), objective
 
 
 def _prompts(given: Any, base_dir: Path, column: str) -> PromptsSettings:

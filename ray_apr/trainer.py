@@ -193,12 +193,7 @@ def _check_scaling(
     workers = scaling.num_workers
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError("scaling.num_workers", workers, "must be a whole number of at least 1")
-    if train.batch_size % workers:
-        raise ConfigError(
-            "train.batch_size",
-            train.batch_size,
-            f"must be a multiple of the {workers} train workers",
-        )
+    train.check_workers(workers)
     if not ray.is_initialized():
         return
     have = ray.cluster_resources()

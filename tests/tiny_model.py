@@ -1,4 +1,4 @@
-"""A Qwen3 of about 100,000 parameters with a character tokenizer, made in a second, offline."""
+"""A model of about 100,000 parameters with a character tokenizer, made in a second, offline."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def make_tiny_model(
     num_layers: int = 2,
     max_positions: int = 4096,
     seed: int = 0,
+    architecture: str = "qwen3",
+    bias: bool = False,
 ) -> Path:
     """Write a randomly initialised model with its tokenizer to `folder` and return `folder`.
 
@@ -27,10 +29,18 @@ def make_tiny_model(
         num_layers: Transformer blocks.
         max_positions: Longest sequence, in tokens.
         seed: Seed of the weights.
+        architecture: ``"qwen3"`` or ``"llama"``.
+        bias: Whether a Llama's linear layers have biases, not zero.
     """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {"<eos>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
@@ -40,7 +50,12 @@ def make_tiny_model(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
     ).save_pretrained(folder)
-    config = Qwen3Config(
+    kinds = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+        "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": bias, "mlp_bias": bias}),
+    }
+    config_class, model_class, options = kinds[architecture]
+    config = config_class(
         vocab_size=len(vocabulary),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -55,8 +70,13 @@ def make_tiny_model(
         bos_token_id=None,
         pad_token_id=0,
         dtype="float32",
+        **options,
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model = model_class(config).to(torch.float32)
+    if bias:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return folder

@@ -68,6 +68,8 @@ def make_batches(
     step: int = 0,
     policy_version: int = 3,
     oldest_version: int = 0,
+    mini_batches: int = 1,
+    packed: bool = False,
 ) -> list[RankBatch]:
     """One row a rank."""
     return build_rank_batches(
@@ -77,6 +79,8 @@ def make_batches(
         oldest_version=oldest_version,
         num_ranks=num_ranks,
         micro_batch_tokens=micro_batch_tokens,
+        mini_batches=mini_batches,
+        packed=packed,
     )
 
 

@@ -42,6 +42,25 @@ def group_advantages(
         ... ).flatten().tolist()
         [0.5, -0.5]
     """
+    mask_BT = mask.to(rewards.dtype)
+    advantages_B = sample_advantages(rewards, groups, mask_BT.sum(dim=1), estimator)
+    return advantages_B.unsqueeze(1) * mask_BT
+
+
+def sample_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """The advantage [B] of each sample, which all of its tokens share; see `group_advantages`.
+
+    Args:
+        rewards: [B].
+        groups: [B].
+        lengths: [B], trained tokens of each sample, in the dtype of `rewards`.
+        estimator: One of `ESTIMATORS`.
+
+    Raises:
+        ConfigError: For an estimator that does not exist.
+    """
     if estimator not in ESTIMATORS:
         raise ConfigError(
             "algorithm.advantage", estimator, f"must be one of {', '.join(ESTIMATORS)}"
@@ -59,10 +78,26 @@ def group_advantages(
     elif estimator == "rloo":
         others_G = size_G / (size_G - 1).clamp(min=1)
         advantages_B = advantages_B * others_G[ids_B]
-    mask_BT = mask.to(rewards.dtype)
     if estimator == "reinforce_plus_plus_baseline":
-        advantages_B = _whitened(advantages_B, mask_BT.sum(dim=1))
-    return advantages_B.unsqueeze(1) * mask_BT
+        advantages_B = _whitened(advantages_B, lengths)
+    return advantages_B
+
+
+def overlong_penalties(
+    lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: int
+) -> torch.Tensor:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13).
+
+    Args:
+        lengths: [B], response tokens.
+        max_tokens: Budget of a response.
+        buffer_tokens: Tokens below the budget within which the punishment grows.
+
+    Returns:
+        [B], 0 up to ``max_tokens - buffer_tokens``, from there falling linearly to -1.
+    """
+    over = lengths - (max_tokens - buffer_tokens)
+    return -(over / buffer_tokens).clamp(0.0, 1.0)
 
 
 def _whitened(values_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def importance_weights(
     mask: torch.Tensor,
     *,
     level: str = "token",
-    cap: float,
+    cap: float | None,
     batch_normalize: bool = False,
 ) -> torch.Tensor:
     """Truncated importance weights rho = min(proximal / behavior, cap), detached.
@@ -36,7 +36,7 @@ def importance_weights(
         mask: [B, T], 1 where a token is trained.
         level: ``"token"``: one ratio for each token; ``"sequence"``: the product over the sample's
             tokens, the same for all of them.
-        cap: Largest weight, in (0, inf).
+        cap: Largest weight, in (0, inf); None does not truncate.
         batch_normalize: Divide the truncated weights by their mean, over the trained tokens or over
             the samples, so that the mean is 1.
 
@@ -54,7 +54,9 @@ def importance_weights(
     log_ratio = (proximal_logprobs - behavior_logprobs).masked_fill(~kept, 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
-    weights = log_ratio.exp().clamp(max=cap)
+    weights = log_ratio.clamp(max=_LOG_RATIO_LIMIT).exp()
+    if cap is not None:
+        weights = weights.clamp(max=cap)
     if batch_normalize:
         counted = kept if level == "token" else kept.any(dim=1, keepdim=True)
         mean = weights.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)

@@ -64,23 +64,56 @@ def policy_loss(
     Raises:
         ConfigError: For a loss or an aggregation that does not exist.
     """
-    if loss not in LOSSES:
-        raise ConfigError("algorithm.loss", loss, f"must be one of {', '.join(LOSSES)}")
-    if loss == "gspo":
-        ratio = _sequence_ratio(logprobs, proximal_logprobs, mask)
-    else:
-        ratio = _ratio(logprobs, proximal_logprobs, mask)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if loss == "cispo":
-        costs = -clipped.detach() * advantages * logprobs
-    else:
-        costs = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if dual_clip is not None and loss != "cispo":
-        bounded = torch.minimum(costs, -advantages * dual_clip)
-        costs = torch.where(advantages < 0, bounded, costs)
+    costs = policy_costs(
+        logprobs,
+        proximal_logprobs,
+        advantages,
+        mask,
+        loss=loss,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     if importance_weights is not None:
         costs = costs * importance_weights
     return aggregate(costs, mask, aggregation, normalizer=normalizer)
+
+
+def policy_costs(
+    logprobs: torch.Tensor,
+    proximal_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    loss: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> torch.Tensor:
+    """Costs [B, T] of the tokens, before importance weights and aggregation; see `policy_loss`.
+
+    Raises:
+        ConfigError: For a loss that does not exist.
+    """
+    if loss not in LOSSES:
+        raise ConfigError("algorithm.loss", loss, f"must be one of {', '.join(LOSSES)}")
+    ratio = policy_ratio(logprobs, proximal_logprobs, mask, loss=loss)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if loss == "cispo":
+        return -clipped.detach() * advantages * logprobs
+    costs = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None:
+        bounded = torch.minimum(costs, -advantages * dual_clip)
+        costs = torch.where(advantages < 0, bounded, costs)
+    return costs
+
+
+def policy_ratio(
+    logprobs: torch.Tensor, proximal_logprobs: torch.Tensor, mask: torch.Tensor, *, loss: str
+) -> torch.Tensor:
+    """The ratio [B, T] that a loss clips: of the sequence for ``"gspo"``, else of each token."""
+    ratio = _sequence_ratio if loss == "gspo" else _ratio
+    return ratio(logprobs, proximal_logprobs, mask)
 
 
 def aggregate(
@@ -124,18 +157,22 @@ def loss_normalizer(lengths: torch.Tensor, aggregation: str) -> float:
 
 
 def is_clipped(
-    logprobs: torch.Tensor,
-    proximal_logprobs: torch.Tensor,
+    ratio: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
+    loss: str,
     clip_low: float,
     clip_high: float,
 ) -> torch.Tensor:
-    """Which tokens [B, T] the clip of ``loss="ppo"`` cuts off from the gradient (a diagnostic)."""
-    ratio = _ratio(logprobs.detach(), proximal_logprobs, mask)
-    above = (ratio > 1 + clip_high) & (advantages > 0)
-    below = (ratio < 1 - clip_low) & (advantages < 0)
+    """Which tokens [B, T] the clip reaches (a diagnostic).
+
+    With ``"cispo"`` that bounds the weight of a token; with the others it takes the gradient away,
+    and does so only where the ratio has moved the way that the advantage pulls.
+    """
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    if loss != "cispo":
+        above, below = above & (advantages > 0), below & (advantages < 0)
     return (above | below) & (mask != 0)
 
 

@@ -28,7 +28,8 @@ from ray_apr.types import GroupMeta, Sample, SampleMeta
 class RankBatch:
     """What one rank trains at one step. Columns may be lists or NumPy arrays.
 
-    B = samples of the whole batch, n = samples of this rank, m = its micro-batches.
+    B = samples of the whole batch, M = its mini-batches (optimizer steps), n = samples of this
+    rank, m = its micro-batches.
     """
 
     step: int
@@ -43,6 +44,9 @@ class RankBatch:
     """[n]"""
     micro_batch_sizes: Sequence[int]
     """[m] samples of each micro-batch, in order; 0 only if B is no multiple of the ranks."""
+    mini_batch_sizes: Sequence[int]
+    """[M] micro-batches of each mini-batch, in order, the same on all ranks. Mini-batch i holds the
+    samples of the whole batch from i * B / M on."""
     behavior_logprobs: Sequence[float]
     """[sum of response_lens]"""
     token_versions: Sequence[int]
@@ -67,6 +71,10 @@ class RankBatch:
             "prompt_lens": (len(self.prompt_lens), num_samples),
             "response_lens": (len(self.response_lens), num_samples),
             "sum of micro_batch_sizes": (int(sum(self.micro_batch_sizes)), num_samples),
+            "sum of mini_batch_sizes": (
+                int(sum(self.mini_batch_sizes)),
+                len(self.micro_batch_sizes),
+            ),
             "token_ids": (len(self.token_ids), int(sum(self.prompt_lens)) + num_response),
             "behavior_logprobs": (len(self.behavior_logprobs), num_response),
             "token_versions": (len(self.token_versions), num_response),
@@ -119,6 +127,8 @@ class BatchPlan:
     """[G]"""
     micro_batches: tuple[MicroBatches, ...]
     """``micro_batches[rank][i]`` -> positions in the batch."""
+    mini_batch_sizes: tuple[int, ...]
+    """[M] micro-batches of each mini-batch, in order, on each rank."""
 
     @property
     def samples(self) -> tuple[SampleMeta, ...]:
@@ -162,6 +172,7 @@ class BatchPlan:
             prompt_lens=[len(s.prompt.token_ids) for s in samples],
             response_lens=[s.num_tokens for s in samples],
             micro_batch_sizes=[len(micro_batch) for micro_batch in self.micro_batches[rank]],
+            mini_batch_sizes=list(self.mini_batch_sizes),
             behavior_logprobs=[p for s in samples for p in s.behavior_logprobs],
             token_versions=[v for s in samples for v in s.token_versions],
             sample_index=index,
@@ -195,6 +206,8 @@ def plan_batch(
     oldest_version: int = 0,
     num_ranks: int,
     micro_batch_tokens: int,
+    mini_batches: int = 1,
+    packed: bool = False,
 ) -> BatchPlan:
     """Plan a batch from its metadata alone, before any payload is fetched.
 
@@ -204,23 +217,38 @@ def plan_batch(
         policy_version: Version of the trainer at the start of the step.
         oldest_version: Version of the oldest token that enters the loss.
         num_ranks: Train workers.
-        micro_batch_tokens: Most padded tokens of a micro-batch.
+        micro_batch_tokens: Most tokens of a micro-batch, padding included.
+        mini_batches: Parts of the batch, equal in samples, that get an optimizer step each.
+        packed: Whether micro-batches have no padding.
 
     Raises:
-        ValueError: If there are fewer samples than ranks.
+        ValueError: If a mini-batch has fewer samples than there are ranks, or the samples cannot be
+            divided equally among mini-batches.
     """
     metas = [sample for group in groups for sample in group.samples]
-    micro_batches = plan_micro_batches(
-        [m.num_prompt_tokens + m.num_tokens for m in metas],
-        num_ranks=num_ranks,
-        micro_batch_tokens=micro_batch_tokens,
-    )
+    if len(metas) % mini_batches:
+        raise ValueError(f"{len(metas)} samples cannot be divided into {mini_batches} mini-batches")
+    lengths = [m.num_prompt_tokens + m.num_tokens for m in metas]
+    size = len(metas) // mini_batches
+    micro_batches: list[MicroBatches] = [()] * num_ranks
+    mini_batch_sizes = []
+    for begin in range(0, len(metas), size):
+        planned = plan_micro_batches(
+            lengths[begin : begin + size],
+            num_ranks=num_ranks,
+            micro_batch_tokens=micro_batch_tokens,
+            packed=packed,
+        )
+        mini_batch_sizes.append(len(planned[0]))
+        for rank, cut in enumerate(planned):
+            micro_batches[rank] += tuple(tuple(begin + i for i in part) for part in cut)
     return BatchPlan(
         step=step,
         policy_version=policy_version,
         oldest_version=oldest_version,
         groups=tuple(groups),
-        micro_batches=micro_batches,
+        micro_batches=tuple(micro_batches),
+        mini_batch_sizes=tuple(mini_batch_sizes),
     )
 
 
@@ -232,6 +260,8 @@ def build_rank_batches(
     oldest_version: int = 0,
     num_ranks: int,
     micro_batch_tokens: int,
+    mini_batches: int = 1,
+    packed: bool = False,
 ) -> list[RankBatch]:
     """Make the rows of all ranks from scored samples; siblings need not be neighbours.
 
@@ -254,6 +284,8 @@ def build_rank_batches(
         oldest_version=oldest_version,
         num_ranks=num_ranks,
         micro_batch_tokens=micro_batch_tokens,
+        mini_batches=mini_batches,
+        packed=packed,
     )
     payload = dict(enumerate(by_group.values()))
     return [plan.rank_batch(rank, payload) for rank in range(num_ranks)]

@@ -45,6 +45,8 @@ class SampleBuffer:
         on_stale: What becomes of groups whose oldest token is beyond that.
         num_ranks: Train workers.
         micro_batch_tokens: Token budget of one forward pass.
+        mini_batches: Optimizer steps of one batch.
+        packed: Whether micro-batches have no padding.
         config: Time limits.
         recorder: Handle of the recorder; gets a row for each trained sample.
     """
@@ -57,6 +59,8 @@ class SampleBuffer:
         on_stale: OnStale = "evict",
         num_ranks: int,
         micro_batch_tokens: int,
+        mini_batches: int = 1,
+        packed: bool = False,
         config: BufferConfig,
         recorder: Any,
     ) -> None:
@@ -66,6 +70,8 @@ class SampleBuffer:
             on_stale=on_stale,
             num_ranks=num_ranks,
             micro_batch_tokens=micro_batch_tokens,
+            mini_batches=mini_batches,
+            packed=packed,
         )
         self._recorder = recorder
         self._config = config

@@ -3,8 +3,8 @@
 Invariants:
     * Every sample is in exactly one micro-batch of one rank.
     * All ranks have the same number of micro-batches, since each one is a round of collectives.
-    * A micro-batch costs ``number of samples * longest`` padded tokens, at most the limit; a longer
-      sample is alone in its micro-batch.
+    * A micro-batch costs its tokens if it is packed, and ``number of samples * longest`` if it is
+      padded: at most the limit; a longer sample is alone in its micro-batch.
     * The tokens of two ranks differ by no more than the longest sample.
     * No micro-batch is empty if the number of samples is a multiple of the number of ranks.
     * The plan depends on the lengths alone.
@@ -18,7 +18,7 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int
+    lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, packed: bool = False
 ) -> tuple[MicroBatches, ...]:
     """Spread samples over ranks and micro-batches.
 
@@ -30,7 +30,8 @@ def plan_micro_batches(
     Args:
         lengths: Tokens of each sample, prompt and response.
         num_ranks: Train workers.
-        micro_batch_tokens: Most padded tokens of a micro-batch.
+        micro_batch_tokens: Most tokens of a micro-batch, padding included.
+        packed: Whether micro-batches have no padding.
 
     Returns:
         ``plan[rank][micro_batch]`` -> indices into `lengths`, the longest samples first.
@@ -49,7 +50,8 @@ def plan_micro_batches(
         )
     if len(lengths) < num_ranks:
         raise ValueError(f"{len(lengths)} samples cannot give each of {num_ranks} ranks one")
-    plan = [_pack(ranked, lengths, micro_batch_tokens) for ranked in _deal(lengths, num_ranks)]
+    fill = _fill_packed if packed else _fill_padded
+    plan = [fill(ranked, lengths, micro_batch_tokens) for ranked in _deal(lengths, num_ranks)]
     most = max(len(micro_batches) for micro_batches in plan)
     return tuple(_split(micro_batches, lengths, most) for micro_batches in plan)
 
@@ -68,7 +70,21 @@ def _deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return dealt
 
 
-def _pack(indices: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+def _fill_packed(indices: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Put each index, the longest first, into the first micro-batch that has room."""
+    micro_batches: list[list[int]] = []
+    loads: list[int] = []
+    for index in indices:
+        at = next((i for i, n in enumerate(loads) if n + lengths[index] <= limit), len(loads))
+        if at == len(loads):
+            micro_batches.append([])
+            loads.append(0)
+        micro_batches[at].append(index)
+        loads[at] += lengths[index]
+    return micro_batches
+
+
+def _fill_padded(indices: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Cut indices, the longest first, into the fewest micro-batches within the limit."""
     micro_batches: list[list[int]] = []
     for index in indices:

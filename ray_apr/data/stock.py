@@ -77,6 +77,8 @@ class Stock:
         on_stale: What becomes of groups whose oldest token is beyond that.
         num_ranks: Train workers.
         micro_batch_tokens: Token budget of one forward pass.
+        mini_batches: Optimizer steps of one batch.
+        packed: Whether micro-batches have no padding.
     """
 
     def __init__(
@@ -87,12 +89,16 @@ class Stock:
         on_stale: OnStale,
         num_ranks: int,
         micro_batch_tokens: int,
+        mini_batches: int = 1,
+        packed: bool = False,
     ) -> None:
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._on_stale = on_stale
         self._num_ranks = num_ranks
         self._micro_batch_tokens = micro_batch_tokens
+        self._mini_batches = mini_batches
+        self._packed = packed
         self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
         self._refs: dict[str, Any] = {}
         """Payload of each group on the shelf."""
@@ -238,6 +244,8 @@ class Stock:
             oldest_version=self._oldest_trained(grant),
             num_ranks=self._num_ranks,
             micro_batch_tokens=self._micro_batch_tokens,
+            mini_batches=self._mini_batches,
+            packed=self._packed,
         )
         refs = tuple(self._refs.pop(group.group_id) for group in plan.groups)
         return BatchTicket(plan=plan, refs=refs)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_apr.config import TrainConfig
 from ray_apr.exceptions import ConfigError
+from ray_apr.train.attention import attention_name
 from ray_apr.train.logprobs import attach_response_logprobs
 
 logger = logging.getLogger(__name__)
@@ -50,16 +51,17 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         ConfigError: If the model changes its logits after the head in a way that is not computed
             here.
     """
-    loaded = _load(model)
+    dtype = _DTYPES[train.param_dtype]
+    loaded = _load(model, attention_name(device, dtype, packed=train.packs(device.type)))
     if train.activation_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loaded.train()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = _mesh(train.shard_ranks, device)
     keep_gathered = fits_whole(loaded, train.param_dtype, device)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_DTYPES[train.param_dtype], reduce_dtype=_DTYPES[train.reduce_dtype]
+            param_dtype=dtype, reduce_dtype=_DTYPES[train.reduce_dtype]
         ),
         "reshard_after_forward": not keep_gathered,
     }
@@ -70,7 +72,16 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     return loaded
 
 
-def _load(model: str) -> Any:
+def _mesh(shard_ranks: int | None, device: torch.device) -> DeviceMesh:
+    """All ranks in one row of shards, or in several copies of the model (HSDP)."""
+    ranks = dist.get_world_size()
+    if shard_ranks is None or shard_ranks == ranks:
+        return init_device_mesh(device.type, (ranks,))
+    shape = (ranks // shard_ranks, shard_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _load(model: str, attention: str) -> Any:
     """Load float32 weights, with dropout off."""
     config = AutoConfig.from_pretrained(model)
     for changed in _CHANGED_LOGITS:
@@ -83,7 +94,7 @@ def _load(model: str) -> Any:
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return AutoModelForCausalLM.from_pretrained(
-        model, config=config, dtype=torch.float32, attn_implementation="sdpa"
+        model, config=config, dtype=torch.float32, attn_implementation=attention
     )
 
 
@@ -141,10 +152,19 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def squared_gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Sum of squares of this rank's gradient shards, in float64 (ranks add theirs up)."""
-    grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    """This rank's part of the sum of squares of all gradients, in float64 (ranks add theirs up)."""
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [local_tensor(g) for g in given]
     norms = torch.stack(torch._foreach_norm([g for g in grads if g.numel()]))
-    return norms.double().square().sum()
+    return norms.double().square().sum() / _num_copies(given[0])
+
+
+def _num_copies(tensor: torch.Tensor) -> int:
+    """How many ranks hold each shard."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    replicated = (i for i, placed in enumerate(tensor.placements) if placed.is_replicate())
+    return math.prod(tensor.device_mesh.size(i) for i in replicated)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Log-probs of the tokens in the loss, under the model that is trained.
 
 Invariants:
-    * A micro-batch is padded on the right, so that causal attention alone keeps the padding out of
-      every real token: no attention mask is built, and positions count from 0.
+    * A micro-batch is packed, sample after sample in one row without padding, and attention stays
+      within each sample (see `attention`); or it is padded on the right, so that causal attention
+      alone keeps the padding out of every real token. Positions count from 0 in each sample.
     * Logits exist only at positions that predict a token of the loss, and no more than
       `_CHUNK_LOGITS` of them at a time; larger micro-batches compute them again in the backward
       pass.
@@ -16,7 +17,7 @@ tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
+
+from ray_apr.train.attention import Packing
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
@@ -41,18 +44,24 @@ class MicroBatch:
     sample_index: np.ndarray
     """[N], position of each sample in the whole batch."""
     input_ids: torch.Tensor
-    """[N, L], prompt then response, padded on the right with 0."""
+    """[N, L], prompt then response, padded on the right with 0; or packed, [1, sum of lengths]."""
+    packing: Packing | None
+    """Where the samples lie in a packed row; None if it is padded."""
     positions: torch.Tensor
-    """[R], where in the flattened [N * L] the tokens of the loss are predicted."""
+    """[R], where in the flattened input the tokens of the loss are predicted."""
     targets: torch.Tensor
     """[R], the response tokens that enter the loss."""
     mask: torch.Tensor
     """[N, T], 1 for a response token that enters the loss, 0 for others and for padding."""
     behavior_logprobs: torch.Tensor
     """[N, T], float32, 0 in the padding."""
+    versions: torch.Tensor
+    """[N, T], policy version of each response token, 0 in the padding."""
 
 
-def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    batch: RankBatch, device: torch.device, *, packed: bool = False
+) -> list[MicroBatch]:
     """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches."""
     sizes = np.asarray(batch.micro_batch_sizes)
     prompts, responses = np.asarray(batch.prompt_lens), np.asarray(batch.response_lens)
@@ -61,6 +70,7 @@ def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
     token_ids = np.asarray(batch.token_ids, dtype=np.int64)
     behavior = np.asarray(batch.behavior_logprobs, dtype=np.float32)
     loss_mask = np.asarray(batch.loss_mask, dtype=bool)
+    versions = np.asarray(batch.token_versions, dtype=np.int64)
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
@@ -75,7 +85,9 @@ def micro_batches(batch: RankBatch, device: torch.device) -> list[MicroBatch]:
                 token_ids=token_ids[sequence_begins[rows.start] :],
                 behavior=behavior[response_begins[rows.start] :],
                 loss_mask=loss_mask[response_begins[rows.start] :],
+                versions=versions[response_begins[rows.start] :],
                 device=device,
+                packed=packed,
             )
         )
     return cut
@@ -86,10 +98,12 @@ def _empty_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(
         sample_index=np.zeros(1, dtype=np.int64),
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        packing=None,
         positions=torch.zeros(0, dtype=torch.int64, device=device),
         targets=torch.zeros(0, dtype=torch.int64, device=device),
         mask=torch.zeros(1, 1, device=device),
         behavior_logprobs=torch.zeros(1, 1, device=device),
+        versions=torch.zeros(1, 1, dtype=torch.int64, device=device),
     )
 
 
@@ -101,29 +115,42 @@ def _micro_batch(
     token_ids: np.ndarray,
     behavior: np.ndarray,
     loss_mask: np.ndarray,
+    versions: np.ndarray,
     device: torch.device,
+    packed: bool,
 ) -> MicroBatch:
-    """Pad the samples whose tokens stand at the front of the flat columns."""
+    """Pad or pack the samples whose tokens stand at the front of the flat columns."""
     lengths_N = prompts_N + responses_N
-    column_L = np.arange(lengths_N.max())
-    is_token_NL = column_L < lengths_N[:, None]
     is_response_NT = np.arange(responses_N.max()) < responses_N[:, None]
     num_responses = responses_N.sum()
-    ids_NL = np.zeros(is_token_NL.shape, dtype=np.int64)
-    ids_NL[is_token_NL] = token_ids[: lengths_N.sum()]
+    flat = token_ids[: lengths_N.sum()]
+    begins_N = _begins(lengths_N)
+    column = np.arange(len(flat)) - np.repeat(begins_N, lengths_N)
+    """Of each token, its position in its sample."""
+    width = lengths_N.max()
+    if packed:
+        ids, place = flat[None], np.arange(len(flat))
+    else:
+        ids = np.zeros((len(lengths_N), width), dtype=np.int64)
+        place = np.repeat(np.arange(len(lengths_N)) * width, lengths_N) + column
+        ids.reshape(-1)[place] = flat
     behavior_NT = np.zeros(is_response_NT.shape, dtype=np.float32)
     behavior_NT[is_response_NT] = behavior[:num_responses]
     mask_NT = np.zeros(is_response_NT.shape, dtype=bool)
     mask_NT[is_response_NT] = loss_mask[:num_responses]
-    is_response_NL = is_token_NL & (column_L >= prompts_N[:, None])
-    target_positions_R = np.flatnonzero(is_response_NL)[loss_mask[:num_responses]]
+    versions_NT = np.zeros(is_response_NT.shape, dtype=np.int64)
+    versions_NT[is_response_NT] = versions[:num_responses]
+    is_response = column >= np.repeat(prompts_N, lengths_N)
+    target_positions_R = place[is_response][loss_mask[:num_responses]]
     return MicroBatch(
         sample_index=sample_index,
-        input_ids=torch.from_numpy(ids_NL).to(device),
+        input_ids=torch.from_numpy(ids).to(device),
+        packing=Packing.of(lengths_N, device) if packed else None,
         positions=torch.from_numpy(target_positions_R - 1).to(device),
-        targets=torch.from_numpy(ids_NL.reshape(-1)[target_positions_R]).to(device),
+        targets=torch.from_numpy(ids.reshape(-1)[target_positions_R]).to(device),
         mask=torch.from_numpy(mask_NT).to(device, torch.float32),
         behavior_logprobs=torch.from_numpy(behavior_NT).to(device),
+        versions=torch.from_numpy(versions_NT).to(device),
     )
 
 
@@ -142,45 +169,59 @@ def attach_response_logprobs(model: nn.Module) -> None:
     register_fsdp_forward_method(model, _METHOD)
 
 
-def response_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def response_logprobs(
+    model: Any, batch: MicroBatch, *, entropy_gradients: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the model over a micro-batch.
 
     Args:
         model: A model that `attach_response_logprobs` has seen.
         batch: The micro-batch.
+        entropy_gradients: Whether gradients flow through the entropies, too.
 
     Returns:
-        Log-probs [N, T] in float32 with gradients, 0 outside of the mask, and the sum of the
-        entropies of the predictions inside, detached, as a scalar in float32.
+        Log-probs [N, T] with gradients, and the entropies [N, T] of the predictions, both in
+        float32 and 0 outside of the mask.
     """
-    logprobs_R, entropy = getattr(model, _METHOD)(batch.input_ids, batch.positions, batch.targets)
-    logprobs_NT = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, logprobs_R)
-    return logprobs_NT, entropy
+    arguments = {} if batch.packing is None else batch.packing.arguments()
+    values_R = getattr(model, _METHOD)(
+        batch.input_ids, batch.positions, batch.targets, entropy_gradients, arguments
+    )
+    kept = batch.mask != 0
+    zeros_NT = torch.zeros_like(batch.mask)
+    logprobs_NT, entropies_NT = (zeros_NT.masked_scatter(kept, v) for v in values_R)
+    return logprobs_NT, entropies_NT
 
 
 def _response_logprobs(
-    model: Any, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor
+    model: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    entropy_gradients: bool,
+    arguments: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [R] of `targets`, and the sum of the entropies."""
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    """Log-probs [R] of `targets`, and the entropies [R]."""
+    output = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
+    hidden = output.last_hidden_state
     hidden_R = hidden.flatten(0, 1).index_select(0, positions)
     head = model.get_output_embeddings()
     rows = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     if len(targets) <= rows:
-        return _score(head, hidden_R, targets)
+        return _score(head, hidden_R, targets, entropy_gradients)
     parts = [
-        checkpoint(_score, head, hidden_part, target_part, use_reentrant=False)
+        checkpoint(_score, head, hidden_part, target_part, entropy_gradients, use_reentrant=False)
         for hidden_part, target_part in zip(hidden_R.split(rows), targets.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.stack(entropies).sum()
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _score(
-    head: nn.Module, hidden_R: torch.Tensor, targets_R: torch.Tensor
+    head: nn.Module, hidden_R: torch.Tensor, targets_R: torch.Tensor, entropy_gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [R] in float32 and the sum of the entropies of one chunk."""
+    """Log-probs [R] and entropies [R] of one chunk, in float32."""
     logprobs_RV = head(hidden_R).float().log_softmax(dim=-1)
-    with torch.no_grad():
-        entropy = -(logprobs_RV.exp() * logprobs_RV).sum()
-    return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropy
+    with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
+        entropies_R = -(logprobs_RV.exp() * logprobs_RV).sum(dim=-1)
+    return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropies_R

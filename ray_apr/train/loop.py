@@ -61,6 +61,8 @@ class LoopSettings(TypedDict, total=False):
     model: str
     train: TrainConfig
     algorithm: AlgorithmConfig
+    max_response_tokens: int
+    """Budget of a response, for the overlong punishment."""
     partial_rollout: PartialRolloutConfig
     buffer: Any
     worker: Any
@@ -120,6 +122,10 @@ class _TrainLoop:
         device = ray.train.torch.get_device()
         self._model = build_model(settings["model"], self._train, device)
         self._optimizer = build_optimizer(self._model, self._train)
+        self._reference = None
+        if settings["algorithm"].needs_reference:
+            self._reference = build_model(settings["model"], self._train, device)
+            self._reference.requires_grad_(False)
         self._publisher = self._make_publisher()
         self._progress = self._restore()
 
@@ -168,7 +174,13 @@ class _TrainLoop:
         batch, wait_s = self._next_batch(rows)
         with self._span("train") as trained:
             figures = train_step(
-                self._model, self._optimizer, batch, self._settings["algorithm"], self._train
+                self._model,
+                self._optimizer,
+                batch,
+                self._settings["algorithm"],
+                self._train,
+                reference=self._reference,
+                max_response_tokens=self._settings.get("max_response_tokens"),
             )
         done = self._progress
         version = next_version(done.policy_version)

@@ -1,11 +1,11 @@
-"""One optimizer step of one rank, and its figures over all ranks.
+"""The update of one batch on one rank, and its figures over all ranks.
 
 Invariants:
-    * A group's advantages and every denominator come from the WHOLE batch, so that the step does
-      not depend on how the batch is cut into ranks and micro-batches. Denominators count tokens of
-      the loss; a sample without any still counts for its group's advantages.
-    * Each batch gets one optimizer step: the proximal policy is the one that is optimised, and its
-      log-probs need no forward pass of their own.
+    * A group's advantages and every denominator come from the WHOLE batch or mini-batch, so that
+      an optimizer step does not depend on how it is cut into ranks and micro-batches. Denominators
+      count tokens of the loss; a sample without any still counts for its group's advantages.
+    * The proximal policy is the model at the start of the batch, whatever the number of its
+      mini-batches.
     * Nothing that is not a finite number reaches the optimizer: all ranks see the same figures
       before it runs, and raise together.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ray_apr.algorithms.advantages import group_advantages
-from ray_apr.algorithms.corrections import importance_weights
-from ray_apr.algorithms.losses import is_clipped, kl_estimate, loss_normalizer, policy_loss
+from ray_apr.algorithms.advantages import overlong_penalties, sample_advantages
+from ray_apr.algorithms.losses import kl_estimate, loss_normalizer
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
 from ray_apr.staleness import staleness
@@ -36,29 +35,25 @@ from ray_apr.train.fsdp import (
     set_learning_rate,
     squared_gradient_norm,
 )
-from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
+from ray_apr.train.logprobs import MicroBatch, micro_batches
+from ray_apr.train.objective import (
+    GAPS,
+    NUM_AGES,
+    NUM_QUANTILE_TOKENS,
+    SUMS,
+    Diagnostics,
+    Frozen,
+    Whole,
+    backward,
+    correction,
+    frozen_policies,
+)
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
 
-_SUMS = (
-    "loss",
-    "ratio",
-    "clipped",
-    "importance_weight",
-    "importance_capped",
-    "kl_k3",
-    "entropy",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """What a micro-batch has to know of the whole batch."""
-
-    advantages_B: torch.Tensor
-    normalizer: float
-    loss_scale: float
+Figures = dict[str, float | int | list[float]]
+_QUANTILES = (0.01, 0.5, 0.99)
 
 
 def train_step(
@@ -67,8 +62,11 @@ def train_step(
     batch: RankBatch,
     algorithm: AlgorithmConfig,
     train: TrainConfig,
-) -> dict[str, float | int]:
-    """Forward and backward over this rank's micro-batches, then one optimizer step.
+    *,
+    reference: nn.Module | None = None,
+    max_response_tokens: int | None = None,
+) -> Figures:
+    """Forward and backward over this rank's micro-batches, and the optimizer's steps.
 
     Args:
         model: From `fsdp.build_model`, or any model with `logprobs.attach_response_logprobs`.
@@ -76,6 +74,8 @@ def train_step(
         batch: This rank's row (`data.batch.RankBatch`) of the step.
         algorithm: Advantages, loss, correction.
         train: Learning rate, clipping, data types.
+        reference: Like `model`, for the KL term; needed where ``algorithm.kl_coef > 0``.
+        max_response_tokens: Budget of a response; needed for the overlong punishment.
 
     Returns:
         Figures of the step over all ranks, the same on each of them.
@@ -84,131 +84,200 @@ def train_step(
         TrainError: On all ranks, before the optimizer runs, if loss or gradient is not finite.
     """
     device = next(model.parameters()).device
-    parts = micro_batches(batch, device)
-    whole = _whole(batch, algorithm, gradient_scale(model), device)
+    parts = micro_batches(batch, device, packed=train.packs(device.type))
+    num_mini = len(batch.mini_batch_sizes)
+    frozen = frozen_policies(model, reference, parts, algorithm, num_mini_batches=num_mini)
+    advantages_B = _advantages(batch, parts, frozen, algorithm, max_response_tokens, device)
+    mean_weight = _mean_weight(parts, frozen, algorithm, device)
+    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
+    set_learning_rate(optimizer, learning_rate(train, batch.step))
     sync = GradientSync(model, train, device)
-    totals = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-    for i, part in enumerate(parts):
-        sync.before(is_last=i == len(parts) - 1)
-        totals += _backward(model, part, algorithm, whole)
-    figures = _figures(batch, totals, squared_gradient_norm(model))
-    _check_finite(figures, batch.step)
-    if figures["grad_norm"] > train.max_grad_norm:
-        scale_gradients(model, train.max_grad_norm / figures["grad_norm"])
-    figures["learning_rate"] = learning_rate(train, batch.step)
-    set_learning_rate(optimizer, figures["learning_rate"])
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return figures
+    totals = _Totals()
+    begin = 0
+    for number, lengths in enumerate(lengths_B.chunk(num_mini)):
+        whole = Whole(
+            advantages_B=advantages_B,
+            normalizer=loss_normalizer(lengths, algorithm.aggregation),
+            policy_version=batch.policy_version,
+            progress=number / num_mini,
+            mean_weight=mean_weight,
+            loss_scale=gradient_scale(model),
+        )
+        end = begin + int(batch.mini_batch_sizes[number])
+        found = []
+        for i in range(begin, end):
+            sync.before(is_last=i == end - 1)
+            found.append(backward(model, parts[i], frozen[i], algorithm, whole))
+        begin = end
+        norm = totals.add(found, squared_gradient_norm(model), batch.step)
+        if norm > train.max_grad_norm:
+            scale_gradients(model, train.max_grad_norm / norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {
+        **_batch_figures(batch, device),
+        **totals.figures(),
+        "learning_rate": learning_rate(train, batch.step),
+    }
 
 
-def _whole(
-    batch: RankBatch, algorithm: AlgorithmConfig, loss_scale: float, device: torch.device
-) -> _Whole:
-    """Advantages [B] and denominator of the whole batch, in float64 and from one place."""
+def _advantages(
+    batch: RankBatch,
+    parts: list[MicroBatch],
+    frozen: list[Frozen],
+    algorithm: AlgorithmConfig,
+    max_response_tokens: int | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Advantages [B] of the whole batch, in float64 and from one place."""
     rewards_B = torch.tensor(np.asarray(batch.rewards, dtype=np.float64))
     groups_B = torch.tensor(np.asarray(batch.groups, dtype=np.int64))
-    ones_B1 = torch.ones(len(rewards_B), 1)
-    advantages_B1 = group_advantages(rewards_B, groups_B, ones_B1, algorithm.advantage)
-    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
-    return _Whole(
-        advantages_B=advantages_B1.squeeze(1).to(device, torch.float32),
-        normalizer=loss_normalizer(lengths_B, algorithm.aggregation),
-        loss_scale=loss_scale,
-    )
-
-
-def _backward(
-    model: nn.Module, part: MicroBatch, algorithm: AlgorithmConfig, whole: _Whole
-) -> torch.Tensor:
-    """Add the gradients of one micro-batch; returns its part of `_SUMS`."""
-    logprobs, entropy = response_logprobs(model, part)
-    proximal, behavior, mask = logprobs.detach(), part.behavior_logprobs, part.mask
-    weights = None
-    if algorithm.importance_cap is None:
-        proximal = behavior
-    else:
-        weights = importance_weights(proximal, behavior, mask, cap=algorithm.importance_cap)
-    rows = torch.from_numpy(np.asarray(part.sample_index, dtype=np.int64)).to(mask.device)
-    advantages = whole.advantages_B[rows].unsqueeze(1).expand_as(mask)
-    loss = policy_loss(
-        logprobs,
-        proximal,
-        advantages,
-        mask,
-        loss="ppo",
-        aggregation=algorithm.aggregation,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        importance_weights=weights,
-        normalizer=whole.normalizer,
-    )
-    (loss * whole.loss_scale).backward()
-    with torch.no_grad():
-        clipped = is_clipped(
-            logprobs,
-            proximal,
-            advantages,
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
+    if algorithm.overlong_buffer_tokens is not None and max_response_tokens is not None:
+        rewards_B = rewards_B + algorithm.overlong_penalty * overlong_penalties(
+            torch.tensor(np.asarray(batch.all_response_lens, dtype=np.float64)),
+            max_tokens=max_response_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
         )
-        sums = [
-            loss.detach(),
-            ((logprobs - proximal).exp() * mask).sum(),
-            clipped.sum(),
-            mask.sum() if weights is None else weights.sum(),
-            _num_capped(logprobs, behavior, mask, algorithm.importance_cap),
-            (kl_estimate(behavior, logprobs, "k3") * mask).sum(),
-            entropy,
+    if algorithm.needs_reference and algorithm.kl_in == "reward":
+        kl_B = torch.zeros(len(rewards_B), dtype=torch.float64, device=device)
+        for part, policies in zip(parts, frozen, strict=True):
+            kl = kl_estimate(policies.proximal, policies.reference, algorithm.kl) * part.mask
+            rows = torch.from_numpy(part.sample_index).to(device)
+            kl_B.index_add_(0, rows, kl.sum(dim=1).double())
+        rewards_B = rewards_B - algorithm.kl_coef * _sum_over_ranks(kl_B).cpu()
+    if not isinstance(algorithm.advantage, str):
+        advantages_B = torch.as_tensor(algorithm.advantage(rewards_B, groups_B))
+        if advantages_B.shape != rewards_B.shape:
+            raise TrainError(
+                f"the advantage function returned shape {tuple(advantages_B.shape)}, not "
+                f"{tuple(rewards_B.shape)}: one number for each sample of the batch"
+            )
+    else:
+        lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.float64))
+        advantages_B = sample_advantages(rewards_B, groups_B, lengths_B, algorithm.advantage)
+    return advantages_B.to(device, torch.float32)
+
+
+def _mean_weight(
+    parts: list[MicroBatch],
+    frozen: list[Frozen],
+    algorithm: AlgorithmConfig,
+    device: torch.device,
+) -> float:
+    """Mean of the importance weights over the batch: its tokens, or its samples; 1 unless asked."""
+    if not algorithm.importance_normalize or algorithm.importance is None:
+        return 1.0
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for part, policies in zip(parts, frozen, strict=True):
+        weights = correction(policies.proximal, part.behavior_logprobs, part.mask, algorithm)
+        assert weights is not None
+        counted = part.mask
+        if algorithm.importance == "sequence":
+            weights, counted = weights.amax(dim=1), counted.amax(dim=1)
+        sums += torch.stack([weights.sum().double(), counted.sum().double()])
+    total, count = _sum_over_ranks(sums).tolist()
+    return max(total / max(1.0, count), 1e-30)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Figures of the optimizer steps of one batch, over all ranks."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    norms: list[float] = field(default_factory=list)
+    gaps: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(NUM_AGES, len(GAPS), dtype=torch.float64)
+    )
+    ratios: list[torch.Tensor] = field(default_factory=list)
+    """[2, tokens]: current / proximal and proximal / behavior."""
+
+    def add(self, found: list[Diagnostics], squared_norm: torch.Tensor, step: int) -> float:
+        """Take in one optimizer step, with one exchange between ranks; returns the gradient norm.
+
+        Raises:
+            TrainError: If loss or gradient is not finite.
+        """
+        sums = torch.stack([d.sums for d in found]).sum(dim=0)
+        gaps = torch.stack([d.gaps for d in found]).sum(dim=0)
+        chosen = [_some(torch.cat([getattr(d, name) for d in found])) for name in _RATIOS]
+        local = torch.cat([sums, squared_norm.to(sums).reshape(1), gaps.flatten(), *chosen])
+        exchanged = _exchange(local)
+        ends = np.cumsum([len(SUMS), 1, gaps.numel()]).tolist()
+        summed = exchanged[:, : ends[-1]].sum(dim=0)
+        for name, value in zip(SUMS, summed.tolist(), strict=False):
+            self.sums[name] += value
+        squared = float(summed[ends[0]])
+        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        _check_finite({"loss": self.sums["loss"], "grad_norm": norm}, step)
+        self.norms.append(norm)
+        self.gaps += summed[ends[1] :].reshape(self.gaps.shape)
+        ratios = exchanged[:, ends[-1] :].reshape(len(exchanged), len(_RATIOS), -1)
+        self.ratios.append(ratios.transpose(0, 1).flatten(1))
+        return norm
+
+    def figures(self) -> Figures:
+        """Means over tokens, quantiles, and what separates engines and trainer."""
+        sums, count = self.sums, max(1.0, float(self.gaps[:, 0].sum()))
+        figures: Figures = {
+            "loss": sums["loss"] / len(self.norms),
+            "grad_norm": sum(self.norms) / len(self.norms),
+            "ratio_mean": sums["ratio"] / count,
+            "clip_fraction": sums["clipped"] / count,
+            "importance_weight_mean": sums["importance_weight"] / count,
+            "importance_capped_fraction": sums["importance_capped"] / count,
+            "rejected_fraction": sums["rejected"] / count,
+            "kl_reference": sums["kl_reference"] / count,
+            "entropy": sums["entropy"] / count,
+        }
+        _, ratio, squared, k3 = self.gaps.sum(dim=0).tolist()
+        figures["kl_k3"] = k3 / count
+        figures["chi2"] = squared / count - 1
+        figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
+        for name, values in zip(_RATIOS.values(), torch.cat(self.ratios, dim=1), strict=True):
+            known = values[~values.isnan()]
+            if len(known):
+                figures[name] = torch.quantile(known, known.new_tensor(_QUANTILES)).tolist()
+        ages = [a for a in range(NUM_AGES) if self.gaps[a, 0] > 0]
+        by_age = self.gaps[: max(ages, default=-1) + 1]
+        means = by_age / by_age[:, :1].clamp(min=1)
+        figures["tokens_by_staleness"] = by_age[:, 0].tolist()
+        figures["kl_k3_by_staleness"] = means[:, 3].tolist()
+        figures["chi2_by_staleness"] = [
+            square - 1 if tokens else 0.0
+            for square, tokens in zip(means[:, 2].tolist(), by_age[:, 0].tolist(), strict=True)
         ]
-        return torch.stack([s.double() for s in sums])
+        return figures
 
 
-def _num_capped(
-    logprobs: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor, cap: float | None
-) -> torch.Tensor:
-    """Tokens whose importance weight is cut off at the cap."""
-    if cap is None:
-        return mask.new_zeros(())
-    return ((logprobs - behavior > math.log(cap)) & (mask != 0)).sum()
+_RATIOS = {"ratios": "ratio_quantiles", "gap_ratios": "importance_ratio_quantiles"}
 
 
-def _figures(
-    batch: RankBatch, totals: torch.Tensor, squared_norm: torch.Tensor
-) -> dict[str, float | int]:
-    """Figures of the step over all ranks, with one exchange between them."""
+def _some(values: torch.Tensor) -> torch.Tensor:
+    """Evenly spread values [NUM_QUANTILE_TOKENS], filled up with NaN."""
+    stride = max(1, -(-len(values) // NUM_QUANTILE_TOKENS))
+    chosen = values[::stride]
+    return torch.cat([chosen, values.new_full((NUM_QUANTILE_TOKENS - len(chosen),), math.nan)])
+
+
+def _batch_figures(batch: RankBatch, device: torch.device) -> Figures:
+    """What the batch is like, without any model."""
     ages = [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
     local = [float(sum(ages)), float(len(ages)), float(max(ages, default=0))]
-    exchanged = _exchange(
-        torch.cat([totals, squared_norm.to(totals).reshape(1), totals.new_tensor(local)])
-    )
-    names = (*_SUMS, "squared_norm", "age", "aged")
-    sums = dict(zip(names, exchanged.sum(dim=0).tolist(), strict=False))
+    exchanged = _exchange(torch.tensor(local, dtype=torch.float64, device=device))
+    age, aged, _ = exchanged.sum(dim=0).tolist()
     rewards = np.asarray(batch.rewards, dtype=np.float64)
     lengths = np.asarray(batch.all_response_lens)
-    num_tokens, num_in_loss = int(lengths.sum()), int(np.asarray(batch.all_loss_lens).sum())
-    tokens = max(1, num_in_loss)
-    squared = sums["squared_norm"]
+    num_tokens = int(lengths.sum())
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "staleness_mean": sums["age"] / max(1.0, sums["aged"]),
+        "staleness_mean": age / max(1.0, aged),
         "staleness_max": int(exchanged[:, -1].max()),
         "num_samples": len(rewards),
         "num_tokens": num_tokens,
-        "num_masked_tokens": num_tokens - num_in_loss,
+        "num_masked_tokens": num_tokens - int(np.asarray(batch.all_loss_lens).sum()),
         "response_tokens_mean": num_tokens / len(rewards),
         "response_tokens_max": int(lengths.max()),
-        "loss": sums["loss"],
-        "grad_norm": math.sqrt(squared) if squared >= 0 else math.nan,
-        "ratio_mean": sums["ratio"] / tokens,
-        "clip_fraction": sums["clipped"] / tokens,
-        "importance_weight_mean": sums["importance_weight"] / tokens,
-        "importance_capped_fraction": sums["importance_capped"] / tokens,
-        "kl_k3": sums["kl_k3"] / tokens,
-        "entropy": sums["entropy"] / tokens,
     }
 
 
@@ -233,10 +302,16 @@ def _exchange(local_K: torch.Tensor) -> torch.Tensor:
     return torch.stack(gathered).cpu()
 
 
-def _check_finite(figures: dict[str, float | int], step: int) -> None:
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(figures[name]):
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def _check_finite(figures: dict[str, float], step: int) -> None:
+    for name, value in figures.items():
+        if not math.isfinite(value):
             raise TrainError(
-                f"step {step}: {name} is {figures[name]}; no weight was changed. Look at rewards "
-                "and log-probs of this batch, lower the learning rate, or set importance_cap"
+                f"step {step}: {name} is {value}; the optimizer did not run. Look at rewards and "
+                "log-probs of this batch, lower the learning rate, or set importance_cap"
             )

@@ -130,7 +130,7 @@ def test_more_cpus_than_the_cluster_has(model, prompts):
 
 
 def test_a_batch_that_workers_cannot_share(model, prompts):
-    with pytest.raises(ConfigError, match=r"train\.batch_size = 4.*multiple of the 3"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size = 4.*1 x 3"):
         make(model, prompts, scaling={"num_workers": 3})
 
 

@@ -105,7 +105,19 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout", "engine_kwargs", None),
         ("rollout", "control_token", 5),
         ("rollout", "device", "tpu"),
-        ("algorithm", "clip_low", 1),
+        ("algorithm", "clip_low", 1.1),
+        ("algorithm", "loss", "reinforce"),
+        ("algorithm", "advantage", None),
+        ("algorithm", "importance", "both"),
+        ("algorithm", "icepop_bounds", (2.0, 1.0)),
+        ("algorithm", "icepop_bounds", 2.0),
+        ("algorithm", "rejection", "seq_k9"),
+        ("algorithm", "rejection_bound", 0),
+        ("algorithm", "rejection_bound", (0.5,)),
+        ("algorithm", "kl_coef", -0.1),
+        ("algorithm", "kl_in", "gradient"),
+        ("algorithm", "overlong_buffer_tokens", 0),
+        ("train", "mini_batches", 0),
         ("algorithm", "dual_clip", 1),
         ("algorithm", "importance_cap", 0),
         ("train", "betas", (0.9, 1.0)),
@@ -194,6 +206,59 @@ def test_group_of_one_has_nothing_to_compare(advantage):
             RolloutConfig(group_size=1), TrainConfig(), AlgorithmConfig(advantage=advantage)
         )
     assert caught.value.field == "rollout.group_size"
+
+
+def test_a_function_of_the_user_may_take_groups_of_one():
+    check_together(
+        RolloutConfig(group_size=1), TrainConfig(), AlgorithmConfig(advantage=lambda r, g: r)
+    )
+
+
+def test_mini_batches_divide_the_groups():
+    rollout, train = RolloutConfig(group_size=8), TrainConfig(batch_size=48, mini_batches=4)
+    with pytest.raises(ConfigError, match="6 groups") as caught:
+        check_together(rollout, train, AlgorithmConfig())
+    assert caught.value.field == "train.mini_batches"
+
+
+def test_overlong_buffer_is_a_part_of_the_response():
+    with pytest.raises(ConfigError, match="max_response_tokens = 64") as caught:
+        check_together(
+            RolloutConfig(max_response_tokens=64),
+            TrainConfig(),
+            AlgorithmConfig(overlong_buffer_tokens=64),
+        )
+    assert caught.value.field == "algorithm.overlong_buffer_tokens"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"rejection": "seq_max_k3", "rejection_bound": (0.5, 2.0)}, "rejection_bound"),
+        ({"proximal": "behavior", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
+        ({"proximal": "interpolated", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
+        ({"proximal": "interpolated", "importance_normalize": True}, "importance_normalize"),
+    ],
+)
+def test_objectives_that_contradict_themselves_are_refused(values, field):
+    with pytest.raises(ConfigError) as caught:
+        AlgorithmConfig(**values)
+    assert caught.value.field == f"algorithm.{field}"
+
+
+@pytest.mark.parametrize("name", ["ppo", "", None, ["grpo"]])
+def test_unknown_objective_names_the_known_ones(name):
+    with pytest.raises(ConfigError, match="grpo, dapo, gspo, cispo"):
+        AlgorithmConfig.preset(name)
+
+
+def test_presets_of_objectives_can_be_changed():
+    assert AlgorithmConfig.preset("gspo", clip_high=0.1).loss == "gspo"
+    assert AlgorithmConfig.preset("gspo", clip_high=0.1).clip_high == 0.1
+    assert AlgorithmConfig(rejection="token_k1", rejection_bound=[0.5, 2]).rejection_bound == (
+        0.5,
+        2,
+    )
 
 
 def test_settings_that_fit_each_other_pass():

@@ -30,10 +30,11 @@ def reference(model, sample):
     return logits.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0], logits
 
 
-def test_equals_each_sample_alone(model):
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_each_sample_alone(model, packed):
     samples = make_samples()
-    (row,) = make_batches(samples)
-    parts = micro_batches(row, CPU)
+    (row,) = make_batches(samples, packed=packed)
+    parts = micro_batches(row, CPU, packed=packed)
     assert len(parts) > 2
     seen = []
     for part in parts:
@@ -51,7 +52,8 @@ def test_equals_each_sample_alone(model):
             assert not behavior[length:].any()
             total_entropy += -(logits.exp() * logits).sum().item()
             seen.append(index)
-        assert entropy.item() == pytest.approx(total_entropy, rel=1e-5)
+        assert entropy.sum().item() == pytest.approx(total_entropy, rel=1e-5)
+        assert not entropy[part.mask == 0].any()
         assert not entropy.requires_grad
     assert sorted(seen) == list(range(len(samples)))
 
@@ -88,6 +90,7 @@ def test_columns_may_be_arrays_and_micro_batches_empty(model):
     (row,) = make_batches(make_samples())
     columns = {k: np.asarray(v) if isinstance(v, list) else v for k, v in row.to_row().items()}
     columns["micro_batch_sizes"] = np.asarray([*row.micro_batch_sizes, 0])
+    columns["mini_batch_sizes"] = columns["mini_batch_sizes"] + 1
     parts = micro_batches(type(row).from_row(columns), CPU)
     for part, expected in zip(parts, micro_batches(row, CPU), strict=False):
         assert torch.equal(part.input_ids, expected.input_ids)
@@ -95,7 +98,7 @@ def test_columns_may_be_arrays_and_micro_batches_empty(model):
     model.zero_grad()
     logprobs, entropy = response_logprobs(model, parts[-1])
     logprobs.sum().backward()
-    assert logprobs.tolist() == [[0.0]] and entropy.item() == 0.0
+    assert logprobs.tolist() == [[0.0]] and entropy.tolist() == [[0.0]]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ray_apr.algorithms import importance_weights, kl_estimate, policy_loss
-from ray_apr.algorithms.losses import AGGREGATIONS, is_clipped, loss_normalizer
+from ray_apr.algorithms.losses import AGGREGATIONS, is_clipped, loss_normalizer, policy_ratio
 from ray_apr.exceptions import ConfigError
 from tests.loss_oracle import CASES, tensor
 
@@ -93,7 +93,8 @@ def test_is_clipped_where_the_gradient_is_cut_off():
     proximal, mask = tensor(case["proximal_logprobs"]), tensor(case["mask"])
     advantages = tensor(case["advantages"]["grpo"])
     policy_loss(logprobs, proximal, advantages, mask, aggregation="token-mean", **CLIPS).backward()
-    clipped = is_clipped(logprobs, proximal, advantages, mask, clip_low=0.2, clip_high=0.28)
+    ratio = policy_ratio(logprobs.detach(), proximal, mask, loss="ppo")
+    clipped = is_clipped(ratio, advantages, mask, loss="ppo", clip_low=0.2, clip_high=0.28)
     assert clipped.any()
     assert torch.equal(clipped, (logprobs.grad == 0) & (mask != 0))
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ray_apr.data.packing import plan_micro_batches
 
 
-def plan(lengths, ranks, limit):
-    return plan_micro_batches(lengths, num_ranks=ranks, micro_batch_tokens=limit)
+def plan(lengths, ranks, limit, packed=False):
+    return plan_micro_batches(lengths, num_ranks=ranks, micro_batch_tokens=limit, packed=packed)
 
 
 def loads(result, lengths):
@@ -26,20 +26,21 @@ cases = st.integers(1, 8).flatmap(
 )
 
 
-@given(cases)
-@example(([300] * 3, 2, 100))
-@example(([1000] * 8 + [10] * 8, 2, 16384))
-def test_plan_over_any_lengths(case):
+@given(cases, st.booleans())
+@example(([300] * 3, 2, 100), False)
+@example(([1000] * 8 + [10] * 8, 2, 16384), False)
+def test_plan_over_any_lengths(case, packed):
     lengths, ranks, limit = case
-    result = plan(lengths, ranks, limit)
-    assert plan(lengths, ranks, limit) == result
+    result = plan(lengths, ranks, limit, packed)
+    assert plan(lengths, ranks, limit, packed) == result
     assert len(result) == ranks
     indices = [i for rank in result for mb in rank for i in mb]
     assert sorted(indices) == list(range(len(lengths)))
     assert len({len(rank) for rank in result}) == 1 and len(result[0]) >= 1
     assert all(any(rank) for rank in result)
     for mb in (mb for rank in result for mb in rank if len(mb) > 1):
-        assert len(mb) * max(lengths[i] for i in mb) <= limit
+        padded = len(mb) * max(lengths[i] for i in mb)
+        assert (sum(lengths[i] for i in mb) if packed else padded) <= limit
     tokens = loads(result, lengths)
     assert max(tokens) - min(tokens) <= max(lengths)
     sizes = [sum(map(len, rank)) for rank in result]
@@ -87,6 +88,11 @@ def test_sample_longer_than_the_limit_is_alone():
 def test_padding_counts():
     # 10 + 1 tokens would fit 12, but padded they are 2 * 10.
     assert plan([10, 1], 1, 12) == (((0,), (1,)),)
+
+
+def test_packed_tokens_alone_count():
+    assert plan([10, 1], 1, 12, packed=True) == (((0, 1),),)
+    assert plan([8, 7, 3, 2], 1, 10, packed=True) == (((0, 3), (1, 2)),)
 
 
 def test_a_rank_with_fewer_micro_batches_splits_its_costliest():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ray_apr.exceptions import ConfigError
+from ray_apr.launch import make_plan
 from ray_apr.settings import load_settings
 from ray_apr.settings_files import load_environment, load_function, read_json_rows
 
@@ -45,6 +46,17 @@ def folder(tmp_path: Path) -> Path:
     )
     (tmp_path / "run.yaml").write_text(BASE)
     return tmp_path
+
+
+def test_an_objective_is_a_preset_with_functions_of_the_user(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        BASE + "algorithm: {preset: gspo, clip_high: 0.1, advantage: 'task.py:reward'}\n"
+    )
+    settings = load_settings(folder / "run.yaml")
+    assert (settings.algorithm.loss, settings.algorithm.clip_high) == ("gspo", 0.1)
+    assert settings.objective == {"advantage": "task.py:reward"}
+    plan = make_plan(settings.with_run_name(0))
+    assert plan["run"]["objective"].startswith("gspo loss of task.py:reward advantages")
 
 
 def test_reads_all_sections_and_resolves_paths(folder: Path) -> None:
@@ -110,7 +122,10 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("rollout.max_model_len=long", "rollout.max_model_len", "whole number or null"),
         ("rollout.device=tpu", "rollout.device", "auto, cpu, cuda"),
         ("rollout=3", "rollout", "section"),
-        ("algorithm.clip_low=2", "algorithm.clip_low", r"\(0, 1\)"),
+        ("algorithm.clip_low=2", "algorithm.clip_low", r"\(0, 1\]"),
+        ("algorithm.preset=ppo", "algorithm.preset", "grpo, dapo"),
+        ("algorithm.loss=5", "algorithm.loss", "file.py:name"),
+        ("algorithm.loss=task.py:los", "algorithm.loss", "it defines reward"),
         ("buffer.wait_timeout_s=-1", "buffer.wait_timeout_s", "above 0"),
         ("partial_rollout.mode=sync", "partial_rollout.mode", "top level"),
         ("partial_rollout.max_staleness=-1", "partial_rollout.max_staleness", "at least 0"),
@@ -133,7 +148,7 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("environment=3", "environment", "must be text"),
         ("group_filter=task.py:keep", "group_filter", "it defines reward"),
         ("train.batch_size=6", "train.batch_size", "multiple of"),
-        ("scaling.num_workers=9", "train.batch_size", "num_workers = 9"),
+        ("scaling.num_workers=9", "train.batch_size", "1 x 9"),
         ("scaling.num_workers=0", "scaling.num_workers", "at least 1"),
         ("run.name=a/b", "run.name", "one folder"),
         ("ray.num_cpus=0", "ray.num_cpus", "at least 1"),

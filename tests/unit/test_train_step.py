@@ -58,9 +58,11 @@ def naive_loss(model, samples, algorithm, oldest_version=0):
     groups = torch.tensor([names.index(s.group_id) for s in samples])
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     advantages = group_advantages(rewards, groups, mask, algorithm.advantage).float()
-    cap = algorithm.importance_cap
-    proximal = behavior if cap is None else logprobs.detach()
-    weights = None if cap is None else importance_weights(proximal, behavior, mask, cap=cap)
+    proximal, weights = behavior, None
+    if algorithm.proximal == "forward":
+        proximal = logprobs.detach()
+        cap = algorithm.importance_cap
+        weights = importance_weights(proximal, behavior, mask, cap=cap)
     return policy_loss(
         logprobs,
         proximal,
@@ -75,12 +77,10 @@ def naive_loss(model, samples, algorithm, oldest_version=0):
 
 
 @pytest.mark.parametrize("oldest_version", [0, 2])
-@pytest.mark.parametrize("importance_cap", [2.0, None])
+@pytest.mark.parametrize("proximal", ["forward", "behavior"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_gradients_equal_those_of_the_whole_batch(
-    folder, aggregation, importance_cap, oldest_version
-):
-    algorithm = AlgorithmConfig(aggregation=aggregation, importance_cap=importance_cap)
+def test_gradients_equal_those_of_the_whole_batch(folder, aggregation, proximal, oldest_version):
+    algorithm = AlgorithmConfig(aggregation=aggregation, proximal=proximal)
     samples, model = make_samples(num_segments=1 + oldest_version), load(folder)
     expected_loss = naive_loss(model, samples, algorithm, oldest_version)
     expected_loss.backward()
@@ -127,7 +127,7 @@ def test_without_correction_the_ratio_is_against_the_behavior_policy(folder):
     (row,) = make_batches(make_samples())
     model = load(folder)
     optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
-    algorithm = AlgorithmConfig(importance_cap=None)
+    algorithm = AlgorithmConfig(proximal="behavior")
     figures = train_step(model, optimizer, row, algorithm, TRAIN)
     assert figures["ratio_mean"] != 1.0 and figures["clip_fraction"] > 0
     assert figures["importance_weight_mean"] == 1.0
@@ -165,11 +165,11 @@ def test_steps_raise_the_chance_of_what_was_rewarded(folder):
     optimizer = build_optimizer(model, TRAIN)
     samples = make_samples()
     algorithm = AlgorithmConfig()
-    before = naive_loss(model, samples, dataclasses.replace(algorithm, importance_cap=None)).item()
+    before = naive_loss(model, samples, dataclasses.replace(algorithm, proximal="behavior")).item()
     for step in range(3):
         (row,) = make_batches(samples, step=step)
         train_step(model, optimizer, row, algorithm, TRAIN)
-    after = naive_loss(model, samples, dataclasses.replace(algorithm, importance_cap=None)).item()
+    after = naive_loss(model, samples, dataclasses.replace(algorithm, proximal="behavior")).item()
     assert after < before
 
 

@@ -1,0 +1,212 @@
+"""Settings of the objective: advantages, loss, and the correction for off-policy data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ray_apr.checks import (
+    at_least,
+    from_mapping,
+    is_number,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole_or_none,
+)
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
+Loss = Literal["ppo", "gspo", "cispo"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+Proximal = Literal["forward", "interpolated", "behavior"]
+Importance = Literal["token", "sequence", "icepop"]
+Rejection = Literal[
+    "token_k1", "seq_sum_k1", "seq_mean_k1", "token_k3", "seq_mean_k3", "seq_max_k3"
+]
+KLKind = Literal["k1", "k2", "k3"]
+KLPlace = Literal["loss", "reward"]
+
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"aggregation": "seq-mean-token-mean", "clip_high": 0.2},
+    "dapo": {"aggregation": "token-mean", "clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {
+        "loss": "gspo",
+        "aggregation": "seq-mean-token-mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {"loss": "cispo", "aggregation": "token-mean", "clip_low": 1.0, "clip_high": 4.0},
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "aggregation": "seq-mean-token-sum",
+        "clip_high": 0.2,
+    },
+    "rloo": {"advantage": "rloo", "aggregation": "seq-mean-token-sum", "clip_high": 0.2},
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus_baseline",
+        "aggregation": "token-mean",
+        "clip_high": 0.2,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantage estimator, loss and off-policy correction.
+
+    Three policies: the behavior policies that sampled the tokens, the proximal policy at the start
+    of a batch's update, and the current one that is optimised. The importance weight is
+    proximal / behavior; the loss clips current / proximal.
+    """
+
+    advantage: Estimator | Callable[..., Any] = "grpo"
+    """See `algorithms.group_advantages`; or a function ``(rewards [B], groups [B]) -> [B]`` of
+    tensors in float64, which sees the whole batch."""
+    loss: Loss | Callable[..., Any] = "ppo"
+    """See `algorithms.policy_loss`; or a function ``(logprobs, proximal_logprobs, advantages, mask)
+    -> costs`` of tensors [B, T], which sees whole samples. Its costs are weighted and aggregated as
+    those of the others."""
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one number; denominators count the whole batch over all ranks."""
+    clip_low: float = 0.2
+    """The ratio of policies is clipped below at 1 - clip_low."""
+    clip_high: float = 0.28
+    """... and above at 1 + clip_high (DAPO's clip-higher)."""
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss for negative advantages; None leaves it out."""
+    proximal: Proximal = "forward"
+    """Where the proximal log-probs come from. forward: the model at the start of the update (with
+    one optimizer step a batch it costs no pass of its own); interpolated: between behavior and
+    current by their versions (AReaL), without a pass; behavior: those of the engine, which makes it
+    plain PPO without any correction."""
+    importance: Importance | None = "token"
+    """Weight of a token's loss. token, sequence: the ratio of a token or of the whole response,
+    truncated at `importance_cap`; icepop: the token's ratio, and 0 outside of `icepop_bounds`
+    (2510.18855); None: no weight. Without meaning where ``proximal="behavior"``."""
+    importance_cap: float | None = 2.0
+    """Largest importance weight (TIS); None does not truncate."""
+    importance_normalize: bool = False
+    """Divide the weights by their mean over the whole batch."""
+    icepop_bounds: tuple[float, float] = (0.5, 5.0)
+    """Smallest and largest ratio that IcePop keeps."""
+    rejection: Rejection | None = None
+    """Metric by which tokens or responses too far from the policy are taken out of the loss; see
+    `algorithms.rejection_mask`."""
+    rejection_bound: float | tuple[float, float] = 2.0
+    """Largest value that is kept, or (smallest, largest) ratio for the k1 metrics."""
+    kl_coef: float = 0.0
+    """Factor of the KL divergence from the reference policy, the model that the run begins with;
+    above 0 each train worker holds a shard of it."""
+    kl: KLKind = "k3"
+    """Estimator of that divergence; see `algorithms.kl_estimate`."""
+    kl_in: KLPlace = "loss"
+    """loss: a term beside the policy loss, with gradients; reward: its sum over the response under
+    the proximal policy is taken off the reward."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus."""
+    overlong_buffer_tokens: int | None = None
+    """DAPO's soft overlong punishment (2503.14476, eq. 13): within this many tokens below
+    ``rollout.max_response_tokens`` the reward falls linearly, by `overlong_penalty` at the limit.
+    None punishes no length."""
+    overlong_penalty: float = 1.0
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> AlgorithmConfig:
+        """Settings of a published objective, with single settings replaced.
+
+        All keep the correction for stale data (token-level truncated importance weights), which the
+        papers, being on-policy, do not have; and none has a KL term unless `kl_coef` is given.
+
+        Args:
+            name: ``"grpo"`` (2402.03300, eq. 3: mean over a response, then over responses),
+                ``"dapo"`` (2503.14476, eq. 8: clip-higher, mean over tokens; its filter is
+                `PartialRolloutConfig.filter_zero_variance`), ``"gspo"`` (2507.18071, eq. 5: clipped
+                ratio of the sequence), ``"cispo"`` (2506.13585, eq. 4: clipped weight without lower
+                bound; the upper one as in 2510.13786), ``"dr_grpo"`` (2503.20783, eq. 2: no
+                division by length or deviation), ``"rloo"`` (2402.14740, eq. 8) or
+                ``"reinforce_plus_plus"`` (2501.03262, eq. 9: baseline of the group, whitened).
+            overrides: Fields of this class.
+
+        Raises:
+            ConfigError: For an unknown name, or settings that make no sense.
+
+        Example:
+            >>> AlgorithmConfig.preset("gspo").loss
+            'gspo'
+        """
+        require(
+            name in tuple(_PRESETS),
+            "algorithm.preset",
+            name,
+            f"must be one of {', '.join(_PRESETS)}",
+        )
+        config: AlgorithmConfig = from_mapping(cls, "algorithm", {**_PRESETS[name], **overrides})
+        return config
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the model that the run begins with is asked for its log-probs."""
+        return self.kl_coef > 0
+
+    def __post_init__(self) -> None:
+        s = "algorithm"
+        literals = {"advantage": Estimator, "loss": Loss}
+        one_of(s, self, {k: v for k, v in literals.items() if not callable(getattr(self, k))})
+        one_of(s, self, {"aggregation": Aggregation, "proximal": Proximal})
+        one_of(s, self, {"kl": KLKind, "kl_in": KLPlace})
+        positive(s, self, "clip_low", "clip_high")
+        require(self.clip_low <= 1, f"{s}.clip_low", self.clip_low, "must be in (0, 1]")
+        if self.dual_clip is not None:
+            positive(s, self, "dual_clip")
+            require(self.dual_clip > 1, f"{s}.dual_clip", self.dual_clip, "must exceed 1")
+        if self.importance is not None:
+            one_of(s, self, {"importance": Importance})
+        if self.importance_cap is not None:
+            positive(s, self, "importance_cap")
+        of_type(s, self, bool, "true or false", "importance_normalize")
+        if self.rejection is not None:
+            one_of(s, self, {"rejection": Rejection})
+        self._check_bounds()
+        at_least(s, self, 0, "kl_coef", "entropy_coef", "overlong_penalty")
+        whole_or_none(s, self, 1, "overlong_buffer_tokens")
+        is_forward = self.proximal == "forward"
+        require(
+            is_forward or self.kl_coef == 0 or self.kl_in == "loss",
+            f"{s}.kl_in",
+            self.kl_in,
+            'needs proximal="forward", whose log-probs are known before the update; or "loss"',
+        )
+        require(
+            is_forward or not self.importance_normalize,
+            f"{s}.importance_normalize",
+            self.importance_normalize,
+            'needs proximal="forward", whose log-probs are known before the update',
+        )
+
+    def _check_bounds(self) -> None:
+        s, pair = "algorithm", "must be two numbers (low, high) with 0 <= low < high"
+        object.__setattr__(self, "icepop_bounds", _pair(self.icepop_bounds))
+        object.__setattr__(self, "rejection_bound", _pair(self.rejection_bound))
+        require(_is_pair(self.icepop_bounds), f"{s}.icepop_bounds", self.icepop_bounds, pair)
+        if not isinstance(self.rejection_bound, tuple):
+            positive(s, self, "rejection_bound")
+            return
+        require(_is_pair(self.rejection_bound), f"{s}.rejection_bound", self.rejection_bound, pair)
+        require(
+            self.rejection is None or self.rejection.endswith("k1"),
+            f"{s}.rejection_bound",
+            self.rejection_bound,
+            f"must be one number for {self.rejection}",
+        )
+
+
+def _pair(value: Any) -> Any:
+    """Lists, as YAML has them, become tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_pair(value: Any) -> bool:
+    is_two = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
+    return is_two and 0 <= value[0] < value[1]

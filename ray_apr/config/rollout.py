@@ -1,0 +1,131 @@
+"""Settings of the rollout servers, of sampling, and of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ray_apr.checks import (
+    at_least,
+    is_number,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole,
+    whole_or_none,
+)
+from ray_apr.config.common import DType
+from ray_apr.types import SamplingParams
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Rollout servers, sampling and rewards."""
+
+    num_replicas: int = 1
+    """Rollout servers, each one vLLM engine."""
+    group_size: int = 8
+    """Samples of one prompt."""
+    max_response_tokens: int = 1024
+    """Budget of one response over all of its interruptions, in tokens."""
+    max_model_len: int | None = None
+    """Longest prompt + response of the engine, in tokens; None takes the model's own limit."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means the whole vocabulary."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response beside the model's end-of-sequence id."""
+    seed: int | None = None
+    """With a seed, each request's seed is derived from it; None leaves it to the engine."""
+    device: Device = "auto"
+    """Where the engines run; auto takes CUDA when the cluster has GPUs."""
+    dtype: DType = "float32"
+    """Data type of the engine's weights."""
+    tensor_parallel_size: int = 1
+    """GPUs of one engine."""
+    num_cpus_per_replica: float = 1.0
+    """Ray CPUs that a replica reserves."""
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``."""
+    prompt_column: str = "prompt"
+    """Column of the dataset: text, chat messages, or token ids."""
+    replay_column: str | None = None
+    """Column with a list of response lengths, in tokens, of which sample i takes number i: each
+    response gets exactly so long, whatever the model says. It replays a trace; None lets the model
+    decide."""
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None
+    """Port of the HTTP ingress; None opens none."""
+    control_token: str | None = field(default=None, repr=False)
+    """Bearer token that abort, pause and resume demand over HTTP; None demands none."""
+    start_timeout_s: float = 600.0
+    """Limit for all servers to become ready."""
+    request_timeout_s: float = 600.0
+    """Limit for one generate call, pauses included."""
+    max_request_failures: int = 3
+    """Failures of one sample before its group is dropped as failed."""
+    max_consecutive_failures: int = 32
+    """Failures in a row, of generation or of rewards, that stop the run."""
+    max_turns: int | None = None
+    """Most turns of a response in a run with an environment; None leaves it to the budget."""
+    reward_timeout_s: float = 60.0
+    """Limit for one call of the reward function, or of the environment."""
+    reward_retries: int = 1
+    """Further tries after such a call raised or timed out."""
+    reward_concurrency: int = 16
+    """Such calls at the same time."""
+    num_cpus_per_reward: float = 0.0
+    """Ray CPUs of one reward worker; 0 shares what is there."""
+    num_reward_workers: int = 1
+    """Processes that run the reward function and the environment."""
+
+    def __post_init__(self) -> None:
+        s = "rollout"
+        sizes = ("num_replicas", "group_size", "max_response_tokens", "tensor_parallel_size")
+        limits = ("max_request_failures", "max_consecutive_failures", "reward_concurrency")
+        whole(s, self, *sizes, *limits, "top_k", "reward_retries", "num_reward_workers")
+        at_least(s, self, 1, *sizes, *limits, "num_reward_workers")
+        at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
+        at_least(s, self, 0, "reward_retries")
+        positive(s, self, "temperature", "top_p", "start_timeout_s")
+        positive(s, self, "request_timeout_s", "reward_timeout_s")
+        require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        one_of(s, self, {"device": Device, "dtype": DType})
+        of_type(s, self, Mapping, "a mapping", "engine_kwargs")
+        of_type(s, self, str, "a text", "prompt_column", "http_host")
+        of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
+        of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        require(
+            all(isinstance(i, int) and is_number(i) and i >= 0 for i in self.stop_token_ids),
+            f"{s}.stop_token_ids",
+            self.stop_token_ids,
+            "must be a list of whole numbers of at least 0",
+        )
+        whole_or_none(s, self, 1, "max_model_len", "http_port", "max_turns")
+        whole_or_none(s, self, 0, "seed")
+        if self.max_model_len is not None:
+            require(
+                self.max_model_len > self.max_response_tokens,
+                f"{s}.max_model_len",
+                self.max_model_len,
+                f"must exceed max_response_tokens = {self.max_response_tokens}, to hold the prompt",
+            )
+        port = self.http_port
+        require(port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling settings of a request; the seed is set per sample."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.replay_column is not None,
+        )

@@ -1,0 +1,127 @@
+"""Settings of the buffer and of the optimizer's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_apr.checks import (
+    at_least,
+    is_number,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole,
+    whole_or_none,
+)
+from ray_apr.config.common import DType
+
+Packing = Literal["auto", "packed", "padded"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """The sample buffer and the stream to the trainer."""
+
+    wait_timeout_s: float = 300.0
+    """Longest time that the trainer waits for one batch before the run fails with a diagnosis."""
+    poll_timeout_s: float = 20.0
+    """Longest single call that waits inside the buffer; callers then call again."""
+
+    def __post_init__(self) -> None:
+        positive("buffer", self, "wait_timeout_s", "poll_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimizer's side: batch, learning rate, memory, checkpoints, weight sync."""
+
+    steps: int = 100
+    """Batches of the run; the policy version rises by one with each."""
+    batch_size: int = 128
+    """Samples of one batch over all train workers; a multiple of the group size."""
+    mini_batches: int = 1
+    """Optimizer steps of one batch, each on a part of its groups; the proximal policy stays that of
+    the batch's start, and the policy version rises by one for the batch."""
+    learning_rate: float = 1e-6
+    lr_schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = 16384
+    """Prompt + response tokens of one forward pass on one worker, padding included."""
+    packing: Packing = "auto"
+    """packed: samples one after the other in one row, without padding; padded: one row a sample;
+    auto: packed on CUDA. Attention never leaves a sample."""
+    activation_checkpointing: bool = False
+    shard_ranks: int | None = None
+    """Train workers that share one copy of the model (HSDP); a divisor of their number, best those
+    of one node. None shards over all of them (FSDP)."""
+    param_dtype: DType = "float32"
+    """Data type of the forward and backward pass; master weights are float32."""
+    reduce_dtype: DType = "float32"
+    """Data type of the gradients' reduction."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    num_checkpoints_to_keep: int = 2
+    weight_bucket_mb: float = 64.0
+    """Size of one broadcast of the weight sync, in MiB."""
+    weight_sync_timeout_s: float = 120.0
+    """Limit for one weight sync; engines resume by themselves after it."""
+    num_threads: int | None = None
+    """CPU threads of one train worker; None divides the cores among engines and workers."""
+    seed: int = 0
+    """Seed of the prompt order, of the requests' seeds and of the trainer."""
+
+    def __post_init__(self) -> None:
+        s = "train"
+        counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches")
+        counts += ("micro_batch_tokens", "num_checkpoints_to_keep")
+        whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
+        at_least(s, self, 1, *counts)
+        at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
+        positive(s, self, "learning_rate", "eps", "max_grad_norm")
+        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
+        one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
+        of_type(s, self, bool, "true or false", "activation_checkpointing")
+        of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        require(
+            len(self.betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in self.betas),
+            f"{s}.betas",
+            self.betas,
+            "must be two numbers in [0, 1)",
+        )
+        one_of(s, self, {"packing": Packing})
+        whole_or_none(s, self, 1, "num_threads", "shard_ranks")
+
+    def check_workers(self, num_workers: int) -> None:
+        """Check the settings against the number of train workers.
+
+        Raises:
+            ConfigError: If a batch cannot be divided among them, or they not into copies.
+        """
+        size = self.batch_size // self.mini_batches
+        require(
+            size % num_workers == 0,
+            "train.batch_size",
+            self.batch_size,
+            f"must be a multiple of mini_batches x train workers = {self.mini_batches} x "
+            f"{num_workers}",
+        )
+        require(
+            num_workers % (self.shard_ranks or 1) == 0,
+            "train.shard_ranks",
+            self.shard_ranks,
+            f"must divide the {num_workers} train workers",
+        )
+
+    def packs(self, device: str) -> bool:
+        """Whether samples are packed on a device, ``"cpu"`` or ``"cuda"``."""
+        return device == "cuda" if self.packing == "auto" else self.packing == "packed"

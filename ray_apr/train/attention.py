@@ -1,0 +1,129 @@
+"""Attention over packed samples: each sees itself alone.
+
+On CUDA in half precision PyTorch's variable-length flash attention runs, which costs what the
+samples cost one by one. Anywhere else Transformers makes an exact block mask of the position ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+VARLEN = "ray_apr_varlen"
+"""Name of our attention in Transformers' registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the samples of a packed row lie."""
+
+    position_ids: torch.Tensor
+    """[1, L], from 0 on in each sample."""
+    boundaries: torch.Tensor
+    """[N + 1], int32: sample i has the tokens boundaries[i] ... boundaries[i + 1] - 1."""
+    longest: int
+    """Tokens of the longest sample."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, device: torch.device) -> Packing:
+        """Packing of samples of these lengths [N], in tokens."""
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        boundaries = np.concatenate(([0], ends)).astype(np.int32)
+        return cls(
+            position_ids=torch.from_numpy(positions[None]).to(device),
+            boundaries=torch.from_numpy(boundaries).to(device),
+            longest=int(lengths.max()),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a Transformers model; the names are those of its flash attention."""
+        return {
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.boundaries,
+            "cu_seq_lens_k": self.boundaries,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+def attention_name(device: torch.device, dtype: torch.dtype, *, packed: bool) -> str:
+    """The attention that suits a device: ours for packed rows on CUDA in half precision.
+
+    Registers it with Transformers.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    if not packed or device.type != "cuda" or not half:
+        return "sdpa"
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, _no_mask)
+    return VARLEN
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of a packed row, as Transformers calls it.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, L, head size].
+        key: [1, key heads, L, head size].
+        value: Like `key`.
+        attention_mask: Not used; there is none.
+        scaling: Factor of the scores.
+        cu_seq_lens_q: `Packing.boundaries`; None: the row is one sample.
+        max_length_q: `Packing.longest`.
+        sliding_window: Tokens that a token sees, itself included; None: all before it.
+
+    Returns:
+        [1, L, heads, head size], and no attention weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    length = query.shape[2]
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.tensor([0, length], dtype=torch.int32, device=query.device)
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    if groups > 1:
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    left = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {"window_size": (left, 0)}
+    if "is_causal" in inspect.signature(varlen_attn).parameters:  # before PyTorch 2.12
+        options = {"is_causal": True}
+    longest = max_length_q or length
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        longest,
+        longest,
+        scale=scaling,
+        **options,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Our attention reads the boundaries instead."""

@@ -1,0 +1,243 @@
+"""The loss of one micro-batch: policies, correction, terms, and the figures that go with them.
+
+Invariants:
+    * Costs are divided by denominators of the whole mini-batch that count the ORIGINAL mask:
+      neither micro-batches, nor ranks, nor rejected tokens change them.
+    * Gradients flow through the current policy alone.
+
+Axis suffixes: `_N` samples of a micro-batch, `_T` response tokens, `_A` ages of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ray_apr.algorithms.corrections import icepop_weights, importance_weights, rejection_mask
+from ray_apr.algorithms.losses import (
+    aggregate,
+    is_clipped,
+    kl_estimate,
+    policy_costs,
+    policy_ratio,
+)
+from ray_apr.config import AlgorithmConfig
+from ray_apr.train.logprobs import MicroBatch, response_logprobs
+
+SUMS = (
+    "loss",
+    "ratio",
+    "clipped",
+    "importance_weight",
+    "importance_capped",
+    "rejected",
+    "kl_reference",
+    "entropy",
+)
+NUM_AGES = 16
+"""Ages, in versions, that the diagnostics tell apart; the last one stands for all beyond."""
+GAPS = ("tokens", "ratio", "squared_ratio", "k3")
+"""What is summed by age, with ratio = proximal / behavior."""
+NUM_QUANTILE_TOKENS = 1024
+"""Tokens of one rank and mini-batch from which quantiles are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Log-probs [N, T] of a micro-batch that do not change during the update of its batch."""
+
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What a micro-batch has to know of the whole batch."""
+
+    advantages_B: torch.Tensor
+    normalizer: float
+    """Denominator of its mini-batch."""
+    policy_version: int
+    progress: float
+    """Share of the batch's optimizer steps that are done."""
+    mean_weight: float
+    """What importance weights are divided by."""
+    loss_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostics:
+    """Figures of one micro-batch, detached, in float64."""
+
+    sums: torch.Tensor
+    """[SUMS]"""
+    gaps: torch.Tensor
+    """[A, GAPS] between the engines' log-probs and the trainer's, by age in versions."""
+    ratios: torch.Tensor
+    """[tokens of the loss], current / proximal."""
+    gap_ratios: torch.Tensor
+    """[tokens of the loss], proximal / behavior."""
+
+
+@torch.no_grad()
+def frozen_policies(
+    model: nn.Module,
+    reference: nn.Module | None,
+    parts: list[MicroBatch],
+    algorithm: AlgorithmConfig,
+    *,
+    num_mini_batches: int,
+) -> list[Frozen]:
+    """Forward passes at the start of an update, where they are needed.
+
+    With one optimizer step a batch the proximal policy is the one that is optimised, so that its
+    log-probs need no pass; unless something of the whole batch depends on them.
+    """
+    in_reward = reference is not None and algorithm.kl_in == "reward"
+    early = num_mini_batches > 1 or algorithm.importance_normalize or in_reward
+    needs_proximal = algorithm.proximal == "forward" and early
+    return [
+        Frozen(
+            response_logprobs(model, part)[0] if needs_proximal else None,
+            response_logprobs(reference, part)[0] if reference is not None else None,
+        )
+        for part in parts
+    ]
+
+
+def backward(
+    model: nn.Module, part: MicroBatch, frozen: Frozen, algorithm: AlgorithmConfig, whole: Whole
+) -> Diagnostics:
+    """Add the gradients of one micro-batch to the model's."""
+    entropy_gradients = algorithm.entropy_coef > 0
+    logprobs, entropies = response_logprobs(model, part, entropy_gradients=entropy_gradients)
+    proximal = _proximal(logprobs.detach(), part, frozen, algorithm, whole)
+    mask, behavior = part.mask, part.behavior_logprobs
+    rows = torch.from_numpy(part.sample_index).to(mask.device)
+    advantages = whole.advantages_B[rows].unsqueeze(1).expand_as(mask)
+    costs = _costs(logprobs, proximal, advantages, mask, algorithm)
+    weights = correction(proximal, behavior, mask, algorithm)
+    if weights is not None:
+        weights = weights / whole.mean_weight
+        costs = costs * weights
+    kept = mask
+    if algorithm.rejection is not None:
+        kept = rejection_mask(
+            proximal,
+            behavior,
+            mask,
+            metric=algorithm.rejection,
+            bound=algorithm.rejection_bound,
+        )
+        costs = costs * kept
+    kl = None
+    if frozen.reference is not None:
+        kl = kl_estimate(logprobs, frozen.reference, algorithm.kl)
+        if algorithm.kl_in == "loss":
+            costs = costs + algorithm.kl_coef * kl
+    if entropy_gradients:
+        costs = costs - algorithm.entropy_coef * entropies
+    loss = aggregate(costs, mask, algorithm.aggregation, normalizer=whole.normalizer)
+    (loss * whole.loss_scale).backward()
+    with torch.no_grad():
+        loss_kind = algorithm.loss if isinstance(algorithm.loss, str) else "ppo"
+        ratio = policy_ratio(logprobs.detach(), proximal, mask, loss=loss_kind)
+        clipped = is_clipped(
+            ratio,
+            advantages,
+            mask,
+            loss=loss_kind,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+        )
+        cap = algorithm.importance_cap
+        sums = {
+            "loss": loss.detach(),
+            "ratio": (ratio * mask).sum(),
+            "clipped": clipped.sum(),
+            "importance_weight": (mask if weights is None else weights).sum(),
+            "importance_capped": mask.new_zeros(())
+            if weights is None or cap is None
+            else (weights * whole.mean_weight >= cap).sum(),
+            "rejected": (mask - kept).sum(),
+            "kl_reference": mask.new_zeros(()) if kl is None else (kl * mask).sum(),
+            "entropy": entropies.sum(),
+        }
+        begin = logprobs.detach() if frozen.proximal is None else frozen.proximal
+        log_gap = (begin - behavior)[mask != 0]
+        return Diagnostics(
+            sums=torch.stack([sums[name].double() for name in SUMS]),
+            gaps=_gaps(log_gap, part.versions[mask != 0], whole.policy_version),
+            ratios=ratio[mask != 0].double(),
+            gap_ratios=log_gap.double().exp(),
+        )
+
+
+def correction(
+    proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor, algorithm: AlgorithmConfig
+) -> torch.Tensor | None:
+    """Importance weights [N, T] as the settings ask for them, before they are normalised."""
+    if algorithm.importance is None or algorithm.proximal == "behavior":
+        return None
+    if algorithm.importance == "icepop":
+        low, high = algorithm.icepop_bounds
+        return icepop_weights(proximal, behavior, mask, low=low, high=high)
+    return importance_weights(
+        proximal, behavior, mask, level=algorithm.importance, cap=algorithm.importance_cap
+    )
+
+
+def _proximal(
+    current: torch.Tensor,
+    part: MicroBatch,
+    frozen: Frozen,
+    algorithm: AlgorithmConfig,
+    whole: Whole,
+) -> torch.Tensor:
+    """Log-probs [N, T] of the policy at the start of the update."""
+    if algorithm.proximal == "behavior":
+        return part.behavior_logprobs
+    if frozen.proximal is not None:
+        return frozen.proximal
+    if algorithm.proximal == "forward" or whole.progress == 0:
+        return current
+    # AReaL's interpolation: the version of the current policy lies between two whole ones
+    age = (whole.policy_version - part.versions).clamp(min=0).to(current.dtype)
+    share = age / (age + whole.progress)
+    return part.behavior_logprobs + share * (current - part.behavior_logprobs)
+
+
+def _costs(
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> torch.Tensor:
+    if not isinstance(algorithm.loss, str):
+        costs: Any = algorithm.loss(logprobs, proximal, advantages, mask)
+        return costs  # type: ignore[no-any-return]
+    return policy_costs(
+        logprobs,
+        proximal,
+        advantages,
+        mask,
+        loss=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+    )
+
+
+def _gaps(log_gap: torch.Tensor, versions: torch.Tensor, policy_version: int) -> torch.Tensor:
+    """Sums [A, GAPS] over tokens of each age."""
+    log_gap = log_gap.double()
+    ratio = log_gap.exp()
+    values = torch.stack(
+        [torch.ones_like(ratio), ratio, ratio.square(), torch.expm1(log_gap) - log_gap], dim=1
+    )
+    ages = (policy_version - versions).clamp(0, NUM_AGES - 1)
+    return values.new_zeros(NUM_AGES, len(GAPS)).index_add(0, ages, values)

@@ -1,0 +1,345 @@
+"""Every setting of the objective, on a whole update: equal to the plain formulas on the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_apr.algorithms import (
+    group_advantages,
+    icepop_weights,
+    importance_weights,
+    kl_estimate,
+    rejection_mask,
+)
+from ray_apr.algorithms.advantages import overlong_penalties
+from ray_apr.algorithms.losses import aggregate, policy_costs
+from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.exceptions import TrainError
+from ray_apr.train.logprobs import attach_response_logprobs
+from ray_apr.train.step import train_step
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples
+
+TRAIN = TrainConfig(learning_rate=0.05, max_grad_norm=1e9)
+VERSION = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def reference_folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("reference"), hidden_size=32, seed=1)
+
+
+def load(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    attach_response_logprobs(model)
+    return model
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradients that it was given, and goes down them if it is to move."""
+
+    def __init__(self, model, *, moves=False):
+        super().__init__(model.parameters(), lr=TRAIN.learning_rate)
+        self.gradients = []
+        self.moves = moves
+
+    def step(self, closure=None):
+        self.gradients.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+        if self.moves:
+            super().step(closure)
+
+
+class Policies:
+    """Log-probs, entropies and the rest of a list of samples, each through the plain model."""
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.length = max(s.num_tokens for s in samples)
+        self.behavior = self.pad([torch.tensor(s.behavior_logprobs) for s in samples])
+        self.mask = self.pad([torch.ones(s.num_tokens) for s in samples])
+        self.versions = self.pad([torch.tensor(s.token_versions) for s in samples])
+        names = list(dict.fromkeys(s.group_id for s in samples))
+        self.groups = torch.tensor([names.index(s.group_id) for s in samples])
+        self.rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+
+    def pad(self, rows):
+        return torch.stack([torch.nn.functional.pad(r, (0, self.length - len(r))) for r in rows])
+
+    def of(self, model):
+        """Log-probs and entropies [B, T]."""
+        logprobs, entropies = [], []
+        for s in self.samples:
+            ids = torch.tensor([[*s.prompt.token_ids, *s.response_ids]])
+            row = model(input_ids=ids).logits[0, len(s.prompt.token_ids) - 1 : -1].log_softmax(-1)
+            entropies.append(-(row.exp() * row).sum(-1))
+            logprobs.append(row.gather(1, torch.tensor(s.response_ids)[:, None])[:, 0])
+        return self.pad(logprobs), self.pad(entropies)
+
+
+def weights_of(config, proximal, p):
+    if config.importance is None or config.proximal == "behavior":
+        return torch.ones_like(p.mask)
+    if config.importance == "icepop":
+        low, high = config.icepop_bounds
+        return icepop_weights(proximal, p.behavior, p.mask, low=low, high=high)
+    return importance_weights(
+        proximal,
+        p.behavior,
+        p.mask,
+        level=config.importance,
+        cap=config.importance_cap,
+        batch_normalize=config.importance_normalize,
+    )
+
+
+def expected_loss(config, model, reference, p, *, proximal=None, rows=slice(None)):
+    """The loss of some rows of the batch, from the formulas alone."""
+    logprobs, entropies = p.of(model)
+    proximal = logprobs.detach() if proximal is None else proximal
+    if config.proximal == "behavior":
+        proximal = p.behavior
+    kl = torch.zeros_like(p.mask)
+    if reference is not None:
+        with torch.no_grad():
+            reference_logprobs = p.of(reference)[0]
+        kl = kl_estimate(logprobs, reference_logprobs, config.kl)
+    rewards = p.rewards
+    if config.kl_in == "reward" and reference is not None:
+        total = kl_estimate(proximal, reference_logprobs, config.kl) * p.mask
+        rewards = rewards - config.kl_coef * total.sum(1).double()
+    advantages = group_advantages(rewards, p.groups, p.mask, config.advantage).float()
+    costs = policy_costs(
+        logprobs,
+        proximal,
+        advantages,
+        p.mask,
+        loss=config.loss,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    costs = costs * weights_of(config, proximal, p)
+    if config.rejection is not None:
+        kept = rejection_mask(
+            proximal, p.behavior, p.mask, metric=config.rejection, bound=config.rejection_bound
+        )
+        costs = costs * kept
+    if config.kl_in == "loss" and reference is not None:
+        costs = costs + config.kl_coef * kl
+    costs = costs - config.entropy_coef * entropies
+    return aggregate(costs[rows], p.mask[rows], config.aggregation)
+
+
+def gradients_of(loss, model):
+    model.zero_grad()
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def distance(ours, theirs):
+    difference = sum((a - b).double().square().sum() for a, b in zip(ours, theirs, strict=True))
+    return (difference / sum(b.double().square().sum() for b in theirs)).sqrt().item()
+
+
+OBJECTIVES = {
+    **{
+        name: AlgorithmConfig.preset(name)
+        for name in ("grpo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "reinforce_plus_plus")
+    },
+    "plain ppo": AlgorithmConfig(proximal="behavior"),
+    "behavior gspo": AlgorithmConfig.preset("gspo", proximal="behavior"),
+    "dual clip": AlgorithmConfig(proximal="behavior", dual_clip=1.5),
+    "not truncated": AlgorithmConfig(importance_cap=None),
+    "not weighted": AlgorithmConfig(importance=None),
+    "sequence": AlgorithmConfig(importance="sequence", importance_cap=5.0),
+    "normalized": AlgorithmConfig(importance_normalize=True),
+    "normalized sequence": AlgorithmConfig(importance="sequence", importance_normalize=True),
+    "icepop": AlgorithmConfig(importance="icepop", icepop_bounds=(0.1, 4.0)),
+    "token rejection": AlgorithmConfig(rejection="token_k1", rejection_bound=(0.05, 3.0)),
+    "sequence rejection": AlgorithmConfig(rejection="seq_mean_k3", rejection_bound=1.0),
+    "kl": AlgorithmConfig(kl_coef=0.1),
+    "kl in reward": AlgorithmConfig(kl_coef=0.01, kl_in="reward", kl="k1"),
+    "entropy": AlgorithmConfig(entropy_coef=0.05),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_update_has_the_gradients_of_the_formulas(folder, reference_folder, name):
+    config = OBJECTIVES[name]
+    model, p = load(folder), Policies(make_samples())
+    reference = load(reference_folder) if config.needs_reference else None
+    loss = expected_loss(config, model, reference, p)
+    expected = gradients_of(loss, model)
+    for micro_batch_tokens, packing in ((64, "padded"), (4096, "padded"), (128, "packed")):
+        (row,) = make_batches(
+            p.samples, micro_batch_tokens=micro_batch_tokens, packed=packing == "packed"
+        )
+        optimizer = Recorder(model)
+        train = dataclasses.replace(TRAIN, packing=packing)
+        figures = train_step(model, optimizer, row, config, train, reference=reference)
+        assert figures["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        assert distance(optimizer.gradients[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "normalized", "kl in reward"])
+def test_mini_batches_keep_the_proximal_policy_of_the_batch(folder, reference_folder, name):
+    config = OBJECTIVES[name]
+    p = Policies(make_samples())
+    (row,) = make_batches(p.samples, micro_batch_tokens=64, mini_batches=2)
+    model = load(folder)
+    reference = load(reference_folder) if config.needs_reference else None
+    optimizer = Recorder(model, moves=True)
+    figures = train_step(model, optimizer, row, config, TRAIN, reference=reference)
+    assert len(optimizer.gradients) == 2
+    assert figures["ratio_mean"] != 1.0, "the second half is trained by a changed model"
+
+    model = load(folder)
+    by_hand = Recorder(model, moves=True)
+    with torch.no_grad():
+        proximal = p.of(model)[0]
+    half = len(p.samples) // 2
+    for number, rows in enumerate((slice(0, half), slice(half, None))):
+        loss = expected_loss(config, model, reference, p, proximal=proximal, rows=rows)
+        loss.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+        assert distance(optimizer.gradients[number], by_hand.gradients[number]) < 1e-4
+
+
+def test_interpolated_proximal_is_between_behavior_and_current_by_version(folder):
+    config = AlgorithmConfig(proximal="interpolated", importance=None, clip_high=10.0)
+    p = Policies(make_samples())
+    (row,) = make_batches(p.samples, mini_batches=2)
+    model = load(folder)
+    optimizer = Recorder(model, moves=True)
+    train_step(model, optimizer, row, config, TRAIN)
+
+    model = load(folder)
+    by_hand = Recorder(model, moves=True)
+    half = len(p.samples) // 2
+    for progress, rows in ((0.0, slice(0, half)), (0.5, slice(half, None))):
+        with torch.no_grad():
+            current = p.of(model)[0]
+            age = VERSION - p.versions
+            alpha = age / (age + progress)  # (v_prox - v_b) / (v - v_b), versions from VERSION on
+            proximal = p.behavior + alpha * (current - p.behavior)
+        expected_loss(config, model, None, p, proximal=proximal, rows=rows).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    assert distance(optimizer.gradients[1], by_hand.gradients[1]) < 1e-4
+
+
+def test_functions_of_the_user_take_the_places_of_loss_and_advantage(folder):
+    seen = {}
+
+    def advantage(rewards, groups):
+        seen["advantage"] = (rewards, groups)
+        return rewards - rewards.mean()
+
+    def loss(logprobs, proximal_logprobs, advantages, mask):
+        seen["loss"] = (proximal_logprobs, mask)
+        return -logprobs * advantages
+
+    p = Policies(make_samples())
+    model = load(folder)
+    config = AlgorithmConfig(advantage=advantage, loss=loss, importance=None)
+    (row,) = make_batches(p.samples)
+    optimizer = Recorder(model)
+    train_step(model, optimizer, row, config, TRAIN)
+    advantages = (p.rewards - p.rewards.mean()).float()[:, None]
+    expected = aggregate(-p.of(model)[0] * advantages, p.mask, "token-mean")
+    assert distance(optimizer.gradients[0], gradients_of(expected, model)) < 1e-5
+    assert torch.equal(seen["advantage"][1], p.groups)
+    assert seen["loss"][0].shape == seen["loss"][1].shape
+
+
+def test_an_advantage_function_that_returns_something_else_is_an_error(folder):
+    config = AlgorithmConfig(advantage=lambda rewards, groups: rewards[:2])
+    (row,) = make_batches(make_samples())
+    model = load(folder)
+    with pytest.raises(TrainError, match=r"shape \(2,\), not \(16,\)"):
+        train_step(model, Recorder(model), row, config, TRAIN)
+
+
+def test_overlong_responses_are_punished(folder):
+    samples = make_samples()
+    limit, buffer = 24, 8
+    config = AlgorithmConfig(overlong_buffer_tokens=buffer, overlong_penalty=0.5)
+    shaped = [
+        dataclasses.replace(
+            s, reward=s.reward - 0.5 * min(1.0, max(0.0, (s.num_tokens - limit + buffer) / buffer))
+        )
+        for s in samples
+    ]
+    gradients = []
+    for given, settings in ((samples, config), (shaped, AlgorithmConfig())):
+        model = load(folder)
+        optimizer = Recorder(model)
+        (row,) = make_batches(given)
+        train_step(model, optimizer, row, settings, TRAIN, max_response_tokens=limit)
+        gradients.append(optimizer.gradients[0])
+    assert any(s.reward != t.reward for s, t in zip(samples, shaped, strict=True))
+    assert distance(*gradients) < 1e-6
+
+
+def test_overlong_penalties_of_the_paper():
+    lengths = torch.tensor([1.0, 16.0, 18.0, 20.0, 25.0])
+    got = overlong_penalties(lengths, max_tokens=20, buffer_tokens=4)
+    assert got.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_diagnostics_of_engine_and_trainer_by_staleness(folder):
+    p = Policies(make_samples())
+    model = load(folder)
+    (row,) = make_batches(p.samples, micro_batch_tokens=64)
+    figures = train_step(model, Recorder(model), row, AlgorithmConfig(), TRAIN)
+    with torch.no_grad():
+        log_ratio = (p.of(model)[0] - p.behavior).double()
+    kept = p.mask != 0
+    log_ratio, ages = log_ratio[kept].numpy(), (VERSION - p.versions)[kept].numpy()
+    ratio = np.exp(log_ratio)
+    k3 = ratio - log_ratio - 1
+    assert figures["kl_k3"] == pytest.approx(k3.mean(), rel=1e-4)
+    assert figures["chi2"] == pytest.approx((ratio**2).mean() - 1, rel=1e-4)
+    size = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+    assert figures["effective_sample_size"] == pytest.approx(size, rel=1e-4)
+    assert figures["importance_ratio_quantiles"] == pytest.approx(
+        np.quantile(ratio, [0.01, 0.5, 0.99]).tolist(), rel=1e-4
+    )
+    assert figures["ratio_quantiles"] == [1.0, 1.0, 1.0]
+    for age in range(1, 4):
+        of_age = ages == age
+        assert figures["tokens_by_staleness"][age] == of_age.sum()
+        assert figures["kl_k3_by_staleness"][age] == pytest.approx(k3[of_age].mean(), rel=1e-4)
+        assert figures["chi2_by_staleness"][age] == pytest.approx(
+            (ratio[of_age] ** 2).mean() - 1, rel=1e-4
+        )
+    assert figures["tokens_by_staleness"][0] == 0
+
+
+def test_rejected_and_capped_tokens_are_counted(folder):
+    p = Policies(make_samples())
+    model = load(folder)
+    (row,) = make_batches(p.samples)
+    config = AlgorithmConfig(rejection="token_k1", rejection_bound=(0.05, 3.0))
+    figures = train_step(model, Recorder(model), row, config, TRAIN)
+    with torch.no_grad():
+        ratio = (p.of(model)[0] - p.behavior).exp()[p.mask != 0]
+    outside = ((ratio < 0.05) | (ratio > 3.0)).float().mean().item()
+    assert 0 < figures["rejected_fraction"] == pytest.approx(outside)
+    capped = (ratio >= 2.0).float().mean().item()
+    assert 0 < figures["importance_capped_fraction"] == pytest.approx(capped)
+    assert math.isfinite(figures["loss"])
