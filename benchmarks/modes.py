@@ -94,7 +94,9 @@ def _arguments() -> argparse.Namespace:
         "--reward-seconds", type=float, help="time of each reward; else the trace's"
     )
     parser.add_argument("--reward-concurrency", type=int, default=16)
-    parser.add_argument("--set", action="append", default=[], help="of PartialRolloutConfig")
+    parser.add_argument(
+        "--set", action="append", default=[], help="MODE.KEY=VALUE, of PartialRolloutConfig"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/modes.json")
     return parser.parse_args()
 
@@ -181,13 +183,13 @@ def rollout_config(args: argparse.Namespace, longest: int, repeat: int = 0) -> A
 
 
 def mode_config(mode: str, args: argparse.Namespace) -> Any:
-    """Settings of a mode; those of "apr" may be replaced."""
+    """Settings of a mode, with those replaced that the command line gives."""
     import yaml
 
     from ray_apr import PartialRolloutConfig
 
-    overrides = dict(pair.split("=", 1) for pair in args.set) if mode == "apr" else {}
-    values = {key: yaml.safe_load(value) for key, value in overrides.items()}
+    given = [pair.removeprefix(f"{mode}.") for pair in args.set if pair.startswith(f"{mode}.")]
+    values = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in given)}
     return PartialRolloutConfig.preset(mode, **values)
 
 

@@ -5,6 +5,7 @@ Invariants, kept by `ServeRolloutClient`:
       session that begins goes to the replica with the fewest requests.
     * A control verb reaches every replica, or raises with the names of those that it did not.
     * Every call has a time limit.
+    * A request whose caller has gone is aborted where it runs.
 
 Serve routes a session id by consistent hashing, which neither balances nor tells where it goes. The
 client therefore routes by a few ids of its own, "slots", whose replicas it learns from their
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 60.0
 _NUM_SLOTS_TRIED = 64
+_GATHER_S = 0.001
+"""Requests that begin within this time go to their replica in one call."""
 
 
 class ServeRolloutClient:
@@ -63,6 +66,10 @@ class ServeRolloutClient:
         self._max_inflight = max_inflight
         self._placed: dict[str, str] = {}
         """Replica of each request under way."""
+        self._outboxes: dict[str, dict[str, tuple[Mapping[str, Any], asyncio.Future[Generation]]]]
+        self._outboxes = {}
+        """Requests that will be sent in a moment, by replica."""
+        self._streams: set[asyncio.Task[None]] = set()
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -86,14 +93,15 @@ class ServeRolloutClient:
         replica_id = self._placed[request_id] = placement.enter(
             request_id.partition("#")[0], session_id
         )
+        request = {
+            "request_id": request_id,
+            "token_ids": tuple(token_ids),
+            "sampling": sampling,
+            "max_tokens": max_tokens,
+            "session_id": session_id,
+        }
         try:
-            generation: Generation = await _reply(
-                slots[replica_id].generate.remote(
-                    request_id, tuple(token_ids), sampling, max_tokens, session_id
-                ),
-                f"request {request_id}",
-                self._config.request_timeout_s,
-            )
+            generation = await self._outcome(replica_id, slots[replica_id], request)
         except EngineUnavailableError:
             self._slots = {}  # learned again by the next call: a replica may be gone
             raise
@@ -103,6 +111,47 @@ class ServeRolloutClient:
         if generation.replica_id != replica_id:
             self._slots = {}  # the replicas have changed, and the slots with them
         return generation
+
+    async def _outcome(self, replica_id: str, slot: Any, request: Mapping[str, Any]) -> Generation:
+        """Send a request together with all others of this moment, and wait for its end."""
+        limit_s, request_id = self._config.request_timeout_s, request["request_id"]
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        outbox = self._outboxes.setdefault(replica_id, {})
+        if not outbox:
+            stream = asyncio.create_task(self._stream(replica_id, slot))
+            self._streams.add(stream)
+            stream.add_done_callback(self._streams.discard)
+        outbox[request_id] = (request, future)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError as error:
+            raise RolloutError(f"request {request_id}: no answer within {limit_s:g} s") from error
+        finally:
+            if future.cancelled() and outbox.pop(request_id, None) is None:
+                slot.abort.remote([request_id])
+
+    async def _stream(self, replica_id: str, slot: Any) -> None:
+        """Send what has gathered for a replica in one call, and hand out its answers.
+
+        Waits for: the end of these requests. Unblocked by: the replica, or its death; who waits
+        for one of them has a limit of its own.
+        """
+        await asyncio.sleep(_GATHER_S)
+        outbox = self._outboxes[replica_id]
+        requests = [request for request, _ in outbox.values()]
+        futures = {request_id: future for request_id, (_, future) in outbox.items()}
+        outbox.clear()
+        error: APRError = EngineUnavailableError(f"{replica_id} ended a call without its answers")
+        try:
+            async for piece in slot.options(stream=True).generate_many.remote(requests):
+                for request_id, outcome in piece:
+                    _settle(futures.pop(request_id), outcome)
+        except (RayError, RayServeException) as broken:
+            error = _translated(broken, f"{len(futures)} requests on {replica_id}")
+        finally:
+            for future in futures.values():
+                _settle(future, error)
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Give each replica at most this many requests from now on; unknown ones are left out."""
@@ -198,6 +247,16 @@ class ServeRolloutClient:
         if not results:
             raise EngineUnavailableError(f"{verb}: no rollout server runs")
         return results
+
+
+def _settle(future: asyncio.Future[Generation], outcome: Generation | APRError) -> None:
+    """Give a future its result or error, unless its caller has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, APRError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 async def _reply(response: Any, what: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:

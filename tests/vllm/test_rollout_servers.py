@@ -129,6 +129,26 @@ def test_control_verbs_reach_every_replica(servers):
     run(body())
 
 
+def test_a_request_whose_caller_has_gone_leaves_its_engine(servers):
+    run, client, _ = servers
+
+    async def body():
+        names = [f"gone{i}" for i in range(4)]
+        tasks = [asyncio.create_task(request(client, n, n, max_tokens=250)) for n in names]
+        await asyncio.sleep(0)
+        tasks[0].cancel()  # before it was sent
+        await asyncio.sleep(0.1)
+        tasks[1].cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(e, asyncio.CancelledError) for e in ended] == [True, True, False, False]
+        assert [g.num_tokens for g in ended[2:]] == [250, 250]
+        statuses = await client.status()
+        assert sum(s.num_running for s in statuses) == 0
+        assert sum(s.num_aborted for s in statuses) >= 1
+
+    run(body())
+
+
 def test_abort_by_id_ends_these_and_no_others(servers):
     """miles#2589: one label aborted everything in flight."""
     run, client, config = servers
