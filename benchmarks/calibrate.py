@@ -62,12 +62,10 @@ async def _measure(
             raw.append({**row, "request_overhead_s": overhead_s})
     alone = {r["sequences"]: r for r in raw if r["engines"] == 1}
     per_sequence = (alone[sizes[-1]]["step_s"] - alone[1]["step_s"]) / (sizes[-1] - 1)
-    slower = [
-        r["step_s"] / alone[r["sequences"]]["step_s"]
-        for r in raw
-        if r["engines"] == config.num_replicas
-    ]
-    cores = os.cpu_count() or 1
+    together = [r for r in raw if r["engines"] == config.num_replicas]
+    share = (os.cpu_count() or 1) / config.num_replicas
+    wanted = [share * max(1.0, r["step_s"] / alone[r["sequences"]]["step_s"]) for r in together]
+    cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
     return {
         "raw": raw,
         "engine": {
@@ -77,7 +75,8 @@ async def _measure(
             "max_sequences": max_num_seqs,
             "prefill_tokens_per_s": 1e9,
             "request_overhead_s": alone[sizes[-1]]["request_overhead_s"],
-            "cores": statistics.fmean(slower) * cores / config.num_replicas,
+            "cores": cores,
+            "cores_per_sequence": max(0.0, cores_per_sequence),
         },
     }
 

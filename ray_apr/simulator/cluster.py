@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,9 @@ class EngineConfig:
     request_overhead_s: float = 0.0
     """What taking in a request costs the engine beside its prefill."""
     cores: float = 1.0
-    """CPU cores that a busy engine keeps busy; counts where ``host_cores`` is set."""
+    """CPU cores that a busy engine wants; counts where ``host_cores`` is set."""
+    cores_per_sequence: float = 0.0
+    """What it wants more for each sequence that it decodes, e.g. to process its outputs."""
 
     def __post_init__(self) -> None:
         s = "cluster.engine"
@@ -46,6 +48,7 @@ class EngineConfig:
             "decode_per_sequence_s",
             "decode_per_context_token_s",
             "request_overhead_s",
+            "cores_per_sequence",
         )
 
 
@@ -141,11 +144,17 @@ class ClusterConfig:
         """GPUs that train: all that do not generate; all of them where colocated."""
         return self.gpus if self.is_colocated else self.gpus - (self.rollout_gpus or 0)
 
-    def slowdown(self, num_busy_engines: int, *, is_training: bool) -> float:
-        """How many times longer everything takes when so many want the host's cores."""
+    def slowdown(self, batches: Iterable[int], *, is_training: bool) -> float:
+        """How many times longer everything takes when so much wants the host's cores.
+
+        Args:
+            batches: Sequences in each of the busy engines.
+            is_training: Whether the train workers are busy.
+        """
         if self.host_cores is None:
             return 1.0
-        wanted = num_busy_engines * self.engine.cores
+        engine = self.engine
+        wanted = sum(engine.cores + engine.cores_per_sequence * n for n in batches)
         wanted += self.num_train_gpus() * self.trainer.cores if is_training else 0
         return max(1.0, wanted / self.host_cores)
 

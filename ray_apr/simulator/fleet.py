@@ -100,10 +100,9 @@ class Fleet:
         """Calls under way."""
         return len(self._calls)
 
-    @property
-    def num_busy(self) -> int:
-        """Engines that have something to generate."""
-        return sum(model.num_requests > 0 for model in self._engines)
+    def batches(self) -> list[int]:
+        """Sequences that each of the busy engines decodes."""
+        return [model.num_running for model in self._engines if model.num_requests]
 
     def set_slowdown(self, factor: float, now: float) -> None:
         """From now on all engines take `factor` times as long as each on a host of its own."""

@@ -134,8 +134,8 @@ class Simulation:
         """Let everything run slower or faster, if others have begun or ended to use its cores."""
         if self._cluster.host_cores is None:
             return
-        num_busy = 0 if self._is_stopped else self._fleet.num_busy
-        slowdown = self._cluster.slowdown(num_busy, is_training=self._training is not None)
+        batches = [] if self._is_stopped else self._fleet.batches()
+        slowdown = self._cluster.slowdown(batches, is_training=self._training is not None)
         if slowdown == self._slowdown:
             return
         step = self._training
