@@ -46,14 +46,15 @@ def main() -> None:
     )
     folder = Path(tempfile.mkdtemp(prefix="apr-modes-"))
     trace = scaled(Trace.from_file(args.trace), args)
-    context = max(g.prompt_tokens + s.response_tokens for g, s in trace.samples) + 1
+    longest = max(s.response_tokens for _, s in trace.samples)
+    context = max(g.prompt_tokens for g in trace.groups) + longest + 1
     model = args.model or make_model(folder / "model", args.hidden, args.layers, context)
     prompts = write_prompts(trace, folder / "prompts.parquet")
     result = describe(args)
     if args.calibrate:
         result["calibration"] = measure_engines(
             model,
-            rollout_config(args, context),
+            rollout_config(args, longest),
             prompt_tokens=round(statistics.fmean(g.prompt_tokens for g in trace.groups)),
             max_num_seqs=args.max_num_seqs,
         )
