@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ray_apr.config import (
         AlgorithmConfig,
         BufferConfig,
+        EvaluationConfig,
         PartialRolloutConfig,
         RolloutConfig,
         TrainConfig,
@@ -28,6 +29,7 @@ _HOMES = {
     "RolloutConfig": "ray_apr.config",
     "PartialRolloutConfig": "ray_apr.config",
     "BufferConfig": "ray_apr.config",
+    "EvaluationConfig": "ray_apr.config",
     "AlgorithmConfig": "ray_apr.config",
     "TrainConfig": "ray_apr.config",
     "APRError": "ray_apr.exceptions",
@@ -45,6 +47,7 @@ __all__ = [
     "BufferConfig",
     "ConfigError",
     "Environment",
+    "EvaluationConfig",
     "PartialRolloutConfig",
     "RewardResult",
     "RolloutConfig",

@@ -35,18 +35,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
+    EvaluationConfig,
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
 )
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
-from ray_apr.data.prompts import PromptSource, encode_dataset
+from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ConfigError
 from ray_apr.progress import follow_progress
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.recorder import RunRecorder
+from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
@@ -76,6 +78,8 @@ class RunPlan:
     partial_rollout: PartialRolloutConfig
     buffer: BufferConfig
     algorithm: AlgorithmConfig
+    evaluation: EvaluationConfig | None
+    """None evaluates nothing."""
     train: TrainConfig
     scaling: ray.train.ScalingConfig
     run: ray.train.RunConfig
@@ -99,9 +103,19 @@ class RunPlan:
 
 
 def run(
-    plan: RunPlan, prompts: ray.data.Dataset, *, progress: Callable[[str], None] | None = None
+    plan: RunPlan,
+    prompts: ray.data.Dataset,
+    held_out: ray.data.Dataset | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
 ) -> ray.train.Result:
     """Run a plan to its end.
+
+    Args:
+        plan: What to run.
+        prompts: What to train on.
+        held_out: What to evaluate on, where the plan says so.
+        progress: Gets the lines of progress.
 
     Raises:
         APRError: What stopped the run.
@@ -110,7 +124,7 @@ def run(
     started_at = time.time()
     plan.folder.mkdir(parents=True, exist_ok=True)
     _write_json(plan.folder / "config.json", _describe(plan))
-    parts = _Parts(plan, prompts, started_at)
+    parts = _Parts(plan, prompts, held_out, started_at)
     error: BaseException | None = None
     try:
         with follow_progress(parts.recorder, plan.train.steps, progress or logger.info):
@@ -128,10 +142,17 @@ class _Parts:
     Args:
         plan: What to run.
         prompts: The dataset.
+        held_out: The dataset of the evaluation.
         started_at: Unix time of the run's begin.
     """
 
-    def __init__(self, plan: RunPlan, prompts: ray.data.Dataset, started_at: float) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        prompts: ray.data.Dataset,
+        held_out: ray.data.Dataset | None,
+        started_at: float,
+    ) -> None:
         self.plan = plan
         self._started_at = started_at
         self._start_error: BaseException | None = None
@@ -150,14 +171,10 @@ class _Parts:
         )
         self._servers.start()
         try:
-            self._tables = encode_dataset(
-                prompts,
-                model=plan.model,
-                column=plan.rollout.prompt_column,
-                max_prompt_tokens=_max_prompt_tokens(plan),
-            )
+            self._tables = self._encode(prompts)
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
+            self._evaluator = None if held_out is None else self._make_evaluator(held_out)
         except BaseException:
             self._closing.set()
             raise
@@ -167,6 +184,15 @@ class _Parts:
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
                 stop_rollout_servers(plan.name)
                 self._kill_actors()
+
+    def _encode(self, prompts: ray.data.Dataset) -> list[ray.ObjectRef]:
+        plan = self.plan
+        return encode_dataset(
+            prompts,
+            model=plan.model,
+            column=plan.rollout.prompt_column,
+            max_prompt_tokens=_max_prompt_tokens(plan),
+        )
 
     def _actor(self, cls: type, *args: Any, scheduling_strategy: Any = None, **kwargs: Any) -> Any:
         """Start an actor that ends with this run."""
@@ -219,6 +245,26 @@ class _Parts:
             group_filter=plan.group_filter,
         )
 
+    def _make_evaluator(self, held_out: ray.data.Dataset) -> Any:
+        plan, tables = self.plan, self._encode(held_out)
+        rollout, name, reward = plan.rollout, plan.name, plan.reward
+
+        def make_client() -> Any:
+            from ray_apr.serve.client import ServeRolloutClient
+
+            return ServeRolloutClient(name, rollout)
+
+        return self._actor(
+            Evaluator,
+            rollout=rollout,
+            config=plan.evaluation,
+            model=plan.model,
+            make_prompts=lambda: held_out_prompts(ray.get(tables)),
+            make_client=make_client,
+            make_scorer=lambda: Scorer(reward, rollout),
+            recorder=self.recorder,
+        )
+
     def fit(self) -> ray.train.Result:
         """Train, while the servers may still be starting."""
         try:
@@ -245,12 +291,15 @@ class _Parts:
                 kv_cache=plan.partial_rollout.kv_cache,
                 reports_load=plan.partial_rollout.is_adaptive,
                 max_model_len=plan.max_model_len,
+                evaluates=plan.evaluation is not None,
                 cancelled=self._closing,
             )
             self._made.wait(timeout=plan.rollout.start_timeout_s)
             if self._closing.is_set():
                 return
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
+            if self._evaluator is not None:
+                ray.get(self._evaluator.start.remote(), timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.time() - self._started_at
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             self._start_error = error
@@ -272,6 +321,8 @@ class _Parts:
             "max_response_tokens": plan.rollout.max_response_tokens,
             "train": plan.train,
             "partial_rollout": plan.partial_rollout,
+            "evaluation": plan.evaluation,
+            "evaluator": self._evaluator,
             "buffer": self._buffer,
             "worker": self._worker,
             "recorder": self.recorder,
@@ -317,6 +368,8 @@ class _Parts:
         plan = self.plan
         training_end = time.time()
         try:
+            if self._evaluator is not None:
+                ray.get(self._evaluator.stop.remote(), timeout=_CALL_TIMEOUT_S)
             summary: RolloutSummary = ray.get(self._worker.stop.remote(), timeout=_CALL_TIMEOUT_S)
             stats: BufferStats = ray.get(self._buffer.stats.remote(), timeout=_CALL_TIMEOUT_S)
             final = _final_figures(plan, summary, stats)
@@ -422,6 +475,8 @@ def _describe(plan: RunPlan) -> dict[str, Any]:
         for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
     }
     sections["rollout"].pop("control_token")
+    if plan.evaluation is not None:
+        sections["evaluation"] = dataclasses.asdict(plan.evaluation)
     for name in ("advantage", "loss"):
         if callable(sections["algorithm"][name]):
             sections["algorithm"][name] = _name(sections["algorithm"][name])

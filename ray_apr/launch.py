@@ -39,6 +39,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "group filter": settings.group_filter or "none: every scored group is trained",
             "environment": settings.environment or "none: every response is one turn",
             "objective": _objective(settings),
+            "evaluation": _evaluation(settings),
             "seed": train.seed,
         },
         "resources": _resources(settings),
@@ -63,6 +64,13 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "checkpoint every": train.checkpoint_every or "only at the end",
         },
     }
+
+
+def _evaluation(settings: RunSettings) -> str:
+    held_out, config = settings.evaluation_prompts, settings.evaluation
+    if held_out is None or config is None:
+        return "none"
+    return f"{held_out.path}, every {config.every} versions, {config.samples} samples a prompt"
 
 
 def _objective(settings: RunSettings) -> str:
@@ -163,14 +171,18 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         **local,
     )
     try:
+        held_out = settings.evaluation_prompts
         trainer = APRTrainer(
             model=settings.model,
             prompts=read_prompts(settings.prompts),
             environment=environment,
-            **functions,
+            reward=functions["reward"],
+            group_filter=functions["group_filter"],
             rollout_config=settings.rollout,
             partial_rollout_config=settings.partial_rollout,
             buffer_config=settings.buffer,
+            evaluation_prompts=None if held_out is None else read_prompts(held_out),
+            evaluation_config=settings.evaluation,
             algorithm_config=dataclasses.replace(settings.algorithm, **objective),
             train_config=settings.train,
             scaling_config=ray.train.ScalingConfig(

@@ -1,8 +1,10 @@
 """The run folder: every figure of a run as JSON lines, written by one actor on the driver's node.
 
 Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained sample),
-``timeline.jsonl`` (spans of what engines and trainer did). Times are seconds since the run began.
-Rows are on disk when the call returns, so that a crash costs at most the line being written.
+``timeline.jsonl`` (spans of what engines and trainer did), and of a run with held-out prompts
+``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Times are seconds
+since the run began. Rows are on disk when the call returns, so that a crash costs at most the line
+being written.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_FILES = {"step": "metrics.jsonl", "sample": "samples.jsonl", "timeline": "timeline.jsonl"}
+_FILES = {
+    "step": "metrics.jsonl",
+    "sample": "samples.jsonl",
+    "timeline": "timeline.jsonl",
+    "evaluation": "evaluations.jsonl",
+    "evaluation_sample": "evaluation_samples.jsonl",
+}
 
 
 class RunRecorder:

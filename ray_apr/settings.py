@@ -18,6 +18,7 @@ from ray_apr.checks import from_mapping
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
+    EvaluationConfig,
     Mode,
     PartialRolloutConfig,
     RolloutConfig,
@@ -117,7 +118,7 @@ _PRESET_SECTIONS = ("partial_rollout", "algorithm")
 """Sections whose defaults depend on a preset."""
 _REQUIRED = ("model", "prompts")
 _CODE = ("reward", "environment", "group_filter")
-_KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS)
+_KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS, "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,10 @@ class RunSettings:
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     group_filter: str | None
     """Like `reward`."""
+    evaluation: EvaluationConfig | None
+    """None evaluates nothing."""
+    evaluation_prompts: PromptsSettings | None
+    """With an absolute path; what is evaluated."""
     objective: Mapping[str, str]
     """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
     rollout: RolloutConfig
@@ -218,6 +223,7 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
     }
     sections["partial_rollout"] = _partial_rollout(values)
     sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
+    evaluation, held_out = _evaluation(values, path.parent, sections["rollout"].prompt_column)
     code = {name: values[name] for name in _CODE if values.get(name) is not None}
     for name, value in {"model": values["model"], **code}.items():
         if not isinstance(value, str):
@@ -231,6 +237,8 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
         reward=code.get("reward"),
         environment=code.get("environment"),
         group_filter=code.get("group_filter"),
+        evaluation=evaluation,
+        evaluation_prompts=held_out,
         objective=objective,
         **sections,
     )
@@ -295,6 +303,20 @@ def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, s
     if preset is None:
         return AlgorithmConfig(**section), objective
     return AlgorithmConfig.preset(preset, **section), objective
+
+
+def _evaluation(
+    values: Mapping[str, Any], base_dir: Path, column: str
+) -> tuple[EvaluationConfig | None, PromptsSettings | None]:
+    """The section, and the held-out prompts that it names."""
+    if values.get("evaluation") is None:
+        return None, None
+    section = _mapping("evaluation", values["evaluation"])
+    given = section.pop("prompts", None)
+    if given is None:
+        raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
+    config: EvaluationConfig = _section("evaluation", EvaluationConfig, section)
+    return config, _prompts(given, base_dir, column)
 
 
 def _prompts(given: Any, base_dir: Path, column: str) -> PromptsSettings:

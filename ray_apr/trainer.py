@@ -14,6 +14,7 @@ import ray.train
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
+    EvaluationConfig,
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
@@ -47,10 +48,13 @@ class APRTrainer:
             response is one turn.
         group_filter: Function of a scored group (its samples) that says whether it may be trained;
             it is quick and runs in the rollout worker. None keeps all.
+        evaluation_prompts: Held-out rows like those of `prompts`, on which the policy is evaluated
+            beside the run, with the same reward; None evaluates nothing.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.
         algorithm_config: Advantages, loss, correction.
+        evaluation_config: When and how `evaluation_prompts` are evaluated.
         train_config: Optimizer, batch, checkpoints, weight sync.
         scaling_config: Train workers and their resources.
         run_config: Name and storage of the run.
@@ -75,10 +79,12 @@ class APRTrainer:
         reward: RewardFunction | None = None,
         environment: Environment | None = None,
         group_filter: GroupFilter | None = None,
+        evaluation_prompts: ray.data.Dataset | None = None,
         rollout_config: RolloutConfig | None = None,
         partial_rollout_config: PartialRolloutConfig | None = None,
         buffer_config: BufferConfig | None = None,
         algorithm_config: AlgorithmConfig | None = None,
+        evaluation_config: EvaluationConfig | None = None,
         train_config: TrainConfig | None = None,
         scaling_config: ray.train.ScalingConfig | None = None,
         run_config: ray.train.RunConfig | None = None,
@@ -97,7 +103,8 @@ class APRTrainer:
         _check_scaling(scaling, rollout, train)
         _check_port(rollout)
         check_dataset(prompts, rollout.prompt_column, rollout.replay_column)
-        self._prompts = prompts
+        evaluation = _check_evaluation(evaluation_prompts, evaluation_config, rollout, environment)
+        self._prompts, self._held_out = prompts, evaluation_prompts
         self._plan = RunPlan(
             model=model,
             reward=reward,
@@ -108,6 +115,7 @@ class APRTrainer:
             partial_rollout=partial_rollout_config or PartialRolloutConfig(),
             buffer=buffer_config or BufferConfig(),
             algorithm=algorithm,
+            evaluation=evaluation,
             train=train,
             scaling=scaling,
             run=run_config or ray.train.RunConfig(),
@@ -126,7 +134,34 @@ class APRTrainer:
         Raises:
             APRError: What stopped the run; nothing of it stays behind.
         """
-        return run(self._plan, self._prompts, progress=progress)
+        return run(self._plan, self._prompts, self._held_out, progress=progress)
+
+
+def _check_evaluation(
+    prompts: ray.data.Dataset | None,
+    config: EvaluationConfig | None,
+    rollout: RolloutConfig,
+    environment: Environment | None,
+) -> EvaluationConfig | None:
+    """Check the held-out prompts; returns the settings, None where nothing is evaluated."""
+    if prompts is None:
+        if config is not None:
+            remedy = "needs evaluation_prompts; give a dataset, or leave it out"
+            raise ConfigError("evaluation_config", config, remedy)
+        return None
+    config = config or EvaluationConfig()
+    if environment is not None:
+        remedy = "is not possible with an environment yet; leave it out"
+        raise ConfigError("evaluation_prompts", "a dataset", remedy)
+    check_dataset(prompts, rollout.prompt_column)
+    if (config.max_response_tokens or 0) > rollout.max_response_tokens:
+        raise ConfigError(
+            "evaluation.max_response_tokens",
+            config.max_response_tokens,
+            f"must be at most rollout.max_response_tokens = {rollout.max_response_tokens}, beside "
+            "which every prompt is known to fit",
+        )
+    return config
 
 
 def _check_code(

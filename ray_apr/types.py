@@ -89,6 +89,8 @@ class SamplingParams:
     """Seed of one request; None draws from the engine's own random state."""
     ignore_eos: bool = False
     """Generate the whole budget (replay of traces)."""
+    is_evaluation: bool = False
+    """The request belongs to no rollout: it goes first in a queue, and its tokens count apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,5 +540,7 @@ class ServerStatus:
     """Requests that lost their KV entries to others, since the start."""
     num_ended: int = 0
     """Calls that came to their own end, since the start."""
+    tokens_evaluated: int = 0
+    """Tokens handed out to evaluations; `tokens_generated` does not count them."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""

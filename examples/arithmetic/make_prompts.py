@@ -1,4 +1,4 @@
-"""Write the prompts of the arithmetic example to a Parquet file.
+"""Write the prompts of the arithmetic example, and held-out ones, to Parquet files.
 
 Run: ``python examples/arithmetic/make_prompts.py``
 """
@@ -32,16 +32,22 @@ def make_rows(num_rows: int, seed: int) -> list[dict[str, str | int]]:
 
 
 def main() -> None:
-    """Parse the arguments and write the file."""
+    """Parse the arguments and write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=HERE / "prompts.parquet")
     parser.add_argument("--num-rows", type=int, default=4096, help="number of prompts")
+    parser.add_argument("--held-out", type=Path, default=HERE / "held_out.parquet")
+    parser.add_argument("--num-held-out", type=int, default=64, help="number of held-out prompts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    table = pa.Table.from_pylist(make_rows(args.num_rows, args.seed))
-    pq.write_table(table, args.output, compression="zstd")
-    logger.info("%d prompts, %d bytes", table.num_rows, args.output.stat().st_size)
+    rows = make_rows(args.num_rows, args.seed)
+    known = {row["prompt"] for row in rows}
+    others = make_rows(4 * args.num_held_out, args.seed + 1)
+    held_out = [row for row in others if row["prompt"] not in known][: args.num_held_out]
+    for path, chosen in ((args.output, rows), (args.held_out, held_out)):
+        pq.write_table(pa.Table.from_pylist(chosen), path, compression="zstd")
+        logger.info("%s: %d prompts, %d bytes", path.name, len(chosen), path.stat().st_size)
 
 
 if __name__ == "__main__":

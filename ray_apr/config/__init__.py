@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ray_apr.checks import require
 from ray_apr.config.algorithm import AlgorithmConfig
+from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig, ResumeOrder
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.train import BufferConfig, TrainConfig
@@ -15,6 +16,7 @@ from ray_apr.config.train import BufferConfig, TrainConfig
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "EvaluationConfig",
     "KVCache",
     "Mode",
     "OnStale",

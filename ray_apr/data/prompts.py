@@ -133,6 +133,19 @@ def _check_lengths(refs: Sequence[ray.ObjectRef], column: str, max_prompt_tokens
         first += table.num_rows
 
 
+def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
+    """All prompts once, in the order of the dataset.
+
+    Args:
+        tables: Arrow tables with the column of token ids.
+    """
+    rows = pa.concat_tables(tables, promote_options="default").to_pylist()
+    return [
+        Prompt(prompt_id=str(i), token_ids=tuple(row.pop(TOKEN_IDS)), row=row)
+        for i, row in enumerate(rows)
+    ]
+
+
 class PromptSource:
     """Endless prompts in a seeded order: epoch after epoch, each a permutation of its own.
 

@@ -50,6 +50,7 @@ def build_rollout_app(
     reports_load: bool = False,
     max_model_len: int | None = None,
     on_cuda: bool = False,
+    evaluates: bool = False,
 ) -> serve.Application:
     """Bind the deployment of the rollout servers, behind an HTTP ingress if one is asked for.
 
@@ -60,7 +61,11 @@ def build_rollout_app(
         reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         on_cuda: Whether the engines run on GPUs.
+        evaluates: Whether some requests are evaluations, which go first in an engine's queue.
     """
+    arguments = engine_arguments(config, max_model_len, on_cuda)
+    if evaluates:
+        arguments = {"scheduling_policy": "priority", **arguments}
     deployment = serve.deployment(
         RolloutServer,
         name=DEPLOYMENT,
@@ -75,9 +80,7 @@ def build_rollout_app(
         ray_actor_options=_actor_options(config, on_cuda),
         **_placement(config, on_cuda),
     )
-    servers = deployment.bind(
-        model, engine_arguments(config, max_model_len, on_cuda), kv_cache == "keep", reports_load
-    )
+    servers = deployment.bind(model, arguments, kv_cache == "keep", reports_load)
     if config.http_port is None:
         return servers
     return build_ingress(servers, config)
@@ -129,6 +132,7 @@ def start_rollout_servers(
     kv_cache: KVCache = "recompute",
     reports_load: bool = False,
     max_model_len: int | None = None,
+    evaluates: bool = False,
     cancelled: threading.Event | None = None,
 ) -> None:
     """Start the servers and wait until all of them are ready.
@@ -140,6 +144,7 @@ def start_rollout_servers(
         kv_cache: What becomes of KV entries of old weights at a weight sync.
         reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
+        evaluates: Whether some requests are evaluations, which go first in an engine's queue.
         cancelled: Another thread sets it to end the wait.
 
     Raises:
@@ -156,6 +161,7 @@ def start_rollout_servers(
         reports_load=reports_load,
         max_model_len=max_model_len,
         on_cuda=on_cuda,
+        evaluates=evaluates,
     )
     if config.http_port is None:
         serve.start(http_options=HTTPOptions(location="NoServer"))

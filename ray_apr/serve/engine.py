@@ -28,6 +28,8 @@ from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, Ser
 
 logger = logging.getLogger(__name__)
 
+_FIRST = -1
+"""Priority of an evaluation's request; those of rollouts have 0."""
 _ABORT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Waits for the end of aborted calls before they are aborted again."""
 
@@ -70,6 +72,7 @@ class Engine:
         self._policy_version = 0
         self._weights_valid = True
         self._tokens_generated = 0
+        self._tokens_evaluated = 0
         self._num_aborted = 0
         self._num_ended = 0
         self._activity = Activity()
@@ -158,7 +161,12 @@ class Engine:
                 )
             salt = session_id if self._keep_kv_cache else f"v{self._policy_version}"
             prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt or request_id}
-            return await self._run(request_id, prompt, vllm_params(sampling, max_tokens))
+            generation = await self._run(request_id, prompt, sampling, max_tokens)
+            if sampling.is_evaluation:
+                self._tokens_evaluated += generation.num_tokens
+            else:
+                self._tokens_generated += generation.num_tokens
+            return generation
         finally:
             del self._running[request_id]
 
@@ -173,12 +181,17 @@ class Engine:
                     wait.cancel()
         return not aborted.is_set()
 
-    async def _run(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Generation:
+    async def _run(
+        self, request_id: str, prompt: Mapping[str, Any], sampling: SamplingParams, max_tokens: int
+    ) -> Generation:
+        params = vllm_params(sampling, max_tokens)
+        priority = {"priority": _FIRST} if sampling.is_evaluation else {}
         version = self._policy_version
         last: Any = None
         with self._inside_engine(request_id), self._dead_is_unavailable():
             try:
-                async for last in self._llm.generate(prompt, params, request_id):  # noqa: B007
+                outputs = self._llm.generate(prompt, params, request_id, **priority)
+                async for last in outputs:  # noqa: B007
                     pass  # only the last output is used
             except self._dead_error:
                 raise
@@ -229,7 +242,6 @@ class Engine:
             finish_reason=reason,
             replica_id=self.replica_id,
         )
-        self._tokens_generated += generation.num_tokens
         self._num_aborted += reason is FinishReason.ABORT
         self._num_ended += reason is not FinishReason.ABORT
         return generation
@@ -377,6 +389,7 @@ class Engine:
             kv_usage=self._load.kv_usage,
             num_preempted=self._load.num_preempted,
             num_ended=self._num_ended,
+            tokens_evaluated=self._tokens_evaluated,
         )
 
     async def check_health(self) -> None:

@@ -6,18 +6,22 @@ they keep no state here, and handles of actors may be used by several threads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from ray_apr.config import EvaluationConfig
 from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError
 from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
     from ray_apr.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
 
@@ -45,6 +49,8 @@ class RunControl:
         worker: Handle of the rollout worker.
         recorder: Handle of the recorder.
         sync_timeout_s: Limit of one weight sync.
+        evaluator: Handle of the evaluator; None evaluates nothing.
+        evaluation: When it evaluates.
     """
 
     def __init__(
@@ -54,11 +60,15 @@ class RunControl:
         worker: Any,
         recorder: Any,
         sync_timeout_s: float,
+        evaluator: Any = None,
+        evaluation: EvaluationConfig | None = None,
     ) -> None:
         self._buffer = buffer
         self._worker = worker
         self._recorder = recorder
         self._sync_timeout_s = sync_timeout_s
+        self._evaluator = evaluator
+        self._evaluation = evaluation
         self._metrics = Metrics()
 
     @property
@@ -121,7 +131,22 @@ class RunControl:
             f"rollout servers, to resume with version {policy_version}",
             limit,
         )
+        if self._evaluation is not None and self._evaluation.is_due(policy_version):
+            self._evaluator.evaluate.remote(policy_version)
         return dict(times)
+
+    def evaluate_last(self, policy_version: int) -> None:
+        """Evaluate the weights that the run ends with, and wait for it.
+
+        What it takes too long for, or breaks on, is logged: the training has succeeded.
+        """
+        if self._evaluation is None:
+            return
+        limit_s = self._evaluation.timeout_s
+        try:
+            ray.get(self._evaluator.evaluate.remote(policy_version, is_last=True), timeout=limit_s)
+        except (GetTimeoutError, RayError) as error:
+            logger.error("the last evaluation did not end within %g s: %s", limit_s, error)
 
     def record_step(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step, and set its metrics."""

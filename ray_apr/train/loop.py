@@ -30,7 +30,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, TrainConfig
+from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
 from ray_apr.exceptions import StarvedError, TrainError
 from ray_apr.staleness import is_stale, next_version
@@ -64,6 +64,9 @@ class LoopSettings(TypedDict, total=False):
     max_response_tokens: int
     """Budget of a response, for the overlong punishment."""
     partial_rollout: PartialRolloutConfig
+    evaluation: EvaluationConfig | None
+    evaluator: Any
+    """Handle; None where nothing is evaluated."""
     buffer: Any
     worker: Any
     recorder: Any
@@ -167,7 +170,17 @@ class _TrainLoop:
         rows = self._rows()
         while self._progress.step < self._train.steps:
             self._step(rows)
+        self._evaluate_last()
         self._publisher.close()
+
+    def _evaluate_last(self) -> None:
+        """Send the last weights, which no rollout needs, and have them evaluated."""
+        if self._settings.get("evaluation") is None:
+            return
+        version = self._progress.policy_version
+        self._publisher.publish(version, timeout_s=self._train.weight_sync_timeout_s)
+        if self._control is not None:
+            self._control.evaluate_last(version)
 
     def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
         """One turn of the loop."""
@@ -269,4 +282,6 @@ def _make_control(settings: LoopSettings) -> RunControl:
         worker=settings["worker"],
         recorder=settings["recorder"],
         sync_timeout_s=settings.get("sync_timeout_s", settings["train"].weight_sync_timeout_s),
+        evaluator=settings.get("evaluator"),
+        evaluation=settings.get("evaluation"),
     )

@@ -209,6 +209,20 @@ def test_more_seeded_prompts_than_one_step_prefills_harm_nobody(parts):
     run(body())
 
 
+def test_tokens_of_evaluations_are_counted_apart(parts):
+    run, engine, _ = parts
+
+    async def body():
+        before = engine.status()
+        held_out = SamplingParams(top_k=1, ignore_eos=True, is_evaluation=True)
+        assert ids_of(await generate(engine, sampling=held_out)) == ids_of(await generate(engine))
+        after = engine.status()
+        assert after.tokens_generated - before.tokens_generated == 64
+        assert after.tokens_evaluated - before.tokens_evaluated == 64
+
+    run(body())
+
+
 def test_bad_requests_are_refused_and_cost_nothing(parts):
     run, engine, _ = parts
 

@@ -1,0 +1,52 @@
+"""Settings of the evaluation on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ray_apr.checks import at_least, of_type, positive, require, whole, whole_or_none
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When and how the policy is evaluated on held-out prompts, on the run's own servers."""
+
+    every: int = 10
+    """Policy versions between evaluations; the last version is always evaluated."""
+    at_start: bool = True
+    """Evaluate the base model, too."""
+    samples: int = 1
+    """Responses to each prompt."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    max_response_tokens: int | None = None
+    """Budget of a response; None takes that of the rollouts."""
+    max_inflight: int = 32
+    """Responses under generation at once, over all servers; in an engine's queue they go first."""
+    pass_threshold: float = 1.0
+    """Least reward of a response that passes, for pass@k."""
+    timeout_s: float = 600.0
+    """Limit of the last evaluation, which the run waits for."""
+
+    def __post_init__(self) -> None:
+        s = "evaluation"
+        whole(s, self, "every", "samples", "max_inflight")
+        at_least(s, self, 1, "every", "samples", "max_inflight")
+        at_least(s, self, 0, "temperature")
+        positive(s, self, "top_p", "timeout_s")
+        require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        whole_or_none(s, self, 1, "max_response_tokens")
+        of_type(s, self, bool, "true or false", "at_start")
+        at_least(s, self, -math.inf, "pass_threshold")
+        require(
+            self.samples == 1 or self.temperature > 0,
+            f"{s}.samples",
+            self.samples,
+            "needs a temperature above 0: greedy responses to one prompt are all the same",
+        )
+
+    def is_due(self, policy_version: int) -> bool:
+        """Whether a version is evaluated, wherever it stands in the run."""
+        return policy_version % self.every == 0 and (policy_version > 0 or self.at_start)

@@ -1,0 +1,231 @@
+"""Evaluation on held-out prompts, beside the run and on its servers.
+
+Invariants, kept by `Evaluator`:
+    * It never holds up a rollout or a sync: it has requests of its own, few at once, and those that
+      a sync interrupts go on afterwards. Each row says which versions took part.
+    * Its tokens are counted apart; the run's ledger knows nothing of them.
+    * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
+      one waits for its turn.
+    * A response that could not be made or scored is counted as failed, and is in no mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray_apr.config import EvaluationConfig, RolloutConfig
+from ray_apr.data.prompts import load_tokenizer
+from ray_apr.exceptions import RolloutError, UserCodeError
+from ray_apr.protocols import RolloutClient
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.types import Prompt, Sample, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 0.05
+
+
+class Evaluator:
+    """Async actor that evaluates a version when it is told to.
+
+    Args:
+        rollout: Limits and stop tokens of the run.
+        config: When and how to evaluate.
+        model: Folder or hub id of the tokenizer.
+        make_prompts: Gives the held-out prompts inside this process.
+        make_client: Makes a client of the servers inside this process, once they run.
+        make_scorer: Makes the scorer inside this process.
+        recorder: Handle of the recorder.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout: RolloutConfig,
+        config: EvaluationConfig,
+        model: str,
+        make_prompts: Callable[[], Sequence[Prompt]],
+        make_client: Callable[[], RolloutClient],
+        make_scorer: Callable[[], Scorer],
+        recorder: Any,
+    ) -> None:
+        self._rollout = rollout
+        self._config = config
+        self._prompts = make_prompts()
+        self._tokenizer = load_tokenizer(model)
+        self._make_client = make_client
+        self._client: RolloutClient | None = None
+        self._scorer = make_scorer()
+        self._recorder = recorder
+        self._running = asyncio.Lock()
+        self._last: dict[str, Any] = {}
+        self._stopping = False
+        self._num_calls = 0
+        greedy = config.temperature == 0
+        self._sampling = SamplingParams(
+            temperature=1.0 if greedy else config.temperature,
+            top_p=config.top_p,
+            top_k=1 if greedy else 0,
+            stop_token_ids=rollout.stop_token_ids,
+            is_evaluation=True,
+        )
+
+    async def start(self) -> None:
+        """Connect to the servers, which run, and evaluate the base model if that is asked for."""
+        self._client = self._make_client()
+        if self._config.is_due(0):
+            self._first = asyncio.create_task(self.evaluate(0), name="evaluation-0")
+
+    async def evaluate(self, policy_version: int, *, is_last: bool = False) -> dict[str, Any]:
+        """Evaluate the version that the servers have now.
+
+        Args:
+            policy_version: That version.
+            is_last: Wait for an evaluation that is under way, instead of leaving this one out.
+
+        Returns:
+            The row that is written to ``evaluations.jsonl``; empty if it was left out or stopped.
+        """
+        if self._client is None or (self._running.locked() and not is_last):
+            logger.warning("version %d is not evaluated: one is under way", policy_version)
+            return {}
+        async with self._running:
+            if self._last.get("policy_version") == policy_version:
+                return self._last  # it was due, and is the last one, too
+            begin = time.monotonic()
+            slots = asyncio.Semaphore(self._config.max_inflight)
+            samples = await asyncio.gather(
+                *(
+                    self._evaluate_one(self._new_sample(policy_version, prompt, index), slots)
+                    for prompt in self._prompts
+                    for index in range(self._config.samples)
+                )
+            )
+            if self._stopping:
+                return {}
+            row = summarize(samples, self._config)
+            row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
+            rows = [_row(policy_version, sample) for sample in samples if sample is not None]
+            await self._recorder.record_many.remote("evaluation_sample", rows)
+            await self._recorder.record.remote("evaluation", row)
+            self._last = row
+            logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
+            return row
+
+    async def stop(self) -> None:
+        """Give up what is under way; the calls end when they are aborted."""
+        self._stopping = True
+        self._scorer.close()
+
+    def _new_sample(self, policy_version: int, prompt: Prompt, index: int) -> Sample:
+        group_id = f"evaluation-{policy_version}-{prompt.prompt_id}"
+        return Sample(
+            sample_id=f"{group_id}-{index}",
+            group_id=group_id,
+            prompt=prompt,
+            max_response_tokens=self._config.max_response_tokens
+            or self._rollout.max_response_tokens,
+        )
+
+    async def _evaluate_one(self, sample: Sample, slots: asyncio.Semaphore) -> Sample | None:
+        """Generate and score a response; None if that failed, or the run ends."""
+        try:
+            async with slots:
+                sample = await self._generate(sample)
+            if self._stopping:
+                return None
+            text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            sample = replace(sample, response_text=text)
+            result = await self._scorer.score(sample)
+        except (RolloutError, UserCodeError) as error:
+            logger.warning("evaluation of %s failed: %s", sample.sample_id, error)
+            return None
+        return replace(sample, reward=result.reward)
+
+    async def _generate(self, sample: Sample) -> Sample:
+        """Generate to the end, over interruptions and a bounded number of failures."""
+        failures = 0
+        assert self._client is not None
+        while sample.finish_reason is None and not self._stopping:
+            self._num_calls += 1
+            try:
+                generation = await self._client.generate(
+                    request_id=f"{sample.sample_id}#{self._num_calls}",
+                    session_id=sample.group_id,
+                    token_ids=(*sample.prompt.token_ids, *sample.response_ids),
+                    sampling=self._sampling,
+                    max_tokens=sample.remaining_budget,
+                )
+            except RolloutError:
+                failures += 1
+                if failures >= self._rollout.max_request_failures:
+                    raise
+                await asyncio.sleep(_RETRY_PAUSE_S)
+                continue
+            sample = sample.append(generation)
+            if generation.num_tokens == 0:
+                await asyncio.sleep(_RETRY_PAUSE_S)  # aborted before it began
+        return sample
+
+
+def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dict[str, Any]:
+    """Means over the samples, and pass@k for k = 1, 2, 4, ... up to the samples of a prompt.
+
+    pass@k is the unbiased estimate of 2107.03374, eq. 1, over prompts without a failed sample.
+
+    Args:
+        samples: Scored ones; None stands for one that failed.
+        config: What passes, and how many samples a prompt has.
+    """
+    scored = [s for s in samples if s is not None]
+    rewards = [s.reward for s in scored if s.reward is not None]
+    passed: dict[str, list[bool]] = {}
+    for sample in scored:
+        has_passed = sample.reward is not None and sample.reward >= config.pass_threshold
+        passed.setdefault(sample.group_id, []).append(has_passed)
+    whole = [p for p in passed.values() if len(p) == config.samples]
+    ks = [2**i for i in range(config.samples.bit_length()) if 2**i <= config.samples]
+    versions = [v for s in scored for v in s.token_versions]
+    return {
+        "num_samples": len(scored),
+        "num_failed": len(samples) - len(scored),
+        "reward_mean": statistics.fmean(rewards) if rewards else None,
+        "pass_at_k": {
+            str(k): statistics.fmean(pass_at_k(len(p), sum(p), k) for p in whole)
+            for k in (ks if whole else ())
+        },
+        "response_tokens_mean": statistics.fmean(s.num_tokens for s in scored) if scored else 0.0,
+        "num_tokens": sum(s.num_tokens for s in scored),
+        "oldest_version": min(versions, default=None),
+        "newest_version": max(versions, default=None),
+    }
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that of k samples without replacement at least one passed (2107.03374, eq. 1).
+
+    Example:
+        >>> pass_at_k(4, 1, 2)
+        0.5
+    """
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def _row(policy_version: int, sample: Sample) -> dict[str, Any]:
+    """Row of the table of samples."""
+    return {
+        "policy_version": policy_version,
+        "prompt_id": sample.prompt.prompt_id,
+        "response": sample.response_text,
+        "reward": sample.reward,
+        "num_tokens": sample.num_tokens,
+        "num_interruptions": sample.num_interruptions,
+        "finish_reason": None if sample.finish_reason is None else sample.finish_reason.value,
+    }

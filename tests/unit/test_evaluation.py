@@ -1,0 +1,220 @@
+"""Evaluation beside a run: pass@k, interruptions, failures, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+
+import pytest
+
+from ray_apr.config import EvaluationConfig, RolloutConfig
+from ray_apr.exceptions import ConfigError, RewardError, RolloutError
+from ray_apr.rollout import evaluation as module
+from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
+from ray_apr.types import Prompt, RewardResult
+from tests.fakes import FIRST_TOKEN, ScriptedEngine
+
+PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(map(str, ids))
+
+
+class FakeScorer:
+    """Scores by `rewards`, by prompt and number of the sample; an error is raised."""
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    async def score(self, sample):
+        assert sample.response_text
+        value = self.rewards.get(sample.sample_id.split("-", 2)[2], 1.0)
+        if isinstance(value, Exception):
+            raise value
+        return RewardResult(reward=value)
+
+    def close(self):
+        pass
+
+
+class Remote:
+    """An actor's method, called here."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    async def remote(self, kind, rows):
+        self.kept.setdefault(kind, []).extend(rows if isinstance(rows, list) else [rows])
+
+
+class FakeRecorder:
+    def __init__(self):
+        self.kept = {}
+        self.record = self.record_many = Remote(self.kept)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr(module, "load_tokenizer", lambda model: Tokenizer())
+
+    def build(engine, rewards=(), **settings):
+        recorder = FakeRecorder()
+        evaluator = Evaluator(
+            rollout=RolloutConfig(max_response_tokens=8, max_request_failures=2),
+            config=EvaluationConfig(**settings),
+            model="model",
+            make_prompts=lambda: PROMPTS,
+            make_client=lambda: engine,
+            make_scorer=lambda: FakeScorer(dict(rewards)),
+            recorder=recorder,
+        )
+        return evaluator, recorder.kept
+
+    return build
+
+
+async def until_done(engine, task):
+    for _ in range(500):
+        engine.advance(1)
+        await asyncio.sleep(0.001)
+        if task.done():
+            return await task
+    raise AssertionError("the evaluation does not end")
+
+
+async def test_rows_of_an_evaluation(make):
+    engine = ScriptedEngine(default_length=4, auto=1, policy_version=3)
+    rewards = {"0-0": 0.0, "0-1": 1.0, "1-0": 0.0, "1-1": 0.0}
+    evaluator, kept = make(engine, rewards, samples=2, temperature=1.0, at_start=False)
+    await evaluator.start()
+    row = await evaluator.evaluate(3)
+    assert kept["evaluation"] == [row]
+    assert row["num_samples"] == 8 and row["num_failed"] == 0
+    assert row["reward_mean"] == pytest.approx(5 / 8)
+    assert row["pass_at_k"] == {"1": pytest.approx(5 / 8), "2": pytest.approx(3 / 4)}
+    assert row["oldest_version"] == row["newest_version"] == 3
+    assert row["response_tokens_mean"] == 4 and row["num_tokens"] == 32
+    samples = kept["evaluation_sample"]
+    assert len(samples) == 8 and {s["policy_version"] for s in samples} == {3}
+    assert samples[0]["response"] == " ".join(str(FIRST_TOKEN + i) for i in range(4))
+
+
+async def test_it_asks_greedily_and_apart_from_the_run(make):
+    asked = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, **call):
+            asked.append(call["sampling"])
+            return await super().generate(**call)
+
+    evaluator, _ = make(Engine(auto=1), at_start=False)
+    await evaluator.start()
+    await evaluator.evaluate(0)
+    assert all(s.is_evaluation and s.top_k == 1 for s in asked) and len(asked) == 4
+
+
+async def test_an_interrupted_response_goes_on_with_its_tokens(make):
+    engine = ScriptedEngine(default_length=6)
+    evaluator, kept = make(engine, at_start=False)
+    await evaluator.start()
+    task = asyncio.create_task(evaluator.evaluate(0))
+    await asyncio.sleep(0.01)
+    engine.advance(2)
+    await engine.abort(None)
+    engine.policy_version = 1
+    row = await until_done(engine, task)
+    assert row["num_samples"] == 4 and (row["oldest_version"], row["newest_version"]) == (0, 1)
+    assert [s["num_interruptions"] for s in kept["evaluation_sample"]] == [1] * 4
+
+
+async def test_failures_are_counted_and_in_no_mean(make):
+    engine = ScriptedEngine(auto=1)
+    engine.fail = {"evaluation-0-2-0": [RolloutError("once"), RolloutError("twice")]}
+    rewards = {"0-0": RewardError("0-0", "raised", "no judge"), "1-0": 0.5}
+    evaluator, _ = make(engine, rewards, at_start=False)
+    await evaluator.start()
+    row = await evaluator.evaluate(0)
+    assert (row["num_samples"], row["num_failed"]) == (2, 2)
+    assert row["reward_mean"] == pytest.approx(0.75)
+
+
+async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_is_not(make):
+    engine = ScriptedEngine(default_length=4)
+    evaluator, kept = make(engine)
+    await evaluator.start()  # evaluates the base model
+    await asyncio.sleep(0.01)
+    assert await evaluator.evaluate(10) == {}
+    last = asyncio.create_task(evaluator.evaluate(20, is_last=True))
+    assert (await until_done(engine, last))["policy_version"] == 20
+    assert [row["policy_version"] for row in kept["evaluation"]] == [0, 20]
+
+
+async def test_no_version_is_evaluated_twice(make):
+    evaluator, kept = make(ScriptedEngine(auto=1), at_start=False)
+    await evaluator.start()
+    rows = await asyncio.gather(evaluator.evaluate(6), evaluator.evaluate(6, is_last=True))
+    assert rows[0] == rows[1] and len(kept["evaluation"]) == 1
+
+
+async def test_at_most_so_many_responses_are_under_way(make):
+    engine = ScriptedEngine(default_length=4)
+    evaluator, _ = make(engine, max_inflight=3, at_start=False)
+    await evaluator.start()
+    task = asyncio.create_task(evaluator.evaluate(0))
+    await asyncio.sleep(0.01)
+    assert len(engine.running) == 3
+    assert (await until_done(engine, task))["num_samples"] == 4
+
+
+async def test_stop_ends_what_is_under_way(make):
+    engine = ScriptedEngine(default_length=4)
+    evaluator, kept = make(engine, at_start=False)
+    await evaluator.start()
+    task = asyncio.create_task(evaluator.evaluate(0))
+    await asyncio.sleep(0.01)
+    await evaluator.stop()
+    await engine.abort(None)
+    assert await asyncio.wait_for(task, 5) == {}
+    assert not kept
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(4, 0, 2), (4, 1, 2), (5, 3, 2), (5, 5, 1)])
+def test_pass_at_k_counts_subsets(n, passed, k):
+    flags = [True] * passed + [False] * (n - passed)
+    subsets = list(itertools.combinations(flags, k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_nothing_scored_has_no_mean():
+    row = summarize([None, None], EvaluationConfig())
+    assert row["num_failed"] == 2 and row["reward_mean"] is None
+    assert row["pass_at_k"] == {}
+
+
+def test_when_a_version_is_due():
+    config = EvaluationConfig(every=5)
+    assert [v for v in range(11) if config.is_due(v)] == [0, 5, 10]
+    assert not dataclasses.replace(config, at_start=False).is_due(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("every", 0),
+        ("samples", 2),
+        ("temperature", -1),
+        ("top_p", 1.1),
+        ("max_inflight", 0),
+        ("at_start", 1),
+        ("timeout_s", 0),
+        ("max_response_tokens", 0),
+        ("pass_threshold", "1"),
+    ],
+)
+def test_senseless_settings_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"evaluation.{name}"):
+        EvaluationConfig(**{name: value})
