@@ -27,14 +27,11 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import resource
-import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -68,17 +65,19 @@ _MACHINES: Mapping[str, Mapping[str, Any]] = {
     "x86_64": {
         "audit": 0xC000_003E,
         "pivot_root": 155,
-        # socket, shmget, memfd_create, io_uring_setup, memfd_secret
-        "denied": (41, 29, 319, 425, 447),
+        # socket, shmget, msgget, mount, memfd_create; io_uring_setup, fsopen, memfd_secret
+        "denied": (41, 29, 68, 165, 319, 425, 430, 447),
     },
     "aarch64": {
         "audit": 0xC000_00B7,
         "pivot_root": 41,
-        "denied": (198, 194, 279, 425, 447),
+        "denied": (198, 194, 186, 40, 279, 425, 430, 447),
     },
 }
 _X32_BIT = 0x4000_0000
 
+_BASE = "/tmp"
+"""Where the new root is made; it hides what is there, in its own namespace alone."""
 _SYSTEM_PATHS = (
     "/usr",
     "/bin",
@@ -122,7 +121,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _machine() -> Mapping[str, Any]:
-    name = platform.machine()
+    name = os.uname().machine
     if name not in _MACHINES:
         raise OSError(f"there is no sandbox for {name}; only for {', '.join(_MACHINES)}")
     return _MACHINES[name]
@@ -169,13 +168,12 @@ def _enter_user_namespace() -> None:
 def _build_root(readable: list[str], disk_bytes: int, owner: int | None) -> None:
     """Make a root that holds `readable`, read-only, and an empty `SCRATCH`; go there."""
     _mount("", "/", "", _MS_REC | _MS_PRIVATE)
-    base = tempfile.gettempdir()
     paths = {path: os.path.realpath(path) for path in _with_parents_first(readable)}
     links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
-    _mount("tmpfs", base, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    old = os.path.join(base, "old")
+    _mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    old = f"{_BASE}/old"
     os.mkdir(old)
-    _call("syscall", ctypes.c_long(_machine()["pivot_root"]), base.encode(), old.encode())
+    _call("syscall", ctypes.c_long(_machine()["pivot_root"]), _BASE.encode(), old.encode())
     os.chdir("/")
     for path, real in paths.items():
         if path in links:
@@ -280,11 +278,11 @@ def _run_program(spec: Mapping[str, Any], uid: int | None, num_processes: int, s
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     environment = {**spec["environment"], "HOME": scratch, "TMPDIR": scratch}
     command = spec["command"]
-    path = spec["executable"] or shutil.which(command[0], path=environment["PATH"])
-    if path is None:
-        raise FileNotFoundError(f"there is no program {command[0]!r} in {environment['PATH']}")
     os.write(status, b"ready\n")
-    os.execve(path, command, environment)
+    try:
+        os.execvpe(spec["executable"] or command[0], command, environment)
+    except OSError as error:
+        raise OSError(error.errno, f"{command[0]!r} in {environment['PATH']}") from error
 
 
 def _fork(spec: Mapping[str, Any], uid: int | None, num_processes: int, status: int) -> int:
@@ -411,6 +409,9 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
         else:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             _prctl(_PR_SET_DUMPABLE, 0)
+            import shutil  # with namespaces they are not needed, and each start costs their import
+            import tempfile
+
             scratch = tempfile.mkdtemp(prefix="ray_apr-sandbox-")
             cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
             os.chdir(scratch)

@@ -205,7 +205,7 @@ class LLMJudge:
 
     def _pause_s(self, num_tries: int, asked_s: float) -> float:
         """Doubles with each try, with jitter so that many calls do not come back at once."""
-        pause_s = self.backoff_s * 2 ** (num_tries - 1) * random.uniform(0.5, 1.0)
+        pause_s: float = self.backoff_s * 2 ** (num_tries - 1) * random.uniform(0.5, 1.0)
         return min(max(pause_s, asked_s), _MAX_PAUSE_S)
 
     def _prompt(self, sample: Sample) -> str:

@@ -11,7 +11,8 @@ from ray_apr.protocols import RewardFunction
 from ray_apr.rewards.answers import column_of, optional_package, response_of
 from ray_apr.types import RewardResult, Sample
 
-_LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[", "\\begin")
+_BOXED = "\\boxed{"
+_LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +60,13 @@ class MathEqual:
 
     def _answers(self, math_verify: Any, text: str) -> list[Any]:
         """The response's answer as SymPy expressions; empty if there is none."""
+        latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+        kinds = [latex, math_verify.ExprExtractionConfig()]
         if self.boxed_only:
-            start = text.rfind("\\boxed")
-            if start < 0:
+            content = last_boxed(text)
+            if content is None:
                 return []
-            latex = math_verify.LatexExtractionConfig(
-                boxed_match_priority=0, try_extract_without_anchor=False
-            )
-            text, kinds = text[start:], (latex,)
-        else:
-            kinds = (
-                math_verify.LatexExtractionConfig(boxed_match_priority=0),
-                math_verify.ExprExtractionConfig(),
-            )
+            text, kinds = f"${content}$", [latex]
         answers: list[Any] = math_verify.parse(
             text,
             extraction_config=kinds,
@@ -80,6 +75,19 @@ class MathEqual:
             parsing_timeout=None,
         )
         return answers
+
+
+def last_boxed(text: str) -> str | None:
+    """What is inside the last LaTeX ``boxed`` command; None without one that is closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start, depth = start + len(_BOXED), 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None
 
 
 def math_equal(

@@ -103,7 +103,7 @@ class CodeTests:
 
     def __call__(self, sample: Sample) -> RewardResult:
         """The score, with `code_tests_passed`, `code_timeouts` and `code_namespaces`."""
-        tests = _tests_of(sample, self.column)
+        tests = tests_of(sample, self.column)
         program = self.extract(response_of(sample))
         sandbox = find_sandbox(
             self.isolation,
@@ -177,7 +177,7 @@ def _harness() -> str:
 # -- tests of a row -------------------------------------------------------------------------------
 
 
-def _tests_of(sample: Sample, column: str) -> Any:
+def tests_of(sample: Sample, column: str) -> Any:
     """The row's tests: a list of `Case`, or of texts with assert statements; never empty.
 
     Raises:
@@ -288,7 +288,8 @@ def code_tests(
         max_processes: Processes and threads of a program.
         disk_mb: Most that a program may write, in MiB; without namespaces, to one file.
         max_output_bytes: Most that a program may print; more ends it, and its test has failed.
-        readable_paths: More files and folders that programs with namespaces may read.
+        readable_paths: More files and folders that programs with namespaces may read; where this
+            process is root, only as far as anybody may.
         isolation: ``"auto"`` takes namespaces where they work, or else ``"rlimits"``;
             ``"namespaces"`` and ``"rlimits"`` take nothing else.
         allow_unsandboxed_writes: Without namespaces and without being root, a program runs as this

@@ -27,6 +27,21 @@ from ray_apr.types import RewardResult, Sample
 ANSWER_TAGS = r"<answer>\s*(.*?)\s*</answer>"
 """How Reasoning Gym's own prompts ask for the answer."""
 
+_TUPLE_TASKS = ("arc_agi", "rearc")
+"""Tasks whose scorers compare grids of tuples, which JSON has made lists."""
+
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a scorer may raise that takes an answer for well-formed."""
+
 Scorer = Callable[[str, Mapping[str, Any]], float]
 
 
@@ -61,12 +76,15 @@ class ReasoningGymScore:
         task, entry = str(column_of(sample, self.task_column)), self._entry(sample)
         try:
             score = _scorer(task)
-        except ValueError as error:
+        except (AssertionError, ValueError) as error:
             raise RewardError(sample.sample_id, "invalid", f"task {task!r}: {error}") from error
+        if task in _TUPLE_TASKS:
+            entry = _with_tuples(entry)
         answer = extracted(text, self.pattern, self.extract)
-        if answer is None:
+        value = None if answer is None else _value(score, answer, entry)
+        if value is None:
             return RewardResult(reward=0.0, metrics={"gym_answer_found": 0.0})
-        result = as_result(sample, score(answer, entry), f"the scorer of {task}")
+        result = as_result(sample, value, f"the scorer of {task}")
         return RewardResult(reward=result.reward, metrics={"gym_answer_found": 1.0})
 
     def _entry(self, sample: Sample) -> Mapping[str, Any]:
@@ -81,6 +99,21 @@ class ReasoningGymScore:
             detail = f"column {self.entry_column!r} of its row is no entry with an answer"
             raise RewardError(sample.sample_id, "invalid", detail)
         return value
+
+
+def _value(score: Scorer, answer: str, entry: Mapping[str, Any]) -> float | None:
+    """The scorer's value; None if it can read the entry's own answer, but not this one."""
+    try:
+        return score(answer, entry)
+    except _UNREADABLE:
+        score(entry["answer"], entry)  # raises, too, if it is not the answer's fault
+        return None
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def reasoning_gym_score(
@@ -110,9 +143,10 @@ def reasoning_gym_score(
 
     Returns:
         A function of a finished `Sample` that returns a `RewardResult` with the metric
-        ``gym_answer_found``. It raises `RewardError` if the task does not exist or the entry
-        cannot be read, what the task's scorer raises, and `ImportError`, naming the extra,
-        without reasoning-gym.
+        ``gym_answer_found`` (0.0 if the response has no answer, or one that makes the scorer
+        raise). It raises `RewardError` if the task does not exist or the entry cannot be read,
+        what the scorer raises for the entry's own answer, too, and `ImportError`, naming the
+        extra, without reasoning-gym. Tasks are scored with their default settings.
 
     Raises:
         ConfigError: For an argument that cannot be used.

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import logging
@@ -145,11 +146,13 @@ def _interpreter_paths() -> list[str]:
 
 @contextlib.contextmanager
 def _memory_file(content: bytes) -> Iterator[int]:
-    """A file without a name, open at its start."""
-    fd = os.memfd_create("ray_apr-sandbox")
+    """A file without a name, open at its start, that nobody can write to any more."""
+    fd = os.memfd_create("ray_apr-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb") as file:
         file.write(content)
         file.flush()
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         os.lseek(fd, 0, os.SEEK_SET)
         yield fd
 
@@ -273,12 +276,13 @@ class _Watch:
         self._process.terminate()
 
     def _outcome(self) -> Outcome:
-        words = self._status.decode(errors="replace").splitlines()
-        last = words[-1] if words else ""
-        kind, _, rest = last.partition(" ")
+        lines = self._status.decode(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("error "):
+                detail = line.removeprefix("error ")
+                raise ResourceError(f"a sandbox could not start its program: {detail}")
+        kind, _, rest = (lines[-1] if lines else "").partition(" ")
         output = bytes(self._output)
-        if kind == "error":
-            raise ResourceError(f"a sandbox could not start its program: {rest}")
         if self._stopped == "output":
             return Outcome(ended="output", code=-1, output=output)
         if kind == "exit":

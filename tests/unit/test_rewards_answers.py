@@ -12,8 +12,9 @@ import pytest
 
 import ray_apr.rewards
 from ray_apr.exceptions import ConfigError, RewardError
-from ray_apr.rewards import exact_match, math_equal, reasoning_gym_score
+from ray_apr.rewards import exact_match, math_equal, reasoning, reasoning_gym_score
 from ray_apr.rewards.answers import optional_package
+from ray_apr.rewards.math_answers import last_boxed
 from tests.reward_samples import round_trip, sample_of
 
 BOX = "\\boxed"
@@ -154,6 +155,18 @@ def test_boxed_only_takes_nothing_else(math_verify):
     assert (boxed.reward, boxed.metrics) == (1.0, {"math_answer_found": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"{BOX}{{1}} then {BOX}{{\\frac{{1}}{{2}}}} end}}", "\\frac{1}{2}"),
+        (f"{BOX}{{1}} then {BOX}{{2", None),
+        ("1", None),
+    ],
+)
+def test_the_last_box_counts_with_its_braces(text, content):
+    assert last_boxed(text) == content
+
+
 def test_float_digits_decide(math_verify):
     sample = sample_of(f"${BOX}{{0.333}}$", answer="0.33349")
     assert math_equal(float_digits=3)(sample).reward == 1.0
@@ -207,6 +220,41 @@ def test_reasoning_gym_takes_an_entry_that_is_a_mapping(gym_row):
     assert reward(sample).reward == 1.0
 
 
+@pytest.fixture
+def whole_numbers(monkeypatch):
+    """A task whose scorer reads whole numbers and grids of tuples, instead of the package's."""
+
+    def score(answer, entry):
+        if entry["answer"] == "grid":
+            return float(entry["metadata"]["output"] == ((1, 2), (3, 4)))
+        return float(int(answer) == int(entry["answer"]))
+
+    monkeypatch.setattr(reasoning, "_scorer", lambda task: score)
+
+
+def score_entry(said: str, task: str = "t", **entry):
+    """The result of a response to an entry."""
+    sample = sample_of(f"<answer>{said}</answer>", task=task, entry=json.dumps(entry))
+    return reasoning_gym_score()(sample)
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(whole_numbers):
+    assert score_entry("7", answer="7").reward == 1.0
+    result = score_entry("rubbish", answer="7")
+    assert (result.reward, result.metrics) == (0.0, {"gym_answer_found": 0.0})
+
+
+def test_an_entry_that_the_scorer_cannot_read_is_no_zero(whole_numbers):
+    with pytest.raises(ValueError, match="seven"):
+        score_entry("7", answer="seven")
+
+
+def test_grids_are_tuples_again_after_json(whole_numbers):
+    entry = {"answer": "grid", "metadata": {"output": [[1, 2], [3, 4]]}}
+    assert score_entry("x", task="arc_agi", **entry).reward == 1.0
+    assert score_entry("x", task="other", **entry).reward == 0.0
+
+
 def test_an_unknown_task_is_no_zero(gym_row):
     with pytest.raises(RewardError, match="no_such_task"):
         reasoning_gym_score()(
@@ -215,7 +263,7 @@ def test_an_unknown_task_is_no_zero(gym_row):
 
 
 @pytest.mark.parametrize("entry", ["{", "[1]", '{"question": "?"}', 3])
-def test_an_entry_that_cannot_be_read_is_no_zero(entry):
+def test_an_entry_that_is_none_is_no_zero(entry):
     with pytest.raises(RewardError, match="'entry'"):
         reasoning_gym_score()(sample_of("<answer>1</answer>", task="chain_sum", entry=entry))
 
