@@ -71,6 +71,8 @@ class RewardWorker:
         except Exception as error:
             if limit.expired():
                 raise failure(sample.sample_id, "timeout", f"over {timeout_s:g} s") from error
+            if isinstance(error, failure):
+                raise
             detail = f"{type(error).__name__}: {error}"
             raise failure(sample.sample_id, "raised", detail) from error
         return _checked_reward(sample, value) if what == "score" else _checked_step(sample, value)

@@ -1,4 +1,4 @@
-"""Settings check themselves at construction (config.py)."""
+"""Settings check themselves at construction."""
 
 from __future__ import annotations
 

@@ -96,6 +96,14 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
     assert "KeyError" in str(error)
 
 
+def test_a_reward_error_of_the_function_is_passed_on_as_it_is(score):
+    def reward(sample):
+        raise RewardError(sample.sample_id, "invalid", "its row has no answer")
+
+    error, _ = score(reward, reward_retries=0)
+    assert error.args == ("g0-0", "invalid", "its row has no answer")
+
+
 def test_a_second_try_that_works_counts(score):
     calls = []
 

@@ -1,0 +1,125 @@
+"""What the rewards share: the text of a sample, columns of its row, answers inside a text."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ray_apr.checks import require
+from ray_apr.exceptions import RewardError
+from ray_apr.types import RewardResult, Sample
+
+Extract = Callable[[str], str | None]
+"""Finds the answer in a response; None where there is none."""
+
+
+def response_of(sample: Sample) -> str:
+    """The decoded response.
+
+    Raises:
+        RewardError: If the sample has none.
+    """
+    text = sample.response_text
+    if text is None:
+        raise RewardError(sample.sample_id, "invalid", "it has no response_text; finish it first")
+    return text
+
+
+def column_of(sample: Sample, column: str) -> Any:
+    """A column of the prompt's row.
+
+    Raises:
+        RewardError: If the row lacks it, or holds None or an empty text there.
+    """
+    if column not in sample.row:
+        known = ", ".join(sorted(map(str, sample.row))) or "no column at all"
+        detail = f"its row has no column {column!r}; it has {known}"
+        raise RewardError(sample.sample_id, "invalid", detail)
+    value = sample.row[column]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise RewardError(sample.sample_id, "invalid", f"column {column!r} of its row is empty")
+    return value
+
+
+def compiled(field: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Compile a regular expression in which ``.`` matches a newline; a compiled one stays.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
+        return pattern
+    require(isinstance(pattern, str), field, pattern, "must be a regular expression for text")
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        require(False, field, pattern, f"is no regular expression ({error}); correct it")
+        raise AssertionError("unreachable") from error
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """Group 1 of the last match, or all of it if the pattern has no group; None without a match."""
+    answer: str | None = None
+    for match in pattern.finditer(text):
+        answer = match.group(1 if pattern.groups else 0)
+    return answer
+
+
+def extracted(
+    text: str, pattern: re.Pattern[str] | None = None, extract: Extract | None = None
+) -> str | None:
+    """The answer inside a text: by a function, by a pattern's last match, or all of the text."""
+    if extract is not None:
+        return extract(text)
+    return text if pattern is None else last_match(pattern, text)
+
+
+def check_extraction(section: str, pattern: object, extract: object) -> None:
+    """Check that there is one way, or none, to extract an answer.
+
+    Raises:
+        ConfigError: If there are two, or `extract` is no function.
+    """
+    require(
+        pattern is None or extract is None,
+        f"{section}.extract",
+        extract,
+        "give a pattern or a function, not both",
+    )
+    require(
+        extract is None or callable(extract),
+        f"{section}.extract",
+        extract,
+        "must be a function of the response's text, or None",
+    )
+
+
+def optional_package(module: str, package: str, extra: str) -> ModuleType:
+    """Import a package that is installed with an extra of ray_apr.
+
+    Raises:
+        ImportError: If it is not there; names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        remedy = f"install it with `pip install 'ray_apr[{extra}]'` or `pip install {package}`"
+        raise ImportError(f"{package} is missing ({error}); {remedy}") from error
+
+
+def as_result(sample: Sample, value: Any, who: str) -> RewardResult:
+    """Take what a reward function returned.
+
+    Raises:
+        RewardError: If it is no finite number; names the function.
+    """
+    if isinstance(value, RewardResult):
+        return value
+    try:
+        return RewardResult(reward=float(value))
+    except (TypeError, ValueError) as error:
+        detail = f"{who} returned {value!r}; must be a finite number"
+        raise RewardError(sample.sample_id, "invalid", detail) from error

@@ -1,0 +1,468 @@
+"""Runs one program with as little of the machine as possible; started as a script by `sandbox.py`.
+
+It is a file of its own, with the standard library alone, because a process with threads (a reward
+worker) can neither fork nor unshare safely. Called as ``python -I -S jail.py SPEC_FD STATUS_FD``:
+the spec is JSON (see `sandbox.Sandbox`), and the status is lines of ``ready``, ``exit CODE``,
+``signal NUMBER`` or ``error TEXT``. The program has the standard input, output and error.
+
+Processes::
+
+    caller --start, SIGTERM--> supervisor --fork--> init --fork--> program   (namespaces)
+                               supervisor --fork--> program                  (resource limits alone)
+
+Invariants:
+    * When the supervisor has ended, no process of the program's is left. With namespaces the end of
+      init, process 1 of its own process namespace, ends them all. Without, the supervisor ends
+      those of the program's user or, where the user is its own, all of its descendants.
+    * The supervisor ends with its caller, and init with the supervisor.
+    * The program has no privilege and cannot gain one; it can make neither sockets nor memory that
+      its limits do not count.
+    * Nobody but the jail writes to the status: the program does not inherit it, and may not look
+      into the processes that hold it, unless it runs as their user without namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+SCRATCH = "/apr-sandbox"
+"""The program's folder, and all that it can write to, where it has namespaces of its own."""
+
+_UIDS = range(50_000, 59_000)
+"""Users that nobody has; each sandbox claims one of them."""
+_INNER_ID = 1000
+"""Who the program is in a user namespace; not 0, so that exec drops all capabilities."""
+
+# include/uapi/linux/sched.h, mount.h, prctl.h
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
+    0x0002_0000,
+    0x0400_0000,
+    0x0800_0000,
+    0x1000_0000,
+    0x2000_0000,
+    0x4000_0000,
+)
+_NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
+_PR_SET_NO_NEW_PRIVS = 38
+_SYS_MOUNT_SETATTR = 442
+
+_MACHINES: Mapping[str, Mapping[str, Any]] = {
+    "x86_64": {
+        "audit": 0xC000_003E,
+        "pivot_root": 155,
+        # socket, shmget, msgget, mount, memfd_create; io_uring_setup, fsopen, memfd_secret
+        "denied": (41, 29, 68, 165, 319, 425, 430, 447),
+    },
+    "aarch64": {
+        "audit": 0xC000_00B7,
+        "pivot_root": 41,
+        "denied": (198, 194, 186, 40, 279, 425, 430, 447),
+    },
+}
+_X32_BIT = 0x4000_0000
+
+_BASE = "/tmp"
+"""Where the new root is made; it hides what is there, in its own namespace alone."""
+_SYSTEM_PATHS = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/nix/store",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
+"""What a program may read beside its interpreter: the system's programs and libraries."""
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of libc.
+
+    Raises:
+        OSError: If it returns -1.
+    """
+    result: int = getattr(_libc, name)(*arguments)
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def _prctl(option: int, *values: int) -> None:
+    padded = (*values, 0, 0, 0, 0)[:4]
+    _call("prctl", option, *map(ctypes.c_ulong, padded))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    texts = [text.encode() or None for text in (source, target, kind)]
+    _call("mount", *texts, ctypes.c_ulong(flags), data.encode() or None)
+
+
+def _machine() -> Mapping[str, Any]:
+    name = os.uname().machine
+    if name not in _MACHINES:
+        raise OSError(f"there is no sandbox for {name}; only for {', '.join(_MACHINES)}")
+    return _MACHINES[name]
+
+
+# -- identity -------------------------------------------------------------------------------------
+
+
+def _claim_user() -> tuple[int, socket.socket]:
+    """Find a user that no other sandbox has now; the socket keeps the claim while it is open."""
+    for uid in _UIDS:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0ray_apr-sandbox-{uid}")
+        except OSError:
+            claim.close()
+            continue
+        return uid, claim
+    raise OSError(f"users {_UIDS.start} to {_UIDS.stop - 1} all run a sandbox")
+
+
+def _become(uid: int) -> None:
+    """Give up being root, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _enter_user_namespace() -> None:
+    uid, gid = os.getuid(), os.getgid()
+    _call("unshare", _NEWUSER | _NAMESPACES)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{_INNER_ID} {uid} 1"),
+        ("gid_map", f"{_INNER_ID} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+# -- the file system ------------------------------------------------------------------------------
+
+
+def _build_root(readable: list[str], disk_bytes: int, owner: int | None) -> None:
+    """Make a root that holds `readable`, read-only, and an empty `SCRATCH`; go there."""
+    _mount("", "/", "", _MS_REC | _MS_PRIVATE)
+    paths = {path: os.path.realpath(path) for path in _with_parents_first(readable)}
+    links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
+    _mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    old = f"{_BASE}/old"
+    os.mkdir(old)
+    _call("syscall", ctypes.c_long(_machine()["pivot_root"]), _BASE.encode(), old.encode())
+    os.chdir("/")
+    for path, real in paths.items():
+        if path in links:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(links[path], path)
+        elif not os.path.lexists(path):
+            _bind(f"/old{real}", path)
+    os.mkdir("/dev")
+    for name in _DEVICES:
+        _bind(f"/old/dev/{name}", f"/dev/{name}")
+    for name, target in (("shm", SCRATCH), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0")):
+        os.symlink(target, f"/dev/{name}")
+    for name in ("/proc", SCRATCH):
+        os.mkdir(name)
+    if not os.path.lexists("/tmp"):
+        os.symlink(SCRATCH, "/tmp")
+    with contextlib.suppress(OSError):  # a container may forbid it; most programs do without
+        _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    _call("umount2", b"/old", _MNT_DETACH)
+    os.rmdir("/old")
+    read_only = struct.pack("4Q", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.c_size_t(len(read_only))
+    number, flags = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_uint(_AT_RECURSIVE)
+    _call("syscall", number, ctypes.c_int(_AT_FDCWD), b"/", flags, read_only, size)
+    owned = "" if owner is None else f",uid={owner},gid={owner}"
+    options = f"size={disk_bytes},nr_inodes=4096,mode=700{owned}"
+    _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def _with_parents_first(readable: list[str]) -> list[str]:
+    """The paths that exist and are not inside another one."""
+    chosen: list[str] = []
+    for path in sorted({*_SYSTEM_PATHS, *readable}, key=lambda path: path.count("/")):
+        if os.path.exists(path) and not any(path.startswith(f"{c}/") for c in chosen):
+            chosen.append(path)
+    return chosen
+
+
+def _bind(source: str, target: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.isdir(source):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, target, "", _MS_BIND | _MS_REC)
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+def _limit(limits: Mapping[str, int], num_processes: int) -> None:
+    for kind, value in (
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
+        (resource.RLIMIT_NPROC, num_processes),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lowest, lowest))
+
+
+def _deny_system_calls() -> None:
+    """Let the calls fail that make sockets, or memory that no limit counts (seccomp)."""
+    machine = _machine()
+    denied = machine["denied"]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    # Jumps count instructions from the next one; the last two are "allow" and "deny".
+    code = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, machine["audit"]),
+        (give, 0, 0, 0x8000_0000),  # another one numbers its calls otherwise: end the process
+        (load, 0, 0, 0),  # the call's number
+        (at_least, len(denied) + 1, 0, _X32_BIT),
+        *((equal, len(denied) - i, 0, number) for i, number in enumerate(denied)),
+        (give, 0, 0, 0x7FFF_0000),
+        (give, 0, 0, 0x0005_0001),  # EPERM
+    ]
+    program = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    filters = struct.pack("HP", len(code), ctypes.addressof(buffer))
+    address = ctypes.create_string_buffer(filters, len(filters))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(address))
+
+
+def _run_program(spec: Mapping[str, Any], uid: int | None, num_processes: int, status: int) -> None:
+    """Become the program; returns only with an exception."""
+    os.setsid()
+    scratch = os.getcwd()
+    _limit(spec["limits"], num_processes)
+    if uid is not None:
+        _become(uid)
+    for name, text in spec["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    _deny_system_calls()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    environment = {**spec["environment"], "HOME": scratch, "TMPDIR": scratch}
+    command = spec["command"]
+    os.write(status, b"ready\n")
+    try:
+        os.execvpe(spec["executable"] or command[0], command, environment)
+    except OSError as error:
+        raise OSError(error.errno, f"{command[0]!r} in {environment['PATH']}") from error
+
+
+def _fork(spec: Mapping[str, Any], uid: int | None, num_processes: int, status: int) -> int:
+    """Start the program in the working directory; returns its process id."""
+    if child := os.fork():
+        return child
+    try:
+        _run_program(spec, uid, num_processes, status)
+    except (OSError, ValueError, MemoryError) as error:
+        _fail(status, error)
+    finally:
+        os._exit(1)
+
+
+def _fail(status: int, error: Exception) -> NoReturn:
+    text = f"error {type(error).__name__}: {error}".replace("\n", " ")[:400]
+    os.write(status, text.encode(errors="replace") + b"\n")
+    os._exit(1)
+
+
+def _report(status: int, wait_status: int) -> None:
+    code = os.waitstatus_to_exitcode(wait_status)
+    os.write(status, f"exit {code}\n".encode() if code >= 0 else f"signal {-code}\n".encode())
+
+
+def _be_init(spec: Mapping[str, Any], uid: int | None, status: int) -> NoReturn:
+    """Process 1: make the root, start the program, bury orphans until it has ended."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    limits = spec["limits"]
+    _build_root(spec["readable"], limits["disk_bytes"], uid)
+    os.chdir(SCRATCH)
+    # A user namespace counts its processes, and two of them are the jail's.
+    num_processes = limits["processes"] + (2 if uid is None else 0)
+    program = _fork(spec, uid, num_processes, status)
+    _prctl(_PR_SET_DUMPABLE, 0)
+    while True:
+        ended, wait_status = os.wait()
+        if ended == program:
+            _report(status, wait_status)
+            os._exit(0)
+
+
+# -- the supervisor -------------------------------------------------------------------------------
+
+
+def _num_threads_of(uid: int) -> int:
+    """Threads that a user has now; the limit on processes counts them."""
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                found += len(os.listdir(f"/proc/{name}/task"))
+    return found
+
+
+def _descendants(root: int) -> list[int]:
+    """Living processes below a process; orphans of its are its children (subreaper)."""
+    parents: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat") as f:
+            parents[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def _end_user(uid: int) -> None:
+    """Kill all processes of the sandbox's own user: only they may be signalled by it."""
+    if (child := os.fork()) == 0:
+        try:
+            _become(uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _end_descendants() -> None:
+    """Kill all descendants, stopped first: else one that forks could always be ahead."""
+    stopped: set[int] = set()
+    while new := set(_descendants(os.getpid())) - stopped:
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _bury(uid: int | None) -> None:
+    """End and await whatever the program left, until nothing is."""
+    while True:
+        if uid is not None:
+            _end_user(uid)
+        else:
+            _end_descendants()
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _supervise(spec: Mapping[str, Any], status: int) -> None:
+    """Start the program by the spec's route, and see to it that it ends."""
+    route, uid, claim = spec["route"], None, None
+    if os.geteuid() == 0:
+        uid, claim = _claim_user()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, the program goes, and not the caller
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
+    with contextlib.ExitStack() as cleanup:
+        if claim is not None:
+            cleanup.enter_context(claim)
+        if route == "root_namespaces":
+            _call("unshare", _NAMESPACES)
+        elif route == "user_namespaces":
+            if uid is not None:
+                _become(uid)
+                _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self stays root's
+                uid = None
+            _enter_user_namespace()
+        else:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _prctl(_PR_SET_DUMPABLE, 0)
+            import shutil  # with namespaces they are not needed, and each start costs their import
+            import tempfile
+
+            scratch = tempfile.mkdtemp(prefix="ray_apr-sandbox-")
+            cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
+            os.chdir(scratch)
+            if uid is not None:
+                os.chown(scratch, uid, uid)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != spec["caller"]:
+            return  # it ended before the line above
+        _await_end(spec, route, uid, status)
+        os.chdir("/")
+
+
+def _await_end(spec: Mapping[str, Any], route: str, uid: int | None, status: int) -> None:
+    """Start the child and wait until it ends, or until the caller says that it must."""
+    namespaces = route.endswith("namespaces")
+    if not namespaces:
+        others = 0 if uid is not None else _num_threads_of(os.getuid())
+        child = _fork(spec, uid, spec["limits"]["processes"] + others, status)
+    elif (child := os.fork()) == 0:
+        try:
+            _be_init(spec, uid, status)
+        except (OSError, ValueError, MemoryError) as error:
+            _fail(status, error)
+        finally:
+            os._exit(1)
+    while signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
+        ended, wait_status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            if not namespaces:
+                _report(status, wait_status)
+                _bury(uid)
+            return
+    os.kill(child, signal.SIGKILL)
+    if namespaces:
+        os.waitpid(child, 0)
+    else:
+        _bury(uid)
+
+
+def main() -> None:
+    """Read the spec, run the program, end."""
+    spec_fd, status = map(int, sys.argv[1:])
+    os.set_inheritable(status, False)
+    with open(spec_fd, encoding="utf-8", errors="surrogatepass") as file:
+        spec = json.load(file)
+    os.umask(0o022)
+    try:
+        _supervise(spec, status)
+    except (OSError, ValueError) as error:
+        _fail(status, error)
+
+
+if __name__ == "__main__":
+    main()

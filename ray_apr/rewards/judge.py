@@ -1,0 +1,329 @@
+"""Rewards by another language model: an OpenAI-compatible endpoint, or a Ray Serve handle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_apr.checks import is_number, of_type, positive, require, whole
+from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.protocols import RewardFunction
+from ray_apr.rewards.answers import compiled, last_match, response_of
+from ray_apr.types import RewardResult, Sample
+
+SCORE = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+"""A verdict such as ``Score: 0.7``."""
+
+_FIELDS = ("response", "row")
+_RETRIED = (408, 409, 425, 429)
+"""HTTP statuses that may pass, beside 5xx: time-outs and too many requests."""
+_MAX_PAUSE_S = 30.0
+
+
+class _PassingError(Exception):
+    """What may be gone at the next try; `pause_s` is how long the server asks to wait."""
+
+    def __init__(self, detail: str, pause_s: float = 0.0) -> None:
+        super().__init__(detail, pause_s)
+        self.detail = detail
+        self.pause_s = pause_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where an OpenAI-compatible server answers."""
+
+    base_url: str
+    model: str
+    api_key_env: str | None
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        s = "llm_judge"
+        of_type(s, self, str, "a text", "base_url", "model")
+        of_type(s, self, str | None, "the name of an environment variable, or None", "api_key_env")
+        of_type(s, self, Mapping, "a mapping", "options")
+        require(
+            self.base_url.startswith(("http://", "https://")),
+            f"{s}.base_url",
+            self.base_url,
+            'must begin with http:// or https://, such as "http://127.0.0.1:8000/v1"',
+        )
+        require(bool(self.model), f"{s}.model", self.model, "must name a model of the endpoint")
+
+    async def ask(self, prompt: str, sample_id: str) -> str:
+        """Return the answer to a prompt; one try.
+
+        Raises:
+            _PassingError: If another try may work.
+            RewardError: If not.
+        """
+        import aiohttp  # a dependency of Ray Serve and of vLLM; not cheap to import
+
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            **self.options,
+        }
+        url = f"{self.base_url.rstrip('/')}/chat/completions"
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._headers()) as session,
+                session.post(url, json=body, allow_redirects=False) as answer,
+            ):
+                text = await answer.text(errors="replace")
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise _PassingError(f"{type(error).__name__}: {error}") from error
+        if answer.status in _RETRIED or answer.status >= 500:
+            raise _PassingError(
+                f"HTTP {answer.status}: {text[:200]}", _seconds(answer.headers.get("Retry-After"))
+            )
+        if answer.status != 200:
+            detail = f"the judge at {url} answered HTTP {answer.status}: {text[:200]}"
+            raise RewardError(sample_id, "raised", detail)
+        return _content(text, sample_id)
+
+    def _headers(self) -> dict[str, str]:
+        """The key is read where the call is made, and kept nowhere."""
+        if self.api_key_env is None:
+            return {}
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            remedy = "is not set in the reward's process; pass it on in Ray's runtime_env"
+            raise ConfigError("llm_judge.api_key_env", self.api_key_env, remedy)
+        return {"Authorization": f"Bearer {key}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """A Ray Serve handle whose deployment takes a prompt and returns a text."""
+
+    handle: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        require(
+            callable(getattr(self.handle, "remote", None)),
+            "llm_judge.handle",
+            self.handle,
+            "must be a Ray Serve handle, with .remote(prompt)",
+        )
+
+    async def ask(self, prompt: str, sample_id: str) -> str:
+        """Return the answer to a prompt; one try.
+
+        Raises:
+            RewardError: If it is no text.
+        """
+        answer = await self.handle.remote(prompt)
+        if not isinstance(answer, str):
+            detail = f"the judge's deployment returned {repr(answer)[:200]}; must be a text"
+            raise RewardError(sample_id, "invalid", detail)
+        return answer
+
+
+def _seconds(text: str | None) -> float:
+    """What a Retry-After header says, as far as it is a number of seconds."""
+    try:
+        return max(0.0, float(text or 0))
+    except ValueError:
+        return 0.0
+
+
+def _content(text: str, sample_id: str) -> str:
+    """The first choice's text of a chat completion."""
+    try:
+        content = json.loads(text)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        detail = f"the judge's endpoint answered no chat completion with text: {text[:200]!r}"
+        raise RewardError(sample_id, "invalid", detail)
+    return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMJudge:
+    """What `llm_judge` returns; its fields are the maker's arguments."""
+
+    template: str
+    backend: Endpoint | Handle
+    pattern: re.Pattern[str]
+    minimum: float
+    maximum: float
+    timeout_s: float
+    max_retries: int
+    backoff_s: float
+
+    def __post_init__(self) -> None:
+        s = "llm_judge"
+        _check_template(self.template)
+        require(
+            self.pattern.groups >= 1,
+            f"{s}.pattern",
+            self.pattern.pattern,
+            "needs a group around the number, such as (\\d+)",
+        )
+        for name in ("minimum", "maximum"):
+            value = getattr(self, name)
+            require(is_number(value), f"{s}.{name}", value, "must be a finite number")
+        require(
+            self.maximum > self.minimum,
+            f"{s}.maximum",
+            self.maximum,
+            f"must exceed minimum = {self.minimum}",
+        )
+        positive(s, self, "timeout_s", "backoff_s")
+        whole(s, self, "max_retries")
+        require(self.max_retries >= 0, f"{s}.max_retries", self.max_retries, "must be 0 or more")
+
+    async def __call__(self, sample: Sample) -> RewardResult:
+        """The number in the verdict, with `judge_tries`."""
+        prompt = self._prompt(sample)
+        for num_tries in range(1, self.max_retries + 2):
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    verdict = await self.backend.ask(prompt, sample.sample_id)
+                break
+            except TimeoutError:
+                kind, detail, asked_s = "timeout", f"the judge took over {self.timeout_s:g} s", 0.0
+            except _PassingError as error:
+                kind, detail, asked_s = "raised", error.detail, error.pause_s
+            if num_tries > self.max_retries:
+                raise RewardError(sample.sample_id, kind, f"{detail} (try {num_tries}, the last)")
+            await asyncio.sleep(self._pause_s(num_tries, asked_s))
+        return RewardResult(
+            reward=self._number(verdict, sample), metrics={"judge_tries": float(num_tries)}
+        )
+
+    def _pause_s(self, num_tries: int, asked_s: float) -> float:
+        """Doubles with each try, with jitter so that many calls do not come back at once."""
+        pause_s: float = self.backoff_s * 2 ** (num_tries - 1) * random.uniform(0.5, 1.0)
+        return min(max(pause_s, asked_s), _MAX_PAUSE_S)
+
+    def _prompt(self, sample: Sample) -> str:
+        try:
+            return self.template.format(response=response_of(sample), row=sample.row)
+        except (LookupError, AttributeError, ValueError, TypeError) as error:
+            detail = f"its row does not fit the judge's template: {type(error).__name__}: {error}"
+            raise RewardError(sample.sample_id, "invalid", detail) from error
+
+    def _number(self, verdict: str, sample: Sample) -> float:
+        found = last_match(self.pattern, verdict)
+        number: float | None = None
+        with contextlib.suppress(ValueError):
+            number = float(found or "")
+        if number is None or not self.minimum <= number <= self.maximum:
+            what = f"a number in [{self.minimum:g}, {self.maximum:g}]"
+            detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
+            raise RewardError(sample.sample_id, "invalid", detail)
+        return number
+
+
+def _check_template(template: str) -> None:
+    name = "llm_judge.template"
+    require(isinstance(template, str), name, template, "must be a text with {response}")
+    try:
+        fields = [part[1] for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        remedy = f"is no template ({error}); write {{{{ and }}}} for braces"
+        raise ConfigError(name, template, remedy) from error
+    for named in fields:
+        require(
+            re.split(r"[.\[]", named)[0] in _FIELDS,
+            name,
+            template,
+            f"{{{named}}} is unknown; use {{response}} and {{row[column]}}",
+        )
+    require("response" in fields, name, template, "must hold {response}, the text to be judged")
+
+
+def llm_judge(
+    template: str,
+    *,
+    base_url: str | None = None,
+    model: str | None = None,
+    api_key_env: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    handle: Any = None,
+    pattern: str | re.Pattern[str] = SCORE,
+    minimum: float = 0.0,
+    maximum: float = 1.0,
+    timeout_s: float = 15.0,
+    max_retries: int = 2,
+    backoff_s: float = 1.0,
+) -> RewardFunction:
+    """Make a reward that is the number in another model's verdict on the response.
+
+    Args:
+        template: What the judge reads: ``{response}``, the response's text, and
+            ``{row[question]}``, a column of the prompt's row; ``{{`` and ``}}`` stand for braces.
+        base_url: Of an OpenAI-compatible endpoint, such as ``"http://127.0.0.1:8000/v1"``; the
+            call is ``POST <base_url>/chat/completions``.
+        model: Name of the endpoint's model.
+        api_key_env: Name of the environment variable, in the reward's process, that holds the key.
+            The key itself is read at each call and kept nowhere. None sends no key.
+        options: Further fields of the request. None is ``{"temperature": 0.0}``.
+        handle: Instead of an endpoint, a Ray Serve handle; ``handle.remote(prompt)`` must answer
+            with the verdict's text.
+        pattern: Group 1 of its last match in the verdict is the number. A text is compiled with
+            ``re.DOTALL``.
+        minimum: Least number of a verdict.
+        maximum: Greatest number of a verdict.
+        timeout_s: Limit of one try, in seconds.
+        max_retries: Further tries after a time-out, a broken connection, or HTTP 408, 409, 425,
+            429 and 5xx. All tries and pauses must fit in ``rollout.reward_timeout_s``.
+        backoff_s: Pause before the second try, in seconds; it doubles with each further one, is
+            shortened by up to a half at random, follows ``Retry-After``, and is 30 s at most.
+
+    Returns:
+        An async function of a finished `Sample` that returns a `RewardResult` with the metric
+        ``judge_tries``. It raises `RewardError` when the last try has failed, the endpoint
+        refuses, or the verdict holds no number in the range, and `ConfigError` when the key's
+        variable is not set. What a Serve handle raises is passed on.
+
+    Raises:
+        ConfigError: For an argument that cannot be used.
+
+    Example:
+        >>> reward = llm_judge(
+        ...     "Question: {row[question]}\\nAnswer: {response}\\n"
+        ...     "How good is it, from 0 to 10? End with `Score: <number>`.",
+        ...     base_url="http://127.0.0.1:8000/v1",
+        ...     model="judge",
+        ...     maximum=10,
+        ... )
+    """
+    require(
+        (base_url is None) != (handle is None),
+        "llm_judge.base_url",
+        base_url,
+        "give either base_url and model, or handle",
+    )
+    backend: Endpoint | Handle
+    if base_url is None:
+        backend = Handle(handle=handle)
+    else:
+        backend = Endpoint(
+            base_url=base_url,
+            model="" if model is None else model,
+            api_key_env=api_key_env,
+            options={"temperature": 0.0} if options is None else options,
+        )
+    return LLMJudge(
+        template=template,
+        backend=backend,
+        pattern=compiled("llm_judge.pattern", pattern),
+        minimum=minimum,
+        maximum=maximum,
+        timeout_s=timeout_s,
+        max_retries=max_retries,
+        backoff_s=backoff_s,
+    )

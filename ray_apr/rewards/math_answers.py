@@ -1,0 +1,121 @@
+"""Rewards by mathematical equivalence, through the package math-verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray_apr.checks import of_type, require, whole
+from ray_apr.exceptions import RewardError
+from ray_apr.protocols import RewardFunction
+from ray_apr.rewards.answers import column_of, optional_package, response_of
+from ray_apr.types import RewardResult, Sample
+
+_BOXED = "\\boxed{"
+_LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathEqual:
+    """What `math_equal` returns; its fields are the maker's arguments."""
+
+    column: str
+    boxed_only: bool
+    float_digits: int
+
+    def __post_init__(self) -> None:
+        s = "math_equal"
+        of_type(s, self, str, "the name of a column", "column")
+        of_type(s, self, bool, "True or False", "boxed_only")
+        whole(s, self, "float_digits")
+        require(bool(self.column), f"{s}.column", self.column, "must be the name of a column")
+        require(self.float_digits >= 0, f"{s}.float_digits", self.float_digits, "must be 0 or more")
+
+    def __call__(self, sample: Sample) -> RewardResult:
+        """1.0 or 0.0, with `math_answer_found`."""
+        math_verify: Any = optional_package("math_verify", "math-verify", "rewards")
+        text = response_of(sample)
+        expected = self._expected(math_verify, sample)
+        answers = self._answers(math_verify, text)
+        # Without time limits: math-verify keeps them by SIGALRM, which only the main thread may
+        # set, and rewards run in threads. Scoring has a limit of its own.
+        equal = bool(answers) and math_verify.verify(
+            expected, answers, float_rounding=self.float_digits, timeout_seconds=None
+        )
+        return RewardResult(
+            reward=float(equal), metrics={"math_answer_found": float(bool(answers))}
+        )
+
+    def _expected(self, math_verify: Any, sample: Sample) -> list[Any]:
+        """The reference as SymPy expressions; bare LaTeX is set between dollar signs first."""
+        text = str(column_of(sample, self.column)).strip()
+        marked = any(mark in text for mark in _LATEX_MARKS)
+        expressions: list[Any] = math_verify.parse(
+            text if marked else f"${text}$", fallback_mode="no_fallback", parsing_timeout=None
+        )
+        if not expressions:
+            detail = f"column {self.column!r} of its row holds {text!r}, which is no mathematics"
+            raise RewardError(sample.sample_id, "invalid", detail)
+        return expressions
+
+    def _answers(self, math_verify: Any, text: str) -> list[Any]:
+        """The response's answer as SymPy expressions; empty if there is none."""
+        latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+        kinds = [latex, math_verify.ExprExtractionConfig()]
+        if self.boxed_only:
+            content = last_boxed(text)
+            if content is None:
+                return []
+            text, kinds = f"${content}$", [latex]
+        answers: list[Any] = math_verify.parse(
+            text,
+            extraction_config=kinds,
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=None,
+        )
+        return answers
+
+
+def last_boxed(text: str) -> str | None:
+    """What is inside the last LaTeX ``boxed`` command; None without one that is closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start, depth = start + len(_BOXED), 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def math_equal(
+    column: str = "answer", *, boxed_only: bool = False, float_digits: int = 6
+) -> RewardFunction:
+    r"""Make a reward that is 1.0 if the response's final answer equals a column mathematically.
+
+    It needs the package math-verify: ``pip install 'ray_apr[rewards]'``. What math-verify can
+    neither parse nor compare counts as not equal. Its time limits are off, as they need the main
+    thread; ``rollout.reward_timeout_s`` bounds the call, and a call that hangs in SymPy costs its
+    worker process.
+
+    Args:
+        column: Holds the right answer: a number, or LaTeX with or without dollar signs.
+        boxed_only: Take only the last ``\boxed{...}`` for an answer. False takes the last
+            formula or number where nothing is boxed.
+        float_digits: Decimal places that decide whether two numbers are equal.
+
+    Returns:
+        A function of a finished `Sample` that returns a `RewardResult` with the metric
+        ``math_answer_found`` (1.0 if the response has an answer that can be parsed). It raises
+        `RewardError` if the reference is missing or no mathematics, and `ImportError`, naming the
+        extra, without math-verify.
+
+    Raises:
+        ConfigError: For an argument that cannot be used.
+
+    Example:
+        >>> reward = math_equal("solution", boxed_only=True)
+    """
+    return MathEqual(column=column, boxed_only=boxed_only, float_digits=float_digits)

@@ -1,0 +1,351 @@
+"""Runs one program apart from everything else, with limits; the caller's side of `jail.py`.
+
+Invariants:
+    * When `Sandbox.run` returns or raises, no process of the program's is left (see `jail.py`).
+    * What the program did is an `Outcome`; what the sandbox could not do is a `ResourceError`.
+    * No wait is without a limit: start, run and end have one each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ray_apr.exceptions import ResourceError
+
+logger = logging.getLogger(__name__)
+
+Isolation = Literal["auto", "namespaces", "rlimits"]
+Route = Literal["root_namespaces", "user_namespaces", "rlimits"]
+Ended = Literal["exit", "signal", "timeout", "output"]
+
+_JAIL = str(Path(__file__).with_name("jail.py"))
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    # Their threads would count as processes.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_START_LIMIT_S = 30.0
+_END_LIMIT_S = 10.0
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """What a program may use."""
+
+    time_limit_s: float = 10.0
+    """Wall time from its first instruction on."""
+    cpu_limit_s: int = 10
+    """CPU time of each process."""
+    memory_mb: int = 1024
+    """Address space of each process, in MiB."""
+    max_processes: int = 8
+    """Processes and threads, its first one included."""
+    disk_mb: int = 16
+    """Size of a file; with namespaces, of all files together. In MiB."""
+    max_output_bytes: int = 1 << 20
+    """Standard output; more ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a program ended."""
+
+    ended: Ended
+    """By itself, by a signal (its own fault, or a limit's), or out of time or room for output."""
+    code: int
+    """Exit code, or number of the signal; -1 where the sandbox ended it."""
+    output: bytes
+    """Standard output, up to its limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A program to run; its files are in its working directory."""
+
+    arguments: tuple[str, ...]
+    files: Mapping[str, str]
+    """Name -> text."""
+    executable: str | None = None
+    """None finds the first argument among the system's programs."""
+
+    @classmethod
+    def python(cls, name: str, text: str) -> Command:
+        """A program for the Python that runs here, with its packages."""
+        return cls(
+            arguments=(sys.executable, "-I", name),
+            files={name: text},
+            executable=os.path.realpath(sys.executable),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """A way to run programs that has been found to work on this machine."""
+
+    route: Route
+    readable: tuple[str, ...] = ()
+    """Files and folders that a program with namespaces sees beside the system's."""
+
+    @property
+    def has_namespaces(self) -> bool:
+        """Whether programs see neither this machine's files, nor its processes or network."""
+        return self.route != "rlimits"
+
+    def run(self, command: Command, limits: SandboxLimits, stdin: bytes = b"") -> Outcome:
+        """Run a program to its end.
+
+        Raises:
+            ResourceError: If it could not be started, or not be ended.
+        """
+        spec = {
+            "route": self.route,
+            "caller": os.getpid(),
+            "command": command.arguments,
+            "executable": command.executable,
+            "files": command.files,
+            "environment": _ENVIRONMENT,
+            "readable": [*_interpreter_paths(), *self.readable],
+            "limits": {
+                "cpu_s": limits.cpu_limit_s,
+                "memory_bytes": limits.memory_mb * _MIB,
+                "processes": limits.max_processes,
+                "disk_bytes": limits.disk_mb * _MIB,
+            },
+        }
+        with (
+            _memory_file(json.dumps(spec).encode()) as spec_fd,
+            _memory_file(stdin) as stdin_fd,
+            _supervisor(spec_fd, stdin_fd) as (process, status_fd),
+        ):
+            return _Watch(process, status_fd, limits).follow()
+
+
+def _interpreter_paths() -> list[str]:
+    """Where the Python that runs here, its library and its packages are."""
+    executable = os.path.realpath(sys.executable)
+    prefixes = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)]
+    return [*prefixes, os.path.dirname(executable)]
+
+
+@contextlib.contextmanager
+def _memory_file(content: bytes) -> Iterator[int]:
+    """A file without a name, open at its start, that nobody can write to any more."""
+    fd = os.memfd_create("ray_apr-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+
+
+@contextlib.contextmanager
+def _supervisor(spec_fd: int, stdin_fd: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start the jail; it is gone when this context is left."""
+    status, status_of_jail = os.pipe()
+    with open(status, "rb", buffering=0), contextlib.ExitStack() as stack:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _JAIL, str(spec_fd), str(status_of_jail)],
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(spec_fd, status_of_jail),
+                cwd="/",
+                env=_ENVIRONMENT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ResourceError(f"a sandbox could not be started: {error}") from error
+        finally:
+            os.close(status_of_jail)
+        assert process.stdout is not None
+        stack.enter_context(process.stdout)
+        try:
+            yield process, status
+        finally:
+            if process.poll() is None and not _has_ended(process, _END_LIMIT_S):
+                process.kill()
+            process.wait()
+
+
+def _has_ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Ask the supervisor to end with all it started; returns whether it did in time."""
+    process.terminate()
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+class _Watch:
+    """Reads output and status of one supervisor until it has ended, or has to.
+
+    The status is at its end when the supervisor and all that it started have ended.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], status_fd: int, limits: SandboxLimits
+    ) -> None:
+        assert process.stdout is not None
+        self._process = process
+        self._status_fd = status_fd
+        self._output_fd = process.stdout.fileno()
+        self._limits = limits
+        self._output = bytearray()
+        self._status = b""
+        self._stopped: Ended | None = None
+        self._deadline = time.monotonic() + _START_LIMIT_S
+
+    def follow(self) -> Outcome:
+        """Wait for the end; returns how it came."""
+        os.set_blocking(self._output_fd, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._status_fd, selectors.EVENT_READ)
+            selector.register(self._output_fd, selectors.EVENT_READ)
+            while selector.get_map():
+                left_s = self._deadline - time.monotonic()
+                ready = {key.fd for key, _ in selector.select(max(0.0, left_s))}
+                if left_s <= 0:
+                    self._out_of_time()
+                if self._output_fd in ready and not self._read_output():
+                    selector.unregister(self._output_fd)
+                if self._status_fd in ready and not self._read_status():
+                    break
+        while self._read_output():
+            continue
+        return self._outcome()
+
+    def _read_output(self) -> bool:
+        """Whether there may be more; nothing is read beyond the limit."""
+        if self._stopped == "output":
+            return False
+        try:
+            data = os.read(self._output_fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._output += data
+        if len(self._output) > self._limits.max_output_bytes:
+            del self._output[self._limits.max_output_bytes :]
+            self._stop("output")
+            return False
+        return bool(data)
+
+    def _read_status(self) -> bool:
+        """Whether there may be more; the clock starts with the program."""
+        had_started = self._has_started
+        data = os.read(self._status_fd, 4096)
+        self._status += data
+        if self._has_started and not had_started:
+            self._deadline = time.monotonic() + self._limits.time_limit_s
+        return bool(data)
+
+    @property
+    def _has_started(self) -> bool:
+        return self._status.startswith(b"ready\n")
+
+    def _out_of_time(self) -> None:
+        if self._stopped is not None:
+            raise ResourceError(f"a sandbox did not end within {_END_LIMIT_S:g} s")
+        if not self._has_started:
+            raise ResourceError(f"a sandbox did not start within {_START_LIMIT_S:g} s")
+        self._stop("timeout")
+
+    def _stop(self, reason: Ended) -> None:
+        self._stopped = reason
+        self._deadline = time.monotonic() + _END_LIMIT_S
+        self._process.terminate()
+
+    def _outcome(self) -> Outcome:
+        lines = self._status.decode(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("error "):
+                detail = line.removeprefix("error ")
+                raise ResourceError(f"a sandbox could not start its program: {detail}")
+        kind, _, rest = (lines[-1] if lines else "").partition(" ")
+        output = bytes(self._output)
+        if self._stopped == "output":
+            return Outcome(ended="output", code=-1, output=output)
+        if kind == "exit":
+            return Outcome(ended="exit", code=int(rest), output=output)
+        if kind == "signal":
+            return Outcome(ended="signal", code=int(rest), output=output)
+        if self._stopped is not None:
+            return Outcome(ended=self._stopped, code=-1, output=output)
+        raise ResourceError("a sandbox was killed from outside before its program ended")
+
+
+@functools.cache
+def find_sandbox(
+    isolation: Isolation = "auto",
+    *,
+    allow_unsandboxed_writes: bool = False,
+    needs_python: bool = True,
+    readable: tuple[str, ...] = (),
+) -> Sandbox:
+    """Return the best sandbox that works on this machine; what works is found once in a process.
+
+    Args:
+        isolation: ``"auto"`` takes namespaces, or else resource limits alone; the others insist.
+        allow_unsandboxed_writes: Take resource limits even where the program runs as this
+            process's user.
+        needs_python: The Python that runs here must be able to run inside.
+        readable: More files and folders that programs may read.
+
+    Raises:
+        ResourceError: If none works; says why, and what helps.
+    """
+    routes = {
+        "auto": get_args(Route),
+        "namespaces": get_args(Route)[:2],
+        "rlimits": get_args(Route)[2:],
+    }[isolation]
+    reasons: list[str] = []
+    for route in routes:
+        reason = _reason_against(route, allow_unsandboxed_writes, needs_python)
+        if reason is None:
+            if reasons and route == "rlimits":
+                logger.warning("programs run without namespaces: %s", "; ".join(reasons))
+            return Sandbox(route=route, readable=readable)
+        reasons.append(f"{route}: {reason}")
+    raise ResourceError(
+        f"no sandbox for programs works on this machine ({'; '.join(reasons)}). Allow user "
+        "namespaces (in a container: a security profile that permits unshare), or run as root; or "
+        "set allow_unsandboxed_writes=True, which lets a program change what this user may change"
+    )
+
+
+def _reason_against(route: Route, allow_unsandboxed_writes: bool, needs_python: bool) -> str | None:
+    """Why a route cannot be taken here; None if it works."""
+    is_root = os.geteuid() == 0
+    if route == "root_namespaces" and not is_root:
+        return "not root"
+    if route == "rlimits" and not is_root and not allow_unsandboxed_writes:
+        return "a program would run as this user, who may write outside of the sandbox"
+    command = Command(arguments=("/bin/sh", "-c", "exit 0"), files={})
+    if needs_python:
+        command = Command.python("probe.py", "")
+    try:
+        outcome = Sandbox(route=route).run(command, SandboxLimits())
+    except ResourceError as error:
+        return str(error)
+    return None if (outcome.ended, outcome.code) == ("exit", 0) else f"a probe ended by {outcome}"

@@ -1,0 +1,283 @@
+"""Rewards that compare answers (rewards/matching, math_answers, reasoning)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import ray_apr.rewards
+from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.rewards import exact_match, math_equal, reasoning, reasoning_gym_score
+from ray_apr.rewards.answers import optional_package
+from ray_apr.rewards.math_answers import last_boxed
+from tests.reward_samples import round_trip, sample_of
+
+BOX = "\\boxed"
+
+
+def test_importing_the_rewards_loads_nothing_heavy():
+    heavy = ("torch", "vllm", "ray", "aiohttp", "sympy", "numpy")
+    code = "import sys, ray_apr.rewards as r; [getattr(r, name) for name in r.__all__]; "
+    code += f"print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_public_name_has_a_home():
+    for name in ray_apr.rewards.__all__:
+        assert getattr(ray_apr.rewards, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = ray_apr.rewards.nothing_like_this
+
+
+def test_a_missing_package_names_the_extra():
+    with pytest.raises(ImportError, match=r"ray_apr\[rewards\]"):
+        optional_package("no_such_package_at_all", "math-verify", "rewards")
+
+
+# -- exact_match ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "answer", "expected"),
+    [
+        ({}, " 42\n", "42", 1.0),
+        ({}, "42", 42, 1.0),
+        ({}, "2.5", 2.5, 1.0),
+        ({}, "42.", "42", 0.0),
+        ({}, "", "42", 0.0),
+        ({"strip": False}, " 42", "42", 0.0),
+        ({}, "paris", "Paris", 0.0),
+        ({"ignore_case": True}, "PARIS", "Paris", 1.0),
+        ({"ignore_case": True}, "STRASSE", "straße", 1.0),
+        ({}, "New  York", "New York", 0.0),
+        ({"collapse_whitespace": True}, "New \n York ", "New York", 1.0),
+        ({}, "b", ["a", "b"], 1.0),
+        ({}, "c", ("a", "b"), 0.0),
+        ({"pattern": r"is (\d+)"}, "it is 1, no, it is 42.", "42", 1.0),
+        ({"pattern": r"is (\d+)"}, "it is 42, no, it is 1.", "42", 0.0),
+        ({"pattern": r"\d+"}, "4 or 42", "42", 1.0),
+        ({"pattern": r"is (\d+)"}, "42", "42", 0.0),
+        ({"pattern": r"<a>(.*)</a>"}, "<a>4\n2</a>", "4\n2", 1.0),
+        ({"pattern": re.compile("ANSWER (.)", re.IGNORECASE)}, "answer b", "b", 1.0),
+        ({"extract": lambda text: text.rpartition(",")[2]}, "1,2", "2", 1.0),
+        ({"extract": lambda text: None}, "2", "2", 0.0),
+    ],
+)
+def test_exact_match(options, response, answer, expected):
+    assert round_trip(exact_match(**options))(sample_of(response, answer=answer)) == expected
+
+
+@pytest.mark.parametrize("answer", [None, "", "  ", [], ["a", ""], {"a": 1}])
+def test_a_row_without_an_answer_is_no_zero(answer):
+    with pytest.raises(RewardError, match="answer") as caught:
+        exact_match()(sample_of("42", answer=answer))
+    assert (caught.value.sample_id, caught.value.kind) == ("g0-0", "invalid")
+
+
+def test_a_missing_column_is_named_with_those_that_are_there():
+    with pytest.raises(RewardError, match=r"'answer'.*gold, task"):
+        exact_match()(sample_of("42", gold="42", task="t"))
+
+
+def test_a_sample_without_a_text_is_no_zero():
+    with pytest.raises(RewardError, match="response_text"):
+        exact_match()(sample_of(None, answer="42"))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"column": 3}, "exact_match.column"),
+        ({"column": ""}, "exact_match.column"),
+        ({"pattern": "("}, "exact_match.pattern"),
+        ({"pattern": 7}, "exact_match.pattern"),
+        ({"extract": "x"}, "exact_match.extract"),
+        ({"extract": str, "pattern": "x"}, "exact_match.extract"),
+        ({"ignore_case": 1}, "exact_match.ignore_case"),
+    ],
+)
+def test_exact_match_checks_its_arguments(options, field):
+    with pytest.raises(ConfigError) as caught:
+        exact_match(**options)
+    assert caught.value.field == field
+
+
+# -- math_equal -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def math_verify():
+    """The package, or a skipped test."""
+    return pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (f"so it is ${BOX}{{\\frac{{1}}{{2}}}}$", "0.5", 1.0),
+        (f"so it is ${BOX}{{\\frac{{1}}{{2}}}}$", "\\frac{2}{4}", 1.0),
+        (f"so it is ${BOX}{{\\frac{{1}}{{3}}}}$", "0.5", 0.0),
+        (f"first ${BOX}{{7}}$ and then ${BOX}{{8}}$", "8", 1.0),
+        (f"${BOX}{{(x+1)^2}}$", "$x^2+2x+1$", 1.0),
+        (f"${BOX}{{\\{{3, 1\\}}}}$", "$\\{1, 3\\}$", 1.0),
+        (f"${BOX}{{1,000}}$", "1000", 1.0),
+        ("The answer is 42", "42", 1.0),
+        ("The answer is 41", 42, 0.0),
+        ("I do not know.", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_math_equal(math_verify, response, answer, expected):
+    result = round_trip(math_equal())(sample_of(response, answer=answer))
+    assert result.reward == expected
+
+
+def test_math_equal_works_in_a_thread(math_verify):
+    results = []
+    sample = sample_of(f"${BOX}{{2\\sqrt{{2}}}}$", answer="\\sqrt{8}")
+    thread = threading.Thread(target=lambda: results.append(math_equal()(sample)))
+    thread.start()
+    thread.join()
+    assert results[0].reward == 1.0
+
+
+def test_boxed_only_takes_nothing_else(math_verify):
+    reward = math_equal(boxed_only=True)
+    unboxed = reward(sample_of("The answer is $42$", answer="42"))
+    assert (unboxed.reward, unboxed.metrics) == (0.0, {"math_answer_found": 0.0})
+    boxed = reward(sample_of(f"${BOX}{{42}}$, which is not 7", answer="42"))
+    assert (boxed.reward, boxed.metrics) == (1.0, {"math_answer_found": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"{BOX}{{1}} then {BOX}{{\\frac{{1}}{{2}}}} end}}", "\\frac{1}{2}"),
+        (f"{BOX}{{1}} then {BOX}{{2", None),
+        ("1", None),
+    ],
+)
+def test_the_last_box_counts_with_its_braces(text, content):
+    assert last_boxed(text) == content
+
+
+def test_float_digits_decide(math_verify):
+    sample = sample_of(f"${BOX}{{0.333}}$", answer="0.33349")
+    assert math_equal(float_digits=3)(sample).reward == 1.0
+    assert math_equal(float_digits=4)(sample).reward == 0.0
+
+
+def test_a_reference_that_is_no_mathematics_is_no_zero(math_verify):
+    with pytest.raises(RewardError, match="no mathematics"):
+        math_equal()(sample_of("42", answer="$ $"))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"column": ""}, "math_equal.column"),
+        ({"boxed_only": "yes"}, "math_equal.boxed_only"),
+        ({"float_digits": -1}, "math_equal.float_digits"),
+        ({"float_digits": 1.5}, "math_equal.float_digits"),
+    ],
+)
+def test_math_equal_checks_its_arguments(options, field):
+    with pytest.raises(ConfigError) as caught:
+        math_equal(**options)
+    assert caught.value.field == field
+
+
+# -- reasoning_gym_score --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gym_row():
+    """A row of Reasoning Gym's task of sums, or a skipped test."""
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("chain_sum", size=1, seed=0)[0]
+    return {"task": "chain_sum", "entry": json.dumps(entry)}
+
+
+def test_reasoning_gym_scores_right_wrong_and_missing_answers(gym_row):
+    reward, right = round_trip(reasoning_gym_score()), json.loads(gym_row["entry"])["answer"]
+    result = reward(sample_of(f"I think\n<answer> {right} </answer>", **gym_row))
+    assert (result.reward, result.metrics) == (1.0, {"gym_answer_found": 1.0})
+    assert reward(sample_of("<answer>no number</answer>", **gym_row)).reward < 1.0
+    missing = reward(sample_of(right, **gym_row))
+    assert (missing.reward, missing.metrics) == (0.0, {"gym_answer_found": 0.0})
+
+
+def test_reasoning_gym_takes_an_entry_that_is_a_mapping(gym_row):
+    entry = json.loads(gym_row["entry"])
+    reward = reasoning_gym_score(extract=str.strip)
+    sample = sample_of(f" {entry['answer']} ", task="chain_sum", entry=entry)
+    assert reward(sample).reward == 1.0
+
+
+@pytest.fixture
+def whole_numbers(monkeypatch):
+    """A task whose scorer reads whole numbers and grids of tuples, instead of the package's."""
+
+    def score(answer, entry):
+        if entry["answer"] == "grid":
+            return float(entry["metadata"]["output"] == ((1, 2), (3, 4)))
+        return float(int(answer) == int(entry["answer"]))
+
+    monkeypatch.setattr(reasoning, "_scorer", lambda task: score)
+
+
+def score_entry(said: str, task: str = "t", **entry):
+    """The result of a response to an entry."""
+    sample = sample_of(f"<answer>{said}</answer>", task=task, entry=json.dumps(entry))
+    return reasoning_gym_score()(sample)
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(whole_numbers):
+    assert score_entry("7", answer="7").reward == 1.0
+    result = score_entry("rubbish", answer="7")
+    assert (result.reward, result.metrics) == (0.0, {"gym_answer_found": 0.0})
+
+
+def test_an_entry_that_the_scorer_cannot_read_is_no_zero(whole_numbers):
+    with pytest.raises(ValueError, match="seven"):
+        score_entry("7", answer="seven")
+
+
+def test_grids_are_tuples_again_after_json(whole_numbers):
+    entry = {"answer": "grid", "metadata": {"output": [[1, 2], [3, 4]]}}
+    assert score_entry("x", task="arc_agi", **entry).reward == 1.0
+    assert score_entry("x", task="other", **entry).reward == 0.0
+
+
+def test_an_unknown_task_is_no_zero(gym_row):
+    with pytest.raises(RewardError, match="no_such_task"):
+        reasoning_gym_score()(
+            sample_of("<answer>1</answer>", task="no_such_task", entry=gym_row["entry"])
+        )
+
+
+@pytest.mark.parametrize("entry", ["{", "[1]", '{"question": "?"}', 3])
+def test_an_entry_that_is_none_is_no_zero(entry):
+    with pytest.raises(RewardError, match="'entry'"):
+        reasoning_gym_score()(sample_of("<answer>1</answer>", task="chain_sum", entry=entry))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"task_column": ""}, "reasoning_gym_score.task_column"),
+        ({"entry_column": 1}, "reasoning_gym_score.entry_column"),
+        ({"pattern": "("}, "reasoning_gym_score.pattern"),
+        ({"pattern": "x", "extract": str}, "reasoning_gym_score.extract"),
+    ],
+)
+def test_reasoning_gym_score_checks_its_arguments(options, field):
+    with pytest.raises(ConfigError) as caught:
+        reasoning_gym_score(**options)
+    assert caught.value.field == field

@@ -1,0 +1,196 @@
+"""Rewards by another model, against a small server on loopback (rewards/judge.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.rewards import llm_judge
+from tests.reward_samples import round_trip, sample_of
+
+TEMPLATE = "Question: {row[question]} Answer: {response} Reply with Score: <0..10> and {{}}."
+SAMPLE = sample_of("forty-two {row}", question="6 x 7?")
+
+
+class Judge:
+    """A chat endpoint that answers as its script says, one entry a call, the last one for ever.
+
+    An entry is a verdict, an HTTP status, or a response.
+    """
+
+    def __init__(self, *script) -> None:
+        self.script = list(script)
+        self.requests: list[tuple[dict, dict]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append((await request.json(), dict(request.headers)))
+        entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if entry == "hang":
+            await asyncio.sleep(30)
+        if isinstance(entry, web.Response):
+            return entry
+        if isinstance(entry, int):
+            return web.Response(status=entry, text="not now")
+        return web.json_response({"choices": [{"message": {"content": entry}}]})
+
+
+@pytest.fixture
+async def serve():
+    """Start a judge; returns its base URL."""
+    servers = []
+
+    async def start(judge: Judge) -> str:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", judge.answer)
+        server = TestServer(app)
+        await server.start_server(shutdown_timeout=0.1)
+        servers.append(server)
+        return str(server.make_url("/v1"))
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+def judge_at(url: str, **options):
+    """A judge as a worker gets it, which does not wait long."""
+    options = {"maximum": 10, "timeout_s": 5, "backoff_s": 0.01, "model": "m", **options}
+    return round_trip(llm_judge(TEMPLATE, base_url=url, **options))
+
+
+async def test_the_prompt_goes_out_and_the_last_score_comes_back(serve):
+    judge = Judge("Score: 3. On second thought, score = 7.5")
+    result = await judge_at(await serve(judge), options={"max_tokens": 9})(SAMPLE)
+    assert (result.reward, result.metrics) == (7.5, {"judge_tries": 1.0})
+    body, headers = judge.requests[0]
+    text = "Question: 6 x 7? Answer: forty-two {row} Reply with Score: <0..10> and {}."
+    message = {"role": "user", "content": text}
+    assert body == {"model": "m", "messages": [message], "max_tokens": 9}
+    assert "Authorization" not in headers
+
+
+async def test_the_key_is_sent_and_kept_nowhere(serve, monkeypatch):
+    judge = Judge("Score: 1")
+    reward = judge_at(await serve(judge), api_key_env="APR_TEST_KEY")
+    with pytest.raises(ConfigError, match="APR_TEST_KEY"):
+        await reward(SAMPLE)
+    monkeypatch.setenv("APR_TEST_KEY", "secret-1")
+    assert (await reward(SAMPLE)).reward == 1.0
+    assert judge.requests[0][1]["Authorization"] == "Bearer secret-1"
+    assert "secret-1" not in repr(reward) + repr(vars(reward.backend))
+
+
+async def test_what_passes_is_tried_again(serve):
+    judge = Judge(503, 429, "Score: 4")
+    result = await judge_at(await serve(judge))(SAMPLE)
+    assert (result.reward, result.metrics) == (4.0, {"judge_tries": 3.0})
+
+
+async def test_the_server_says_how_long_to_wait(serve):
+    busy = web.Response(status=429, headers={"Retry-After": "0.4"})
+    start = asyncio.get_running_loop().time()
+    assert (await judge_at(await serve(Judge(busy, "Score: 4")))(SAMPLE)).reward == 4.0
+    assert asyncio.get_running_loop().time() - start >= 0.4
+
+
+async def test_tries_are_bounded(serve):
+    judge = Judge(500)
+    with pytest.raises(RewardError, match="HTTP 500") as caught:
+        await judge_at(await serve(judge), max_retries=2)(SAMPLE)
+    assert (caught.value.kind, len(judge.requests)) == ("raised", 3)
+
+
+async def test_a_slow_judge_is_a_timeout(serve):
+    judge = Judge("hang")
+    with pytest.raises(RewardError) as caught:
+        await judge_at(await serve(judge), timeout_s=0.2, max_retries=1)(SAMPLE)
+    assert (caught.value.kind, len(judge.requests)) == ("timeout", 2)
+
+
+async def test_a_refusal_is_not_tried_again(serve):
+    judge = Judge(401)
+    with pytest.raises(RewardError, match="HTTP 401"):
+        await judge_at(await serve(judge))(SAMPLE)
+    assert len(judge.requests) == 1
+
+
+async def test_nobody_there_is_no_zero(unused_tcp_port):
+    with pytest.raises(RewardError, match="the last") as caught:
+        await judge_at(f"http://127.0.0.1:{unused_tcp_port}/v1", max_retries=1)(SAMPLE)
+    assert caught.value.kind == "raised"
+
+
+@pytest.mark.parametrize("verdict", ["", "very good", "Score: 11", "Score: -1", "Score: ten"])
+async def test_a_malformed_verdict_is_no_zero(serve, verdict):
+    judge = Judge(verdict)
+    with pytest.raises(RewardError, match=r"\[0, 10\]") as caught:
+        await judge_at(await serve(judge))(SAMPLE)
+    assert (caught.value.kind, len(judge.requests)) == ("invalid", 1)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", "[]", json.dumps({"choices": []})])
+async def test_an_answer_of_another_form_is_no_zero(serve, text):
+    with pytest.raises(RewardError, match="chat completion"):
+        await judge_at(await serve(Judge(web.Response(text=text))))(SAMPLE)
+
+
+async def test_a_row_without_the_column_is_no_zero():
+    with pytest.raises(RewardError, match="question"):
+        await judge_at("http://127.0.0.1:9/v1")(sample_of("x"))
+
+
+class FakeHandle:
+    """Stands for a Serve handle; answers by what it is told."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    async def remote(self, prompt: str):
+        return self.answer(prompt)
+
+
+async def test_a_serve_handle_is_asked_with_the_prompt():
+    handle = FakeHandle(lambda prompt: f"Score: {len(prompt.split()) / 10}")
+    reward = round_trip(llm_judge("{response}", handle=handle))
+    assert (await reward(sample_of("one two three"))).reward == 0.3
+    with pytest.raises(RewardError, match="must be a text"):
+        await llm_judge("{response}", handle=FakeHandle(lambda prompt: 3))(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"template": "no field"}, "template"),
+        ({"template": "{response} {question}"}, "template"),
+        ({"template": "{response} {"}, "template"),
+        ({"template": 3}, "template"),
+        ({"base_url": None}, "base_url"),
+        ({"handle": FakeHandle(str)}, "base_url"),
+        ({"base_url": "127.0.0.1:8000"}, "base_url"),
+        ({"model": None}, "model"),
+        ({"options": 3}, "options"),
+        ({"api_key_env": 3}, "api_key_env"),
+        ({"pattern": "("}, "pattern"),
+        ({"pattern": "score"}, "pattern"),
+        ({"minimum": 1.0}, "maximum"),
+        ({"maximum": float("nan")}, "maximum"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"max_retries": -1}, "max_retries"),
+        ({"backoff_s": -1}, "backoff_s"),
+    ],
+)
+def test_arguments_are_checked_at_once(options, field):
+    options = {"base_url": "http://127.0.0.1:9/v1", "model": "m", **options}
+    with pytest.raises(ConfigError) as caught:
+        llm_judge(options.pop("template", TEMPLATE), **options)
+    assert caught.value.field == f"llm_judge.{field}"
+
+
+def test_a_handle_must_be_one():
+    with pytest.raises(ConfigError, match=r"llm_judge\.handle"):
+        llm_judge("{response}", handle="judge")

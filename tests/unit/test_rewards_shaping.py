@@ -1,0 +1,144 @@
+"""Rewards of form and length, and their weighted sums (rewards/shaping.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+
+from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.rewards import exact_match, format_reward, length_penalty, weighted_sum
+from ray_apr.rollout.scoring import RewardWorker
+from ray_apr.types import RewardResult
+from tests.reward_samples import round_trip, sample_of
+
+
+def test_format_reward_takes_the_whole_response_or_any_part():
+    whole = round_trip(format_reward(r"<think>.*</think>\d+"))
+    assert whole(sample_of("<think>a\nb</think>42")) == 1.0
+    assert whole(sample_of("<think>a</think>42.")) == 0.0
+    part = round_trip(format_reward(r"<b>", full_match=False))
+    assert (part(sample_of("a<b>c")), part(sample_of("abc"))) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "limit", "num_tokens", "expected"),
+    [
+        (20, 40, 1, 0.0),
+        (20, 40, 20, 0.0),
+        (20, 40, 25, -0.25),
+        (20, 40, 30, -0.5),
+        (20, 40, 40, -1.0),
+        (20, 40, 99, -1.0),
+        (50, None, 75, -0.5),
+        (0, 10, 5, -0.5),
+    ],
+)
+def test_length_penalty_is_linear_between_target_and_limit(target, limit, num_tokens, expected):
+    penalty = round_trip(length_penalty(target, limit))(sample_of("x", num_tokens=num_tokens))
+    assert penalty == pytest.approx(expected)
+    assert math.copysign(1.0, penalty) == (1.0 if expected == 0 else -1.0)
+
+
+def test_length_penalty_needs_a_budget_above_its_target():
+    with pytest.raises(RewardError, match="100 tokens"):
+        length_penalty(100)(sample_of("x"))
+
+
+def run(reward, sample):
+    """As a reward worker calls it."""
+    return asyncio.run(RewardWorker(reward, 2).call("score", sample, 5.0))
+
+
+def test_weighted_sum_adds_and_records_each_part():
+    async def judged(sample):
+        return RewardResult(reward=0.5, metrics={"tries": 2.0})
+
+    reward = weighted_sum(
+        {
+            "right": (1.0, exact_match()),
+            "judge": (2, judged),
+            "long": (0.5, length_penalty(0, 100)),
+            "shown": (0, format_reward(r"\d+")),
+        }
+    )
+    result = run(round_trip(reward), sample_of("42", answer="42", num_tokens=50))
+    assert result.reward == pytest.approx(1.0 + 2 * 0.5 - 0.5 * 0.5)
+    assert result.metrics == {
+        "right": 1.0,
+        "judge": 0.5,
+        "judge_tries": 2.0,
+        "long": -0.5,
+        "shown": 1.0,
+    }
+
+
+def test_parts_run_at_the_same_time():
+    barrier = threading.Barrier(2, timeout=5)
+
+    def waits(sample):
+        barrier.wait()
+        return 1.0
+
+    async def waits_too(sample):
+        await asyncio.to_thread(barrier.wait)
+        return 1.0
+
+    assert run(weighted_sum({"a": (1, waits), "b": (1, waits_too)}), sample_of("x")).reward == 2.0
+
+
+def test_weighted_sums_nest():
+    inner = weighted_sum({"right": (1.0, exact_match()), "form": (1.0, format_reward("4."))})
+    reward = weighted_sum({"inner": (0.5, inner)})
+    result = run(reward, sample_of("42", answer="42"))
+    assert (result.reward, result.metrics["inner_right"], result.metrics["inner"]) == (1, 1, 2)
+
+
+def test_a_part_that_fails_fails_the_sum_at_once_and_keeps_its_reason():
+    cancelled = []
+
+    async def slow(sample):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(sample.sample_id)
+            raise
+
+    reward = weighted_sum({"slow": (1, slow), "right": (1, exact_match())})
+    start = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        run(reward, sample_of("42"))
+    assert time.monotonic() - start < 5
+    assert (caught.value.kind, cancelled) == ("invalid", ["g0-0"])
+    assert str(caught.value).count("RewardError") == 0
+
+
+@pytest.mark.parametrize("value", [None, "good", math.nan])
+def test_a_part_without_a_number_is_named(value):
+    with pytest.raises(RewardError, match="part 'odd'"):
+        run(weighted_sum({"odd": (1, lambda sample: value)}), sample_of("x"))
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: format_reward("("), "format_reward.pattern"),
+        (lambda: format_reward("x", full_match=None), "format_reward.full_match"),
+        (lambda: length_penalty(-1), "length_penalty.target"),
+        (lambda: length_penalty(1.5), "length_penalty.target"),
+        (lambda: length_penalty(10, 10), "length_penalty.limit"),
+        (lambda: weighted_sum({}), "weighted_sum.parts"),
+        (lambda: weighted_sum([1]), "weighted_sum.parts"),
+        (lambda: weighted_sum({"a/b": (1, exact_match())}), "weighted_sum.parts"),
+        (lambda: weighted_sum({"a": exact_match()}), "weighted_sum.parts['a']"),
+        (lambda: weighted_sum({"a": (math.inf, exact_match())}), "weighted_sum.parts['a']"),
+        (lambda: weighted_sum({"a": (1, "right")}), "weighted_sum.parts['a']"),
+    ],
+)
+def test_arguments_are_checked_at_once(make, field):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.field == field
