@@ -394,7 +394,10 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
         uid, claim = _claim_user()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the program goes, and not the caller
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
+    awaited = (signal.SIGTERM, signal.SIGCHLD)
+    for number in awaited:  # a caller may ignore them, and exec keeps that
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     with contextlib.ExitStack() as cleanup:
         if claim is not None:
             cleanup.enter_context(claim)

@@ -433,6 +433,14 @@ def test_sandboxes_run_beside_each_other(isolated):
     assert results == [1.0] * 3
 
 
+def test_a_caller_that_ignores_its_children_is_no_hindrance(isolated):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert result_of(isolated(), "print('ok')").reward == 1.0
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_program_ends_with_its_caller(namespaces):
     name = f"program-{uuid.uuid4().hex}.py"
     code = f"""
