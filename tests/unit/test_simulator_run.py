@@ -103,7 +103,7 @@ def any_config(draw):
     host_cores=st.sampled_from([None, None, 1, 2.5]),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_settings_end_and_keep_ledger_and_bound(
     config, trace, placement, kv_capacity, max_sequences, rollout_gpus, reward_workers,
     weight_sync_s, host_cores, seed,
