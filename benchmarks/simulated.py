@@ -40,15 +40,17 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--cluster", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--no-bounds", action="store_true", help="leave out the staleness bounds")
     parser.add_argument("--no-tune", action="store_true", help="leave out the tuner")
     parser.add_argument("--no-scale", action="store_true", help="leave out the million samples")
     args = parser.parse_args()
     cases: list[tuple[str, str, dict[str, Any]]] = []
     for trace in map(str, args.traces):
-        cases += [("mode", trace, {"mode": mode}) for mode in MODES]
+        cases += [("mode", trace, {"mode": mode}) for mode in args.modes]
         cases += [
             ("bound", trace, {"mode": "apr", "max_staleness": n, "on_stale": on_stale})
-            for n in BOUNDS
+            for n in (() if args.no_bounds else BOUNDS)
             for on_stale in ("mask", "wait")
         ]
         cases += [] if args.no_tune else [("tune", trace, {})]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_apr.report import plots
 from ray_apr.report.load import RunData, load_run
-from ray_apr.report.page import cards, page, warning_list
+from ray_apr.report.page import cards, page, table, warning_list
 from ray_apr.report.summary import check_run, summarize, write_summary
 from ray_apr.report.svg import esc
 from ray_apr.report.timeline import timeline_figures
@@ -59,6 +59,7 @@ def render(run: RunData, summary: Mapping[str, Any], warnings: Sequence[str]) ->
         warning_list(warnings),
         "<h2>Learning</h2>",
         plots.reward_chart(run),
+        _evaluations(run),
         "<h2>Samples</h2>",
         plots.staleness_chart(run, summary["max_staleness"]),
         plots.length_chart(run),
@@ -120,6 +121,26 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Weight sync, median", number(sync["p50"], ".2f", " s"),
          f"longest {number(sync['max'], '.2f', ' s')}", False),
     ]  # fmt: skip
+
+
+def _evaluations(run: RunData) -> str:
+    """What the held-out prompts said of each evaluated version; nothing without them."""
+    if not run.evaluations:
+        return ""
+    rows = [
+        (
+            f"version {row['policy_version']}",
+            number(row.get("reward_mean"), ".3f"),
+            ", ".join(f"{k}: {v:.3f}" for k, v in (row.get("pass_at_k") or {}).items()),
+            number(row.get("response_tokens_mean"), ",.1f"),
+            number(row["num_samples"]),
+            number(row["num_failed"]),
+            duration(row.get("seconds")),
+        )
+        for row in run.evaluations
+    ]
+    head = ("evaluated", "mean reward", "pass@k", "mean tokens", "samples", "failed", "took")
+    return "<h2>Evaluation on held-out prompts</h2>" + table(head, rows)
 
 
 def _token_table(summary: Mapping[str, Any]) -> str:

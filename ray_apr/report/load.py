@@ -20,6 +20,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "metrics.jsonl": ("step", "time_s", "reward_mean"),
     "samples.jsonl": ("step", "reward", "staleness", "num_tokens", "num_interruptions"),
     "timeline.jsonl": ("start_s", "end_s"),
+    "evaluations.jsonl": ("policy_version", "num_samples", "num_failed"),
 }
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
@@ -44,6 +45,8 @@ class RunData:
     """One row a trained sample."""
     timeline: Sequence[Row]
     """Spans: actor, what, start_s, end_s."""
+    evaluations: Sequence[Row]
+    """One row an evaluation; none without held-out prompts."""
     final: Row | None
     """Last counters; None if the run ended before it could write them."""
     warnings: Sequence[str] = field(default_factory=tuple)
@@ -77,13 +80,18 @@ def load_run(path: str | Path) -> RunData:
         steps=sorted(steps, key=lambda row: row["step"]),
         samples=samples,
         timeline=timeline,
+        evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )
 
 
-def _read_rows(file: Path, warnings: list[str]) -> list[dict[str, Any]]:
+def _read_rows(
+    file: Path, warnings: list[str], *, is_optional: bool = False
+) -> list[dict[str, Any]]:
     if not file.is_file():
+        if is_optional:
+            return []
         warnings.append(f"{file.name} is missing")
         return []
     lines = file.read_bytes().split(b"\n")

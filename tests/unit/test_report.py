@@ -340,6 +340,18 @@ def test_the_page_stands_alone_and_escapes_text(make_run: Callable[..., Path]) -
         assert part in text
 
 
+def test_evaluations_are_a_table_and_none_is_no_table(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    assert "held-out" not in write_report(folder).html_path.read_text()
+    row = {"policy_version": 20, "num_samples": 64, "num_failed": 1, "reward_mean": 0.9063}
+    row |= {"pass_at_k": {"1": 0.9063}, "response_tokens_mean": 29.4, "seconds": 4.06}
+    nothing = {**row, "policy_version": 30, "num_samples": 0, "reward_mean": None, "pass_at_k": {}}
+    (folder / "evaluations.jsonl").write_text(lines([row, nothing]))
+    html = write_report(folder).html_path.read_text()
+    for text in ("held-out", "version 20", "0.906", "1: 0.906", "29.4", "4.1 s", "version 30"):
+        assert text in html
+
+
 def test_comparison_has_the_ratio_of_wall_times(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
