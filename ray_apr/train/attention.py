@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ray_apr.exceptions import ConfigError
+
 VARLEN = "ray_apr_varlen"
 """Name of our attention in Transformers' registry."""
 
@@ -95,6 +97,9 @@ def varlen_attention(
 
     Returns:
         [1, L, heads, head size], and no attention weights.
+
+    Raises:
+        ConfigError: For a sliding window, where PyTorch's attention has none.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -108,6 +113,9 @@ def varlen_attention(
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"window_size": (left, 0)}
     if "is_causal" in inspect.signature(varlen_attn).parameters:  # before PyTorch 2.12
+        if sliding_window is not None:
+            remedy = 'needs a newer PyTorch with a sliding window; choose "padded"'
+            raise ConfigError("train.packing", "packed", remedy)
         options = {"is_causal": True}
     longest = max_length_q or length
     out = varlen_attn(
