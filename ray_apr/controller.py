@@ -220,15 +220,9 @@ class _Parts:
 
     def _make_worker(self) -> Any:
         plan, tables = self.plan, self._tables
-        rollout, name, seed = plan.rollout, plan.name, plan.train.seed
+        rollout, seed = plan.rollout, plan.train.seed
         reward, environment = plan.reward, plan.environment
         max_inflight = plan.partial_rollout.max_inflight_samples(plan.step_size)
-
-        def make_client() -> Any:
-            from ray_apr.serve.client import ServeRolloutClient
-
-            return ServeRolloutClient(name, rollout, max_inflight=max_inflight)
-
         return self._actor(
             RolloutWorker,
             rollout=rollout,
@@ -236,7 +230,7 @@ class _Parts:
             batch_size=plan.step_size,
             model=plan.model,
             make_prompts=lambda: PromptSource(ray.get(tables), seed=seed),
-            make_client=make_client,
+            make_client=self._client_maker(max_inflight=max_inflight),
             make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=self._buffer,
             recorder=self.recorder,
@@ -245,22 +239,27 @@ class _Parts:
             group_filter=plan.group_filter,
         )
 
-    def _make_evaluator(self, held_out: ray.data.Dataset) -> Any:
-        plan, tables = self.plan, self._encode(held_out)
-        rollout, name, reward = plan.rollout, plan.name, plan.reward
+    def _client_maker(self, **limits: int) -> Callable[[], Any]:
+        """What makes a client of the servers inside an actor; it carries nothing else there."""
+        name, rollout = self.plan.name, self.plan.rollout
 
         def make_client() -> Any:
             from ray_apr.serve.client import ServeRolloutClient
 
-            return ServeRolloutClient(name, rollout)
+            return ServeRolloutClient(name, rollout, **limits)
 
+        return make_client
+
+    def _make_evaluator(self, held_out: ray.data.Dataset) -> Any:
+        plan, tables = self.plan, self._encode(held_out)
+        rollout, reward = plan.rollout, plan.reward
         return self._actor(
             Evaluator,
             rollout=rollout,
             config=plan.evaluation,
             model=plan.model,
             make_prompts=lambda: held_out_prompts(ray.get(tables)),
-            make_client=make_client,
+            make_client=self._client_maker(),
             make_scorer=lambda: Scorer(reward, rollout),
             recorder=self.recorder,
         )

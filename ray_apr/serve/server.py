@@ -12,7 +12,7 @@ from ray import serve
 from ray_apr.exceptions import RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
-from ray_apr.types import Generation, SamplingParams, ServerStatus
+from ray_apr.types import Generation, ServerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +46,6 @@ class RolloutServer:
             reports_load=reports_load,
         )
         await self._engine.start()
-
-    async def generate(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-        session_id: str,
-    ) -> Generation:
-        """Continue `token_ids`; see `Engine.generate`."""
-        return await self._engine.generate(
-            request_id=request_id,
-            token_ids=token_ids,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            session_id=session_id,
-        )
 
     async def generate_many(
         self, requests: Sequence[Mapping[str, Any]]

@@ -92,7 +92,7 @@ def train_step(
     lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
     set_learning_rate(optimizer, learning_rate(train, batch.step))
     sync = GradientSync(model, train, device)
-    totals = _Totals()
+    totals = _Totals(_ages(batch))
     begin = 0
     for number, lengths in enumerate(lengths_B.chunk(num_mini)):
         whole = Whole(
@@ -115,7 +115,7 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return {
-        **_batch_figures(batch, device),
+        **_batch_figures(batch),
         **totals.figures(),
         "learning_rate": learning_rate(train, batch.step),
     }
@@ -183,6 +183,10 @@ def _mean_weight(
 class _Totals:
     """Figures of the optimizer steps of one batch, over all ranks."""
 
+    ages: torch.Tensor
+    """Of this rank's samples: see `_ages`."""
+    staleness: tuple[float, int] = (0.0, 0)
+    """Mean and largest age of the samples of all ranks."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     norms: list[float] = field(default_factory=list)
     gaps: torch.Tensor = field(
@@ -200,9 +204,9 @@ class _Totals:
         sums = torch.stack([d.sums for d in found]).sum(dim=0)
         gaps = torch.stack([d.gaps for d in found]).sum(dim=0)
         chosen = [_some(torch.cat([getattr(d, name) for d in found])) for name in _RATIOS]
-        local = torch.cat([sums, squared_norm.to(sums).reshape(1), gaps.flatten(), *chosen])
-        exchanged = _exchange(local)
-        ends = np.cumsum([len(SUMS), 1, gaps.numel()]).tolist()
+        norm_1, ages = squared_norm.to(sums).reshape(1), self.ages.to(sums)
+        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen]))
+        ends = np.cumsum([len(SUMS), 1, gaps.numel(), len(ages)]).tolist()
         summed = exchanged[:, : ends[-1]].sum(dim=0)
         for name, value in zip(SUMS, summed.tolist(), strict=False):
             self.sums[name] += value
@@ -210,7 +214,9 @@ class _Totals:
         norm = math.sqrt(squared) if squared >= 0 else math.nan
         _check_finite({"loss": self.sums["loss"], "grad_norm": norm}, step)
         self.norms.append(norm)
-        self.gaps += summed[ends[1] :].reshape(self.gaps.shape)
+        self.gaps += summed[ends[1] : ends[2]].reshape(self.gaps.shape)
+        age, aged, _ = summed[ends[2] :].tolist()
+        self.staleness = (age / max(1.0, aged), int(exchanged[:, ends[-1] - 1].max()))
         ratios = exchanged[:, ends[-1] :].reshape(len(exchanged), len(_RATIOS), -1)
         self.ratios.append(ratios.transpose(0, 1).flatten(1))
         return norm
@@ -219,6 +225,8 @@ class _Totals:
         """Means over tokens, quantiles, and what separates engines and trainer."""
         sums, count = self.sums, max(1.0, float(self.gaps[:, 0].sum()))
         figures: Figures = {
+            "staleness_mean": self.staleness[0],
+            "staleness_max": self.staleness[1],
             "loss": sums["loss"] / len(self.norms),
             "grad_norm": sum(self.norms) / len(self.norms),
             "ratio_mean": sums["ratio"] / count,
@@ -259,20 +267,20 @@ def _some(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([chosen, values.new_full((NUM_QUANTILE_TOKENS - len(chosen),), math.nan)])
 
 
-def _batch_figures(batch: RankBatch, device: torch.device) -> Figures:
-    """What the batch is like, without any model."""
+def _ages(batch: RankBatch) -> torch.Tensor:
+    """[3]: sum, number and maximum of the ages of this rank's samples, by their oldest tokens."""
     ages = [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
-    local = [float(sum(ages)), float(len(ages)), float(max(ages, default=0))]
-    exchanged = _exchange(torch.tensor(local, dtype=torch.float64, device=device))
-    age, aged, _ = exchanged.sum(dim=0).tolist()
+    return torch.tensor([sum(ages), len(ages), max(ages, default=0)], dtype=torch.float64)
+
+
+def _batch_figures(batch: RankBatch) -> Figures:
+    """What the whole batch is like, without any model; every rank knows it."""
     rewards = np.asarray(batch.rewards, dtype=np.float64)
     lengths = np.asarray(batch.all_response_lens)
     num_tokens = int(lengths.sum())
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "staleness_mean": age / max(1.0, aged),
-        "staleness_max": int(exchanged[:, -1].max()),
         "num_samples": len(rewards),
         "num_tokens": num_tokens,
         "num_masked_tokens": num_tokens - int(np.asarray(batch.all_loss_lens).sum()),
