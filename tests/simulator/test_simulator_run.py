@@ -101,12 +101,13 @@ def any_config(draw):
     reward_workers=st.sampled_from([1, 16]),
     weight_sync_s=st.sampled_from([0.0, 0.2, 3.0]),
     host_cores=st.sampled_from([None, None, 1, 2.5]),
+    sample_overhead_s=st.sampled_from([0.0, 0.0, 0.02]),
     seed=st.integers(0, 3),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_settings_end_and_keep_ledger_and_bound(
     config, trace, placement, kv_capacity, max_sequences, rollout_gpus, reward_workers,
-    weight_sync_s, host_cores, seed,
+    weight_sync_s, host_cores, sample_overhead_s, seed,
 ):  # fmt: skip
     engine = dataclasses.replace(
         make_cluster().engine, kv_capacity_tokens=kv_capacity, max_sequences=max_sequences
@@ -118,6 +119,7 @@ def test_any_settings_end_and_keep_ledger_and_bound(
         reward_workers=reward_workers,
         weight_sync_s=weight_sync_s,
         host_cores=host_cores,
+        sample_overhead_s=sample_overhead_s,
         steps=6,
     )
     outcome = Simulation(trace, cluster, config, seed=seed).run()
@@ -170,6 +172,16 @@ def test_a_host_with_half_the_cores_generates_at_half_the_speed():
     trainer = dataclasses.replace(make_cluster().trainer, step_overhead_s=0)
     apart, shared = (wall_s("sync", host_cores=c, trainer=trainer, **work) for c in (2, 1))
     assert 1.15 * apart < shared < 2 * apart, "in the tail one engine has the core to itself"
+
+
+def test_samples_that_are_handed_over_want_a_core_each():
+    plain, alone, shared = (
+        wall_s("sync", host_cores=cores, sample_overhead_s=seconds, reward_workers=100)
+        for cores, seconds in ((4, 0.0), (None, 0.05), (1, 0.05))
+    )
+    batch, steps = make_cluster().batch.size, make_cluster().steps
+    assert alone == pytest.approx(plain + steps * 0.05), "only the last one is waited for"
+    assert shared > plain + steps * batch * 0.05
 
 
 def test_best_split_is_found():

@@ -222,3 +222,21 @@ def test_a_frozen_engine_makes_nothing_and_is_not_busy():
     assert model.made(request) == 50
     model.close(200.0)
     assert model.busy_s == pytest.approx(before)
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "resume_overhead_s", "overhead_s"),
+    [(False, None, 0.2), (False, 0.7, 0.2), (True, None, 0.2), (True, 0.7, 0.7)],
+)
+def test_taking_a_request_in_costs_what_its_kind_costs(is_resumed, resume_overhead_s, overhead_s):
+    models = [
+        EngineModel(EngineConfig(**CONFIG, **overheads))
+        for overheads in (
+            {},
+            {"request_overhead_s": 0.2, "resume_overhead_s": resume_overhead_s},
+        )
+    ]
+    for model in models:
+        model.submit(Request("a", 10, 5, is_resumed), 0.0)
+    free, dear = (model.next_event() for model in models)
+    assert dear == pytest.approx(free + overhead_s)
