@@ -16,6 +16,8 @@ import statistics
 import time
 from typing import Any
 
+from cpu_time import CPUClock
+
 from ray_apr import PartialRolloutConfig, RolloutConfig
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.run import Simulation
@@ -23,6 +25,7 @@ from ray_apr.simulator.trace import Trace
 
 _SHORT, _LONG = 16, 144
 _ABORT_AFTER_S = 0.15
+_IDLE_S = 10.0
 _APP = "calibration"
 
 
@@ -32,7 +35,8 @@ def measure_engines(
     """Time decode steps of one engine, and of all at once, at several batch sizes.
 
     Returns:
-        Parameters of `EngineConfig`, and the raw times they come from.
+        Parameters of `EngineConfig`, the raw times they come from, and the cores that Ray and the
+        servers use while nothing happens.
     """
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
     from ray_apr.serve.client import ServeRolloutClient
@@ -40,13 +44,25 @@ def measure_engines(
     start_rollout_servers(_APP, model=model, config=config)
     try:
         client = ServeRolloutClient(_APP, config, max_inflight=4 * max_num_seqs)
-        return asyncio.run(_measure(client, config, prompt_tokens, max_num_seqs))
+        idle_cores = measure_idle()
+        cores = (os.cpu_count() or 1) - idle_cores
+        found = asyncio.run(_measure(client, config, prompt_tokens, max_num_seqs, cores))
+        return {**found, "idle_cores": idle_cores}
     finally:
         stop_rollout_servers(_APP)
 
 
+def measure_idle() -> float:
+    """Cores that all processes together use while nothing happens."""
+    with CPUClock() as clock:
+        began = time.time()
+        time.sleep(_IDLE_S)
+        ended = time.time()
+    return sum(clock.between(began, ended).values()) / (ended - began)
+
+
 async def _measure(
-    client: Any, config: RolloutConfig, prompt_tokens: int, max_num_seqs: int
+    client: Any, config: RolloutConfig, prompt_tokens: int, max_num_seqs: int, host_cores: float
 ) -> dict[str, Any]:
     sizes = [1, max_num_seqs // 4, max_num_seqs]
     raw: list[dict[str, Any]] = []
@@ -64,15 +80,12 @@ async def _measure(
     alone = {r["sequences"]: r for r in raw if r["engines"] == 1}
     per_sequence = (alone[sizes[-1]]["step_s"] - alone[1]["step_s"]) / (sizes[-1] - 1)
     together = [r for r in raw if r["engines"] == config.num_replicas]
-    share = (os.cpu_count() or 1) / config.num_replicas
+    share = host_cores / config.num_replicas
     wanted = [share * max(1.0, r["step_s"] / alone[r["sequences"]]["step_s"]) for r in together]
     cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
-    whole, halves = (
-        alone[sizes[-1]]["long_s"],
-        await _time(client, config, 1, max_num_seqs, _LONG, prompt_tokens, interrupt=True),
-    )
-    raw.append({"sequences": max_num_seqs, "interrupted_s": halves})
-    request_overhead_s = alone[sizes[-1]]["request_overhead_s"]
+    whole = alone[sizes[-1]]
+    again = await _time(client, config, 1, max_num_seqs, _LONG, prompt_tokens, interrupt=True)
+    raw.append({"engines": 1, "sequences": max_num_seqs, "interrupted_s": again})
     return {
         "raw": raw,
         "engine": {
@@ -81,8 +94,8 @@ async def _measure(
             "decode_per_context_token_s": 0.0,
             "max_sequences": max_num_seqs,
             "prefill_tokens_per_s": 1e9,
-            "request_overhead_s": request_overhead_s,
-            "resume_overhead_s": max(0.0, halves - whole) / max_num_seqs,
+            "request_overhead_s": whole["request_overhead_s"],
+            "resume_overhead_s": max(0.0, again - whole["long_s"]) / max_num_seqs,
             "cores": cores,
             "cores_per_sequence": max(0.0, cores_per_sequence),
         },
@@ -137,25 +150,32 @@ async def _time(
 
 
 def measured_cluster(
-    engine: dict[str, Any], sync_runs: list[dict[str, Any]], args: argparse.Namespace
+    calibration: dict[str, Any], sync_runs: list[dict[str, Any]], args: argparse.Namespace
 ) -> ClusterConfig:
-    """The simulator's machine: engines as measured, the trainer as in the synchronous runs."""
+    """The simulator's machine: engines as measured, all else as in the synchronous runs.
+
+    What neither engines nor trainer use of the host's cores is what it uses when idle, and on top
+    of that the same for each sample.
+    """
     rows = [row for run in sync_runs for row in run["steps"][1:] if "trainer_step_s" in row]
     tokens = [row["num_tokens"] for row in rows]
     slope, overhead = statistics.linear_regression(tokens, [r["trainer_step_s"] for r in rows])
-    syncs = [r["weight_wait_s"] for r in rows if "weight_wait_s" in r]
+    syncs = [r["weight_wait_s"] for r in rows if r.get("weight_wait_s")]
+    idle_cores, samples = calibration["idle_cores"], args.steps * args.batch_prompts * args.group_size
+    others = [run["cpu_s"]["other"] - idle_cores * run["seconds"] for run in sync_runs]
     return ClusterConfig.from_dict(
         {
             "gpus": args.replicas + args.train_workers,
             "rollout_gpus": args.replicas,
-            "host_cores": None if args.gpu else os.cpu_count(),
-            "engine": engine,
+            "host_cores": None if args.gpu else (os.cpu_count() or 1) - idle_cores,
+            "engine": calibration["engine"],
             "trainer": {
                 "tokens_per_s_per_gpu": 1 / (slope * args.train_workers),
                 "step_overhead_s": max(0.0, overhead),
             },
             "weight_sync_s": statistics.median(syncs),
             "reward_workers": args.reward_concurrency,
+            "sample_overhead_s": max(0.0, statistics.median(others)) / samples,
             "batch": {"prompts": args.batch_prompts, "group_size": args.group_size},
             "steps": args.steps,
         }

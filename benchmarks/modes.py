@@ -198,7 +198,7 @@ def mode_config(mode: str, args: argparse.Namespace) -> Any:
 def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> dict[str, Any]:
     """What the simulator says of the ratios, beside what was measured."""
     sync_runs = [run for run in result["runs"] if run["mode"] == "sync"]
-    cluster = measured_cluster(result["calibration"]["engine"], sync_runs, args)
+    cluster = measured_cluster(result["calibration"], sync_runs, args)
     modes = {mode: mode_config(mode, args) for mode in result["modes"]}
     ratios = predict(trace, cluster, modes, seeds=5)
     measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
