@@ -161,7 +161,10 @@ def measured_cluster(
     tokens = [row["num_tokens"] for row in rows]
     slope, overhead = statistics.linear_regression(tokens, [r["trainer_step_s"] for r in rows])
     syncs = [r["weight_wait_s"] for r in rows if r.get("weight_wait_s")]
-    idle_cores, samples = calibration["idle_cores"], args.steps * args.batch_prompts * args.group_size
+    idle_cores, samples = (
+        calibration["idle_cores"],
+        args.steps * args.batch_prompts * args.group_size,
+    )
     others = [run["cpu_s"]["other"] - idle_cores * run["seconds"] for run in sync_runs]
     return ClusterConfig.from_dict(
         {

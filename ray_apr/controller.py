@@ -252,7 +252,7 @@ class _Parts:
 
     def _make_evaluator(self, held_out: ray.data.Dataset) -> Any:
         plan, tables = self.plan, self._encode(held_out)
-        rollout, reward = plan.rollout, plan.reward
+        rollout, reward, environment = plan.rollout, plan.reward, plan.environment
         return self._actor(
             Evaluator,
             rollout=rollout,
@@ -260,8 +260,9 @@ class _Parts:
             model=plan.model,
             make_prompts=lambda: held_out_prompts(ray.get(tables)),
             make_client=self._client_maker(),
-            make_scorer=lambda: Scorer(reward, rollout),
+            make_scorer=lambda: Scorer(reward, rollout, environment),
             recorder=self.recorder,
+            turns=turn_rules(environment, rollout.max_turns),
         )
 
     def fit(self) -> ray.train.Result:

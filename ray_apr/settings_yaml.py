@@ -5,6 +5,7 @@ PyYAML follows YAML 1.1, where ``1e-6`` is a string; here it is a number.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 import typing
@@ -125,6 +126,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return False  # text that names one is taken out before
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)  # which checks its values itself
     if hint in (int, float):
         number = int if hint is int else (int, float)
         return isinstance(value, number) and not isinstance(value, bool)

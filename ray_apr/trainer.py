@@ -103,7 +103,7 @@ class APRTrainer:
         _check_scaling(scaling, rollout, train)
         _check_port(rollout)
         check_dataset(prompts, rollout.prompt_column, rollout.replay_column)
-        evaluation = _check_evaluation(evaluation_prompts, evaluation_config, rollout, environment)
+        evaluation = _check_evaluation(evaluation_prompts, evaluation_config, rollout)
         self._prompts, self._held_out = prompts, evaluation_prompts
         self._plan = RunPlan(
             model=model,
@@ -141,7 +141,6 @@ def _check_evaluation(
     prompts: ray.data.Dataset | None,
     config: EvaluationConfig | None,
     rollout: RolloutConfig,
-    environment: Environment | None,
 ) -> EvaluationConfig | None:
     """Check the held-out prompts; returns the settings, None where nothing is evaluated."""
     if prompts is None:
@@ -150,9 +149,6 @@ def _check_evaluation(
             raise ConfigError("evaluation_config", config, remedy)
         return None
     config = config or EvaluationConfig()
-    if environment is not None:
-        remedy = "is not possible with an environment yet; leave it out"
-        raise ConfigError("evaluation_prompts", "a dataset", remedy)
     check_dataset(prompts, rollout.prompt_column)
     if (config.max_response_tokens or 0) > rollout.max_response_tokens:
         raise ConfigError(

@@ -11,13 +11,14 @@ from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig, ResumeOrder
 from ray_apr.config.rollout import RolloutConfig
-from ray_apr.config.train import BufferConfig, TrainConfig
+from ray_apr.config.train import BufferConfig, LoRAConfig, TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
     "EvaluationConfig",
     "KVCache",
+    "LoRAConfig",
     "Mode",
     "OnStale",
     "PartialRolloutConfig",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ray_apr.checks import (
     at_least,
+    from_mapping,
     is_number,
     of_type,
     one_of,
@@ -35,6 +38,42 @@ class BufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (2106.09685), made by peft: they are trained, the model's own weights stay.
+
+    The engines and the exported model get both merged, so that neither knows of adapters.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of the layers with an adapter, such as ("q_proj", "v_proj"); all-linear: every linear
+    layer but the head."""
+
+    def __post_init__(self) -> None:
+        s = "train.lora"
+        whole(s, self, "rank")
+        at_least(s, self, 1, "rank")
+        positive(s, self, "alpha")
+        if self.target_modules != "all-linear":
+            of_type(s, self, list | tuple, '"all-linear" or a list of names', "target_modules")
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+            require(
+                bool(self.target_modules) and all(isinstance(n, str) for n in self.target_modules),
+                f"{s}.target_modules",
+                self.target_modules,
+                "must name at least one layer",
+            )
+        require(
+            importlib.util.find_spec("peft") is not None,
+            s,
+            self,
+            "needs peft, which is not installed: pip install 'ray-apr[lora]'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The optimizer's side: batch, learning rate, memory, checkpoints, weight sync."""
 
@@ -59,7 +98,11 @@ class TrainConfig:
     packing: Packing = "auto"
     """packed: samples one after the other in one row, without padding; padded: one row a sample;
     auto: packed on CUDA. Attention never leaves a sample."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass instead of keeping them: all of a layer's, or
+    with "selective" those between its matrix products and attention, whose results are kept."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters instead of the whole model; a mapping of its settings will do."""
     shard_ranks: int | None = None
     """Train workers that share one copy of the model (HSDP); a divisor of their number, best those
     of one node. None shards over all of them (FSDP)."""
@@ -89,7 +132,9 @@ class TrainConfig:
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
         one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
-        of_type(s, self, bool, "true or false", "activation_checkpointing")
+        if self.activation_checkpointing != "selective":
+            words = 'true or false, or "selective"'
+            of_type(s, self, bool, words, "activation_checkpointing")
         of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
         object.__setattr__(self, "betas", tuple(self.betas))
         require(
@@ -99,6 +144,9 @@ class TrainConfig:
             "must be two numbers in [0, 1)",
         )
         one_of(s, self, {"packing": Packing})
+        if isinstance(self.lora, Mapping):
+            object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", self.lora))
+        of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
         whole_or_none(s, self, 1, "num_threads", "shard_ranks")
 
     def check_workers(self, num_workers: int) -> None:

@@ -25,7 +25,9 @@ from ray_apr.data.prompts import load_tokenizer
 from ray_apr.exceptions import RolloutError, UserCodeError
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.types import Prompt, Sample, SamplingParams
+from ray_apr.rollout.state import TurnRules
+from ray_apr.rollout.turns import encode_step
+from ray_apr.types import Prompt, RewardResult, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Evaluator:
         make_client: Makes a client of the servers inside this process, once they run.
         make_scorer: Makes the scorer inside this process.
         recorder: Handle of the recorder.
+        turns: Rules of a run with an environment; None: every sample is one turn.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Evaluator:
         make_client: Callable[[], RolloutClient],
         make_scorer: Callable[[], Scorer],
         recorder: Any,
+        turns: TurnRules | None = None,
     ) -> None:
         self._rollout = rollout
+        self._turns = turns
         self._config = config
         self._prompts = make_prompts()
         self._tokenizer = load_tokenizer(model)
@@ -99,25 +104,33 @@ class Evaluator:
         async with self._running:
             if self._last.get("policy_version") == policy_version:
                 return self._last  # it was due, and is the last one, too
-            begin = time.monotonic()
-            slots = asyncio.Semaphore(self._config.max_inflight)
-            samples = await asyncio.gather(
-                *(
-                    self._evaluate_one(self._new_sample(policy_version, prompt, index), slots)
-                    for prompt in self._prompts
-                    for index in range(self._config.samples)
-                )
+            try:
+                return await self._evaluate(policy_version)
+            except Exception:
+                logger.exception("the evaluation of version %d broke off", policy_version)
+                raise  # to whom waits for it: for the last one only
+
+    async def _evaluate(self, policy_version: int) -> dict[str, Any]:
+        """Evaluate one version, and record it."""
+        begin = time.monotonic()
+        slots = asyncio.Semaphore(self._config.max_inflight)
+        samples = await asyncio.gather(
+            *(
+                self._evaluate_one(self._new_sample(policy_version, prompt, index), slots)
+                for prompt in self._prompts
+                for index in range(self._config.samples)
             )
-            if self._stopping:
-                return {}
-            row = summarize(samples, self._config)
-            row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
-            rows = [_row(policy_version, sample) for sample in samples if sample is not None]
-            await self._recorder.record_many.remote("evaluation_sample", rows)
-            await self._recorder.record.remote("evaluation", row)
-            self._last = row
-            logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
-            return row
+        )
+        if self._stopping:
+            return {}
+        row = summarize(samples, self._config)
+        row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
+        rows = [_row(policy_version, sample) for sample in samples if sample is not None]
+        await self._recorder.record_many.remote("evaluation_sample", rows)
+        await self._recorder.record.remote("evaluation", row)
+        self._last = row
+        logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
+        return row
 
     async def stop(self) -> None:
         """Give up what is under way; the calls end when they are aborted."""
@@ -138,22 +151,44 @@ class Evaluator:
         """Generate and score a response; None if that failed, or the run ends."""
         try:
             async with slots:
-                sample = await self._generate(sample)
+                sample, result = await self._respond(sample)
             if self._stopping:
                 return None
-            text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample = replace(sample, response_text=text)
-            result = await self._scorer.score(sample)
+            sample = replace(sample, response_text=self._decode(sample.response_ids))
+            result = result or await self._scorer.score(sample)
         except (RolloutError, UserCodeError) as error:
             logger.warning("evaluation of %s failed: %s", sample.sample_id, error)
             return None
         return replace(sample, reward=result.reward)
 
+    async def _respond(self, sample: Sample) -> tuple[Sample, RewardResult | None]:
+        """Generate to the end, turn by turn; returns what the last step gave, too, if it did."""
+        if self._turns is None:
+            return await self._generate(sample), None
+        if self._turns.resets:
+            step = await self._scorer.reset(sample)
+            sample = sample.observe(encode_step(self._tokenizer, sample, step), state=step.state)
+        while True:
+            sample = await self._generate(sample)
+            if not sample.awaits_step or self._stopping:
+                return sample, None
+            asked = replace(sample, turn_text=self._decode(sample.turn_ids))
+            step = await self._scorer.step(asked)
+            reason = self._turns.finish_reason(asked, step)
+            if reason is not None:
+                return asked.finish(reason, state=step.state), step.result
+            sample = asked.observe(encode_step(self._tokenizer, asked, step), state=step.state)
+            if sample.finish_reason is not None:
+                return sample, step.result
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
     async def _generate(self, sample: Sample) -> Sample:
-        """Generate to the end, over interruptions and a bounded number of failures."""
+        """Generate to the end of a turn, over interruptions and a bounded number of failures."""
         failures = 0
         assert self._client is not None
-        while sample.finish_reason is None and not self._stopping:
+        while sample.finish_reason is None and not sample.awaits_step and not self._stopping:
             self._num_calls += 1
             try:
                 generation = await self._client.generate(
@@ -169,7 +204,7 @@ class Evaluator:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
-            sample = sample.append(generation)
+            sample = sample.append(generation, ends_turn=self._turns is not None)
             if generation.num_tokens == 0:
                 await asyncio.sleep(_RETRY_PAUSE_S)  # aborted before it began
         return sample

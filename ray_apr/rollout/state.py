@@ -44,6 +44,13 @@ class TurnRules:
     max_turns: int | None = None
     """Most turns of a sample; None leaves it to the token budget."""
 
+    def finish_reason(self, asked: Sample, step: Step) -> FinishReason | None:
+        """How the answer to the last turn of `asked` ends it; None where it goes on."""
+        if step.done:
+            return FinishReason.STOP
+        is_last = self.max_turns is not None and asked.num_turns >= self.max_turns
+        return FinishReason.LENGTH if is_last else None
+
 
 class RolloutState:
     """The samples of a rollout worker, from admission to the buffer.
@@ -200,10 +207,8 @@ class RolloutState:
         if not self.is_current(asked):
             return None
         sample_id = asked.sample_id
-        limit = None if self._turns is None else self._turns.max_turns
-        is_last = limit is not None and asked.num_turns >= limit
-        if step.done or is_last:
-            reason = FinishReason.STOP if step.done else FinishReason.LENGTH
+        reason = (self._turns or TurnRules()).finish_reason(asked, step)
+        if reason is not None:
             sample = self._store.finish(sample_id, reason, state=step.state)
         else:
             sample = self._store.observe(sample_id, token_ids, state=step.state)

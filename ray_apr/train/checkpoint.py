@@ -21,10 +21,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer
 
 from ray_apr.exceptions import TrainError
+from ray_apr.weights.adapters import merged_parameters
 
 HF_FOLDER = "hf"
 _PROGRESS = "progress.json"
@@ -126,17 +126,18 @@ def export_hf(folder: str | Path, model: Any, source: str) -> None:
     _write_tokenizer(folder, source)
 
 
+@torch.no_grad()
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole values of all parameters and saved buffers, tied ones once; all ranks
-    together."""
+    """Names and whole values of all parameters and saved buffers, tied ones once and adapters
+    merged; all ranks together."""
     seen = set()
-    saved = model.state_dict(keep_vars=True)
-    for name, value in saved.items():
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        tensor = value.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    saved = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            saved[name] = value
+    for name, parameter in merged_parameters(model, saved).items():
+        yield name, parameter.full()
 
 
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:

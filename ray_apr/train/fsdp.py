@@ -2,7 +2,7 @@
 
 Invariants:
     * Master weights and optimizer states are float32 shards; the forward pass runs in
-      `TrainConfig.param_dtype`.
+      `TrainConfig.param_dtype`. With `TrainConfig.lora` only adapters have gradients and states.
     * Dropout is off: the log-probs of a sample do not depend on a random state.
     * FSDP averages gradients over ranks; `gradient_scale` undoes that, so that the ranks' losses
       add up to the loss of the whole batch.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ray_apr.config import TrainConfig
+from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.logprobs import attach_response_logprobs
@@ -32,6 +35,17 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEMORY_SHARE = 0.15
 """A whole model may stay gathered, or its gradients unreduced, within this share of the memory."""
+_KEPT_OPS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+}
+"""What costs more to compute again than to keep."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -40,7 +54,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
 
     Args:
         model: Folder in Hugging Face's format, or hub id.
-        train: Data types and activation checkpointing.
+        train: Data types, activation checkpointing, adapters.
         device: Where this rank computes.
 
     Returns:
@@ -49,16 +63,21 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
 
     Raises:
         ConfigError: If the model changes its logits after the head in a way that is not computed
-            here.
+            here, or an adapter has no layer or a tied one.
     """
     dtype = _DTYPES[train.param_dtype]
     loaded = _load(model, attention_name(device, dtype, packed=train.packs(device.type)))
+    if train.lora is not None:
+        _add_adapters(loaded, train.lora, train.seed)
     if train.activation_checkpointing:
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options: dict[str, Any] = {"use_reentrant": False}
+        if train.activation_checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     loaded.train()
     mesh = _mesh(train.shard_ranks, device)
     keep_gathered = fits_whole(loaded, train.param_dtype, device)
-    options: dict[str, Any] = {
+    sharding: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=_DTYPES[train.reduce_dtype]
@@ -66,10 +85,17 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         "reshard_after_forward": not keep_gathered,
     }
     for layer in _layers(loaded):
-        fully_shard(layer, **options)
-    fully_shard(loaded, **options)
+        fully_shard(layer, **sharding)
+    fully_shard(loaded, **sharding)
     attach_response_logprobs(loaded)
     return loaded
+
+
+def _kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether selective checkpointing keeps the result of an operation."""
+    del context, args, kwargs
+    is_kept = op.name() in _KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _mesh(shard_ranks: int | None, device: torch.device) -> DeviceMesh:
@@ -96,6 +122,28 @@ def _load(model: str, attention: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=torch.float32, attn_implementation=attention
     )
+
+
+def _add_adapters(model: nn.Module, lora: LoRAConfig, seed: int) -> None:
+    """Give layers an adapter, the same on all ranks, and freeze all else."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names, name = lora.target_modules, "train.lora.target_modules"
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=names if isinstance(names, str) else list(names),
+    )
+    num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(settings, model)
+        except ValueError as error:
+            raise ConfigError(name, names, f"peft says: {error}") from error
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and num_owners[id(module.get_base_layer().weight)] > 1:
+            raise ConfigError(name, names, f"leave out {path}, whose weights are tied to others")
 
 
 def _layers(model: Any) -> list[nn.Module]:
@@ -176,9 +224,10 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the shards; the weight decay leaves vectors (norms, biases) alone."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    """AdamW over the shards that learn; the weight decay leaves vectors (norms, biases) alone."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in learning if p.ndim > 1]
+    vectors = [p for p in learning if p.ndim <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},

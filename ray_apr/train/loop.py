@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -127,7 +128,8 @@ class _TrainLoop:
         self._optimizer = build_optimizer(self._model, self._train)
         self._reference = None
         if settings["algorithm"].needs_reference:
-            self._reference = build_model(settings["model"], self._train, device)
+            plain = replace(self._train, lora=None)  # adapters begin without any effect
+            self._reference = build_model(settings["model"], plain, device)
             self._reference.requires_grad_(False)
         self._publisher = self._make_publisher()
         self._progress = self._restore()

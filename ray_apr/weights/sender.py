@@ -1,7 +1,8 @@
 """The trainer's end of a weight sync: gather the shards, broadcast the buckets.
 
 Invariants, kept by `WeightSender`:
-    * Parameters travel under their Hugging Face names, in the model's order; tied ones once.
+    * Parameters travel under their Hugging Face names, in the model's order; tied ones once, and
+      adapters merged into what they adapt.
     * What is sent is what `gather` saw: it copies, so that the optimizer may go on while `send`,
       in another thread, sends.
     * `gather` is a collective of all train workers; everything else concerns rank 0 alone.
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ray_apr.exceptions import WeightSyncError
+from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.collective import (
     GLOO,
     NCCL,
@@ -44,15 +45,20 @@ class WeightSender:
     def __init__(
         self, model: torch.nn.Module, *, bucket_mb: float, wire_dtype: str | None = None
     ) -> None:
-        self._params = dict(model.named_parameters())  # names tied parameters once
+        named = dict(model.named_parameters())  # names tied parameters once
+        self._params = merged_parameters(model, named)
         self.params = tuple(
-            ParamSpec(name, tuple(p.shape), wire_dtype or str(p.dtype).removeprefix("torch."))
+            ParamSpec(
+                name,
+                tuple(p.base.shape),
+                wire_dtype or str(p.base.dtype).removeprefix("torch."),
+            )
             for name, p in self._params.items()
         )
         self._bucket_bytes = int(bucket_mb * _MIB)
         self._buckets = plan_buckets(self.params, self._bucket_bytes)
         self._is_sender = not dist.is_initialized() or dist.get_rank() == 0
-        self._device = next(iter(self._params.values())).device
+        self._device = next(iter(named.values())).device
         self.staged: list[torch.Tensor] = []
         self._group: WeightGroup | None = None
 
@@ -104,7 +110,7 @@ class WeightSender:
         for bucket in self._buckets:
             buffer = byte_buffer(bucket.num_bytes, self._device) if self._is_sender else None
             for piece in bucket.slices:
-                full = _full(self._params[piece.param.name])
+                full = self._params[piece.param.name].full()
                 if buffer is not None:
                     as_tensor(buffer, piece.offset, piece.param.shape, piece.param.dtype).copy_(
                         full
@@ -144,8 +150,3 @@ class WeightSender:
         if self._group is not None:
             collective.destroy_collective_group(address(self._group))
             self._group = None
-
-
-def _full(parameter: Any) -> torch.Tensor:
-    """The whole of a sharded parameter; a collective for a DTensor."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()

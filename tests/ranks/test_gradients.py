@@ -96,10 +96,13 @@ def test_ranks_and_micro_batches_do_not_change_the_step(tmp_path):
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     ((figures, gradients, weights, failed),) = run_ranks(tmp_path, folder, 1, 4096)
     assert failed
-    recomputing = dataclasses.replace(TRAIN, activation_checkpointing=True)
+    whole, selective = (
+        dataclasses.replace(TRAIN, activation_checkpointing=kind) for kind in (True, "selective")
+    )
     others = [
         *run_ranks(tmp_path, folder, 1, 64),
-        *run_ranks(tmp_path, folder, 1, 4096, recomputing),
+        *run_ranks(tmp_path, folder, 1, 4096, whole),
+        *run_ranks(tmp_path, folder, 1, 4096, selective),
         *run_ranks(tmp_path, folder, 2, 96),
     ]
     for other_figures, other_gradients, other_weights, other_failed in others:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
@@ -89,3 +90,35 @@ def test_weight_decay_leaves_vectors_alone():
 def test_learning_rate(schedule, expected):
     train = TrainConfig(steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule)
     assert [learning_rate(train, s) for s in range(6)] == pytest.approx(expected)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, attention, and everything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.dear = self.cheap = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "mm" in op.name() or "dot_product" in op.name():
+            self.dear += 1
+        else:
+            self.cheap += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_only_cheap_operations_again(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    counts = {}
+    (row,) = make_batches(make_samples(), micro_batch_tokens=4096)
+    with process_group(tmp_path):
+        for kind in (False, "selective", True):
+            train = TrainConfig(activation_checkpointing=kind)
+            model = build_model(str(folder), train, CPU)
+            (part,) = micro_batches(row, CPU)
+            logprobs, _ = response_logprobs(model, part)
+            with Products() as products:
+                logprobs.sum().backward()
+            counts[kind] = products
+    assert counts["selective"].dear == counts[False].dear < counts[True].dear
+    assert counts[False].cheap < counts["selective"].cheap

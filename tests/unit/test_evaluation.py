@@ -12,8 +12,9 @@ from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.exceptions import ConfigError, RewardError, RolloutError
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
-from ray_apr.types import Prompt, RewardResult
-from tests.fakes import FIRST_TOKEN, ScriptedEngine
+from ray_apr.rollout.state import TurnRules
+from ray_apr.types import Prompt, RewardResult, Step
+from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 
 PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]
 
@@ -61,16 +62,17 @@ class FakeRecorder:
 def make(monkeypatch):
     monkeypatch.setattr(module, "load_tokenizer", lambda model: Tokenizer())
 
-    def build(engine, rewards=(), **settings):
+    def build(engine, rewards=(), scorer=None, turns=None, budget=8, **settings):
         recorder = FakeRecorder()
         evaluator = Evaluator(
-            rollout=RolloutConfig(max_response_tokens=8, max_request_failures=2),
+            rollout=RolloutConfig(max_response_tokens=budget, max_request_failures=2),
             config=EvaluationConfig(**settings),
             model="model",
             make_prompts=lambda: PROMPTS,
             make_client=lambda: engine,
-            make_scorer=lambda: FakeScorer(dict(rewards)),
+            make_scorer=lambda: scorer or FakeScorer(dict(rewards)),
             recorder=recorder,
+            turns=turns,
         )
         return evaluator, recorder.kept
 
@@ -180,6 +182,60 @@ async def test_stop_ends_what_is_under_way(make):
     await engine.abort(None)
     assert await asyncio.wait_for(task, 5) == {}
     assert not kept
+
+
+async def test_an_unexpected_error_is_logged_although_nobody_waits(make, caplog):
+    rewards = {"1-0": ZeroDivisionError("a bug")}
+    evaluator, kept = make(ScriptedEngine(auto=1), rewards, at_start=False)
+    await evaluator.start()
+    with pytest.raises(ZeroDivisionError):
+        await evaluator.evaluate(7)
+    assert "the evaluation of version 7 broke off" in caplog.text and "a bug" in caplog.text
+    assert not kept
+
+
+class Game(FakeScorer):
+    """Says a token before the first turn and after each; gives the reward after `num_turns`."""
+
+    def __init__(self, num_turns):
+        super().__init__({})
+        self.num_turns = num_turns
+        self.heard = []
+
+    async def reset(self, sample):
+        return Step(token_ids=(FIRST_OBSERVED,), state={"turns": 0})
+
+    async def step(self, sample):
+        self.heard.append((sample.turn_text, sample.environment_state["turns"]))
+        if sample.num_turns == self.num_turns:
+            return Step(done=True, reward=0.25)
+        here = FIRST_OBSERVED + sample.num_tokens
+        return Step(token_ids=(here,), state={"turns": sample.num_turns})
+
+
+async def evaluate_game(make, num_turns, **settings):
+    game, engine = Game(num_turns), ScriptedEngine(default_length=99, turn_length=3, auto=1)
+    evaluator, kept = make(engine, scorer=game, at_start=False, **settings)
+    await evaluator.start()
+    row = await asyncio.wait_for(evaluator.evaluate(0), 5)
+    return row, kept["evaluation_sample"], game
+
+
+async def test_an_environment_answers_turn_by_turn_and_gives_the_reward(make):
+    row, samples, game = await evaluate_game(make, 2, budget=50, turns=TurnRules(resets=True))
+    assert (row["num_samples"], row["num_failed"], row["reward_mean"]) == (4, 0, 0.25)
+    assert [s["num_tokens"] for s in samples] == [1 + 3 + 1 + 3] * 4
+    assert set(game.heard) == {("1001 1002 1003", 0), ("1005 1006 1007", 1)}
+
+
+async def test_the_reward_function_scores_what_the_environment_leaves_open(make):
+    rules = TurnRules(resets=True, max_turns=2)
+    row, samples, _ = await evaluate_game(make, 99, budget=50, turns=rules)
+    assert row["reward_mean"] == 1.0, "two turns were all there could be"
+    assert {s["finish_reason"] for s in samples} == {"length"}
+    row, samples, _ = await evaluate_game(make, 99, budget=9, turns=TurnRules(resets=True))
+    assert row["reward_mean"] == 1.0, "the budget ended it"
+    assert {s["finish_reason"] for s in samples} == {"length"}
 
 
 @pytest.mark.parametrize(("n", "passed", "k"), [(4, 0, 2), (4, 1, 2), (5, 3, 2), (5, 5, 1)])

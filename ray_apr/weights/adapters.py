@@ -1,0 +1,71 @@
+"""A model's parameters as the rest of the world names them: low-rank adapters are merged away.
+
+A layer with an adapter (as peft makes them) has the parameters ``<layer>.base_layer.weight``,
+``<layer>.lora_A.<adapter>.weight`` [r, in] and ``<layer>.lora_B.<adapter>.weight`` [out, r]; the
+engines and Hugging Face know one ``<layer>.weight``, base + scaling * B A (2106.09685, eq. 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_BASE = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedParameter:
+    """A parameter, sharded or not, with what an adapter adds to it."""
+
+    base: torch.Tensor
+    adapters: tuple[tuple[torch.Tensor, torch.Tensor, float], ...] = ()
+    """(A [r, in], B [out, r], scaling) of each adapter."""
+
+    def full(self) -> torch.Tensor:
+        """The whole value; where it is sharded, a collective of all ranks."""
+        whole = _full(self.base)
+        for a, b, scaling in self.adapters:
+            whole = torch.addmm(whole, _full(b), _full(a), alpha=scaling)
+        return whole
+
+
+def merged_parameters(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, MergedParameter]:
+    """Take a model's tensors under the names that it would have without adapters.
+
+    Args:
+        model: With or without adapters.
+        tensors: Its parameters, or its state, by name.
+    """
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    inside = tuple(f"{name}.lora_{part}." for name in layers for part in "AB")
+    merged = {}
+    for name, tensor in tensors.items():
+        if inside and name.startswith(inside):
+            continue
+        owner, _, kind = name.rpartition(".")
+        layer = owner.removesuffix(_BASE)
+        if layer not in layers or layer == owner:
+            merged[name] = MergedParameter(tensor)
+        elif kind == "weight":
+            merged[f"{layer}.{kind}"] = MergedParameter(tensor, _adapters(layers[layer]))
+        else:
+            merged[f"{layer}.{kind}"] = MergedParameter(tensor)
+    return merged
+
+
+def _adapters(layer: Any) -> tuple[tuple[torch.Tensor, torch.Tensor, float], ...]:
+    return tuple(
+        (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+        for name in layer.active_adapters
+    )
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    """The whole of a sharded tensor; a collective for a DTensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()

@@ -1,0 +1,151 @@
+"""Low-rank adapters: only they learn, and everyone else gets whole weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
+from ray_apr.exceptions import ConfigError
+from ray_apr.train.checkpoint import (
+    Progress,
+    export_hf,
+    full_parameters,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
+from ray_apr.train.logprobs import micro_batches, response_logprobs
+from ray_apr.train.step import train_step
+from ray_apr.weights.sender import WeightSender
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples, process_group
+
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(learning_rate=1e-2, lora=LoRAConfig(rank=4, alpha=8.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("biased")
+    return make_tiny_model(folder, hidden_size=32, architecture="llama", bias=True, tie=False)
+
+
+def row():
+    return make_batches(make_samples(), oldest_version=0)[0]
+
+
+def trained(folder, train=TRAIN, steps=2):
+    """Model and optimizer after some steps."""
+    model = build_model(str(folder), train, CPU)
+    optimizer = build_optimizer(model, train)
+    for _ in range(steps):
+        train_step(model, optimizer, row(), AlgorithmConfig(), train)
+    return model, optimizer
+
+
+def logprobs(model):
+    with torch.no_grad():
+        return torch.cat(
+            [response_logprobs(model, p)[0].flatten() for p in micro_batches(row(), CPU)]
+        )
+
+
+@pytest.mark.parametrize("kind", ["folder", "biased"])
+def test_only_adapters_learn_and_all_else_sees_merged_weights(tmp_path, kind, request):
+    source = request.getfixturevalue(kind)
+    with process_group(tmp_path):
+        plain = build_model(str(source), TrainConfig(), CPU)
+        base = {n: w.clone() for n, w in full_parameters(plain)}
+        fresh = build_model(str(source), TRAIN, CPU)
+        assert torch.equal(logprobs(fresh), logprobs(plain)), "adapters begin without effect"
+        model, _ = trained(source)
+        merged = {n: w.clone() for n, w in full_parameters(model)}
+        assert list(merged) == list(base)
+        changed = {n for n in base if not torch.equal(base[n], merged[n])}
+        assert changed == {n for n in base if "proj.weight" in n}
+        learning = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert learning == {n for n, _ in model.named_parameters() if ".lora_" in n}
+        export_hf(tmp_path / "hf", model, str(source))
+        exported = build_model(str(tmp_path / "hf"), TrainConfig(), CPU)
+        assert not torch.allclose(logprobs(model), logprobs(plain), atol=1e-3)
+        torch.testing.assert_close(logprobs(exported), logprobs(model), atol=1e-5, rtol=1e-5)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_engines_get_merged_weights_under_the_names_that_they_know(tmp_path, folder):
+    with process_group(tmp_path):
+        plain = WeightSender(build_model(str(folder), TrainConfig(), CPU), bucket_mb=64)
+        model, _ = trained(folder)
+        sender = WeightSender(model, bucket_mb=64)
+        assert sender.params == plain.params
+        sender.gather()
+        merged = dict(full_parameters(model))
+        sent = torch.cat([buffer.view(torch.float32) for buffer in sender.staged])
+    expected = torch.cat([merged[p.name].flatten() for p in sender.params])
+    assert torch.equal(sent[: len(expected)], expected)
+
+
+def test_a_restored_run_with_adapters_goes_on_with_the_same_bits(tmp_path, folder):
+    with process_group(tmp_path):
+        whole, _ = trained(folder, steps=3)
+        model, optimizer = trained(folder, steps=2)
+        save_checkpoint(tmp_path / "c", model, optimizer, Progress(step=2, policy_version=2))
+        again = build_model(str(folder), TRAIN, CPU)
+        optimizer = build_optimizer(again, TRAIN)
+        load_checkpoint(tmp_path / "c", again, optimizer)
+        train_step(again, optimizer, row(), AlgorithmConfig(), TRAIN)
+        for name, parameter in whole.named_parameters():
+            other = dict(again.named_parameters())[name]
+            assert torch.equal(local_tensor(parameter), local_tensor(other)), name
+
+
+def test_named_layers_alone_get_an_adapter(tmp_path, folder):
+    lora = LoRAConfig(rank=2, target_modules=["q_proj", "v_proj"])
+    with process_group(tmp_path):
+        model = build_model(str(folder), dataclasses.replace(TRAIN, lora=lora), CPU)
+        adapted = {n.partition(".lora_")[0] for n, _ in model.named_parameters() if ".lora_" in n}
+    assert {n.rpartition(".")[2] for n in adapted} == {"q_proj", "v_proj"}
+    assert len(adapted) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "says"), [(["nonsense"], "nonsense"), (["lm_head"], "leave out lm_head")]
+)
+def test_layers_that_are_not_there_or_tied_are_refused(tmp_path, folder, names, says):
+    train = dataclasses.replace(TRAIN, lora=LoRAConfig(target_modules=names))
+    with (
+        process_group(tmp_path),
+        pytest.raises(ConfigError, match=rf"(?s)train.lora.target_modules.*{says}"),
+    ):
+        build_model(str(folder), train, CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rank": 0}, "train.lora.rank"),
+        ({"rank": 1.5}, "train.lora.rank"),
+        ({"alpha": 0}, "train.lora.alpha"),
+        ({"target_modules": "q_proj"}, "all-linear"),
+        ({"target_modules": []}, "at least one"),
+        ({"ranks": 4}, "train.lora.ranks"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig(lora=settings)
+
+
+def test_settings_without_peft_say_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"ray-apr\[lora\]"):
+        TrainConfig(lora={"rank": 8})
