@@ -57,7 +57,7 @@ def main() -> None:
             last = run["held_out"][-1]
             print(f"{run['objective']}, {run['staleness']}, {run['seed']}: {last:.3f}", flush=True)
     print(table(runs))
-    args.out.with_suffix(".html").write_text(plots(runs))
+    args.plot.write_text(plots(runs))
 
 
 def _arguments() -> argparse.Namespace:
@@ -72,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/ablation.json")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs/ablation.html")
     return parser.parse_args()
 
 

@@ -161,10 +161,8 @@ def measured_cluster(
     tokens = [row["num_tokens"] for row in rows]
     slope, overhead = statistics.linear_regression(tokens, [r["trainer_step_s"] for r in rows])
     syncs = [r["weight_wait_s"] for r in rows if r.get("weight_wait_s")]
-    idle_cores, samples = (
-        calibration["idle_cores"],
-        args.steps * args.batch_prompts * args.group_size,
-    )
+    idle_cores = calibration["idle_cores"]
+    num_samples = args.steps * args.batch_prompts * args.group_size
     others = [run["cpu_s"]["other"] - idle_cores * run["seconds"] for run in sync_runs]
     return ClusterConfig.from_dict(
         {
@@ -178,7 +176,7 @@ def measured_cluster(
             },
             "weight_sync_s": statistics.median(syncs),
             "reward_workers": args.reward_concurrency,
-            "sample_overhead_s": max(0.0, statistics.median(others)) / samples,
+            "sample_overhead_s": max(0.0, statistics.median(others)) / num_samples,
             "batch": {"prompts": args.batch_prompts, "group_size": args.group_size},
             "steps": args.steps,
         }

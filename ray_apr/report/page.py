@@ -8,14 +8,16 @@ from ray_apr.report.svg import esc
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #f6f7f9; --panel: #ffffff; --text: #1c2430; --soft: #5d6878;
-  --line: #e1e5ea; --axis: #9aa4b2; --s1: #2f6fde; --s2: #e07b18; --s3: #2b9a66; --bad: #d1343f;
-  --generate: #2f6fde; --paused: #d1343f; --train: #2b9a66; --sync: #e07b18; --checkpoint: #8452cf;
+  --line: #e1e5ea; --axis: #9aa4b2; --s1: #2f6fde; --s2: #e07b18; --s3: #2b9a66; --s4: #8452cf;
+  --s5: #8f7f55; --bad: #d1343f; --generate: #2f6fde; --paused: #d1343f;
+  --train: #2b9a66; --sync: #e07b18; --checkpoint: #8452cf;
   --wait: #c9d0d9; --idle: #c9d0d9; --other: #8f7f55; --back: #f0f2f5; --warn: #fff3d6;
   --warn-line: #e3b341; }
 @media (prefers-color-scheme: dark) { :root { --bg: #0f1319; --panel: #181e27; --text: #e6eaf0;
   --soft: #97a3b4; --line: #2a323e; --axis: #66717f; --s1: #6aa0ff; --s2: #f2a14a; --s3: #4fc38a;
-  --bad: #f0636d; --generate: #5b93f5; --paused: #f0636d; --train: #43b97f; --sync: #f2a14a;
-  --checkpoint: #ab86ee; --wait: #465060; --idle: #465060; --other: #b8a66f; --back: #212936;
+  --s4: #ab86ee; --s5: #b8a66f; --bad: #f0636d; --generate: #5b93f5; --paused: #f0636d;
+  --train: #43b97f; --sync: #f2a14a; --checkpoint: #ab86ee;
+  --wait: #465060; --idle: #465060; --other: #b8a66f; --back: #212936;
   --warn: #35290f; --warn-line: #8a6a1f; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--bg); color: var(--text);
@@ -58,6 +60,7 @@ svg text.note { font-size: 11px; paint-order: stroke; stroke: var(--panel); stro
 .line.thin { stroke-width: 1; opacity: .35; } .line.bold { stroke-width: 2.4; }
 .dot, .bar { fill: currentColor; }
 .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
+.s4 { color: var(--s4); } .s5 { color: var(--s5); }
 .bad { color: var(--bad); } .generate { color: var(--generate); } .paused { color: var(--paused); }
 .train { color: var(--train); } .sync { color: var(--sync); }
 .checkpoint { color: var(--checkpoint); } .wait { color: var(--wait); }

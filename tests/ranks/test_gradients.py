@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
 from ray_apr.config.algorithm import Aggregation
 from ray_apr.exceptions import TrainError
 from ray_apr.train.checkpoint import full_parameters
@@ -29,9 +29,8 @@ LAYOUTS |= {"packed": (96, "packed"), "all packed": (4096, "packed")}
 
 def gradients_of_a_step(model, row, algorithm, train):
     """Whole gradients of one step, by name, and its figures; the weights stay."""
-    model.requires_grad_(True)
     kept = {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     names = {id(p): n for n, p in model.named_parameters()}
 
     def keep(optimizer, _args, _kwargs):
@@ -76,7 +75,7 @@ def expect_failure(model, optimizer, row, train, rank):
 
 
 def run_ranks(tmp_path, folder, world_size, micro_batch_tokens, train=TRAIN):
-    results = tmp_path / f"{world_size}-{micro_batch_tokens}-{train.activation_checkpointing}"
+    results = tmp_path / str(len(list(tmp_path.iterdir())))
     results.mkdir()
     args = (world_size, folder, micro_batch_tokens, train, results)
     if world_size == 1:
@@ -113,6 +112,17 @@ def test_ranks_and_micro_batches_do_not_change_the_step(tmp_path):
             assert other_figures[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert others[-1][0] == others[-2][0], "both ranks see the same figures"
     assert torch.equal(others[-1][2]["model.norm.weight"], others[-2][2]["model.norm.weight"])
+
+
+def test_ranks_do_not_change_a_step_of_adapters(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    adapted = dataclasses.replace(TRAIN, lora=LoRAConfig(rank=4))
+    ((_, gradients, weights, _),) = run_ranks(tmp_path, folder, 1, 4096, adapted)
+    assert gradients and all(".lora_" in name for name in gradients)
+    for _, other_gradients, other_weights, _ in run_ranks(tmp_path, folder, 2, 96, adapted):
+        assert distance(other_gradients, gradients) < 1e-6
+        assert list(other_weights) == list(weights), "merged, under the names of the base model"
+        assert distance(other_weights, weights) < 1e-3
 
 
 def work_on_layouts(rank, world_size, folder, train, results):
