@@ -5,7 +5,7 @@
 The whole batch of step k is sampled by the policy of step k - staleness, so that the age is exact
 and no scheduling comes in; a real run mixes ages up to its bound. What learns is the project's own
 `train_step`. Each run is one process on one thread. After every `--evaluate-every` steps the
-current policy answers the held-out prompts, which is what the curves and the table show.
+current policy answers prompts that are not trained, which is what the curves and the table show.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "CISPO": ("cispo", {}),
 }
 """Name -> preset of `AlgorithmConfig`, and what replaces its settings."""
+SAME_ON_POLICY = ("PPO on behavior ratio", "decoupled")
+"""With fresh data these are "decoupled + TIS": all three policies agree, and no weight is not 1."""
 GROUP_SIZE = 8
 LONGEST = 192
-HELD_OUT_SAMPLES = 8
+HELD_OUT, HELD_OUT_SAMPLES = 128, 4
+"""Prompts at the end of the file that are not trained, and responses to each."""
 
 
 def main() -> None:
@@ -47,8 +50,11 @@ def main() -> None:
         for seed in args.seeds
         for staleness in args.staleness
         for name in args.objectives
+        if staleness or name not in SAME_ON_POLICY
     ]
-    runs: list[dict[str, Any]] = []
+    runs = _done_before(args)
+    done = {(run["objective"], run["staleness"], run["seed"]) for run in runs}
+    cases = [case for case in cases if case[:3] not in done]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
         for run in pool.imap_unordered(one_run, cases):
@@ -65,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 2, 4, 8])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--mini-batches", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
@@ -74,6 +80,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/ablation.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/ablation.html")
     return parser.parse_args()
+
+
+def _done_before(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs of an earlier, shorter call with the same settings, which need not be made again."""
+    if not args.out.exists():
+        return []
+    earlier, now = json.loads(args.out.read_text()), json.loads(json.dumps(describe(args, [])))
+    if any(earlier[key] != now[key] for key in ("settings", "objectives", "torch")):
+        raise SystemExit(f"{args.out} is of other settings; give another --out, or move it away")
+    runs: list[dict[str, Any]] = earlier["runs"]
+    return runs
 
 
 def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
@@ -109,8 +126,7 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
     optimizer = build_optimizer(model, train)
     preset, settings = OBJECTIVES[name]
     algorithm = AlgorithmConfig.preset(preset, **settings)
-    rows, held_out = _prompts("prompts.parquet"), _prompts("held_out.parquet")
-    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    rows, held_out = _prompts(seed)
     states: deque[dict[str, Any]] = deque(maxlen=staleness + 1)
     curves: dict[str, list[Any]] = {"reward": [], "kl_k3": [], "held_out": [], "held_out_step": []}
     num_groups = args.batch_size // GROUP_SIZE
@@ -124,7 +140,7 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
         if step == args.steps:
             break
         behavior.load_state_dict(states[0])
-        chosen = [rows[order[(step * num_groups + i) % len(rows)]] for i in range(num_groups)]
+        chosen = [rows[(step * num_groups + i) % len(rows)] for i in range(num_groups)]
         version = max(0, step - staleness)
         batch = build_rank_batches(
             _sample(behavior, tokenizer, chosen, GROUP_SIZE, version),
@@ -143,11 +159,12 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
     return {"objective": name, "staleness": staleness, "seed": seed, "seconds": seconds, **curves}
 
 
-def _prompts(file: str) -> list[dict[str, Any]]:
+def _prompts(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompts to train, in the order of a seed, and those to evaluate, the same for all seeds."""
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(EXAMPLE / file).to_pylist()
-    return rows
+    rows = pq.read_table(EXAMPLE / "prompts.parquet").to_pylist()
+    return random.Random(seed).sample(rows[:-HELD_OUT], len(rows) - HELD_OUT), rows[-HELD_OUT:]
 
 
 def _sample(
@@ -159,18 +176,18 @@ def _sample(
 
     from ray_apr.types import FinishReason, Prompt, Sample, Segment
 
-    asked = [(row, i) for row in rows for i in range(num_samples)]
-    prompts = [tokenizer(row["prompt"], add_special_tokens=False).input_ids for row, _ in asked]
+    asked = [(row, str(n), i) for n, row in enumerate(rows) for i in range(num_samples)]
+    prompts = [tokenizer(row["prompt"], add_special_tokens=False).input_ids for row, *_ in asked]
     answers = _respond(model, prompts, tokenizer.pad_token_id, tokenizer.eos_token_id)
     samples = []
-    for (row, i), prompt, (ids, logprobs) in zip(asked, prompts, answers, strict=True):
+    for (row, group_id, i), prompt, (ids, logprobs) in zip(asked, prompts, answers, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         is_right = task.final_answer(text) == row["answer"]
         samples.append(
             Sample(
-                sample_id=f"{row['prompt']}-{i}",
-                group_id=row["prompt"],
-                prompt=Prompt(prompt_id=row["prompt"], token_ids=tuple(prompt), row=row),
+                sample_id=f"{group_id}-{i}",
+                group_id=group_id,
+                prompt=Prompt(prompt_id=group_id, token_ids=tuple(prompt), row=row),
                 max_response_tokens=LONGEST,
                 segments=(
                     Segment(policy_version=version, token_ids=tuple(ids), logprobs=tuple(logprobs)),
@@ -233,7 +250,9 @@ def describe(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, 
         "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
         "torch": torch.__version__,
         "objectives": OBJECTIVES,
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, int | float)},
+        "settings": {
+            k: v for k, v in vars(args).items() if isinstance(v, int | float) and k != "jobs"
+        },
         "runs": runs,
     }
 
@@ -243,7 +262,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     ages = sorted({run["staleness"] for run in runs})
     lines = ["| objective | " + " | ".join(f"staleness {age}" for age in ages) + " |"]
     lines.append("| --- |" + " --- |" * len(ages))
-    for name in dict.fromkeys(name for name in OBJECTIVES):
+    for name in OBJECTIVES:
         cells = []
         for age in ages:
             last = [
@@ -252,7 +271,8 @@ def table(runs: list[dict[str, Any]]) -> str:
                 if run["objective"] == name and run["staleness"] == age
             ]
             spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""
-            cells.append(f"{statistics.fmean(last):.3f}{spread}" if last else "")
+            same = "as decoupled + TIS" if age == 0 and name in SAME_ON_POLICY else ""
+            cells.append(f"{statistics.fmean(last):.3f}{spread}" if last else same)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
