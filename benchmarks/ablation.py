@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import statistics
 import sys
@@ -23,6 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from host import describe_call
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -245,9 +246,7 @@ def describe(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, 
     import torch
 
     return {
-        "command": " ".join(Path(word).name for word in sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
+        **describe_call(),
         "torch": torch.__version__,
         "objectives": OBJECTIVES,
         "settings": {

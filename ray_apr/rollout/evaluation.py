@@ -178,8 +178,6 @@ class Evaluator:
             if reason is not None:
                 return asked.finish(reason, state=step.state), step.result
             sample = asked.observe(encode_step(self._tokenizer, asked, step), state=step.state)
-            if sample.finish_reason is not None:
-                return sample, step.result
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

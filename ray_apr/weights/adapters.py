@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_BASE = ".base_layer"
+_BASE = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,12 @@ def merged_parameters(
     inside = tuple(f"{name}.lora_{part}." for name in layers for part in "AB")
     merged = {}
     for name, tensor in tensors.items():
-        if inside and name.startswith(inside):
-            continue
-        owner, _, kind = name.rpartition(".")
-        layer = owner.removesuffix(_BASE)
-        if layer not in layers or layer == owner:
+        layer, _, kind = name.rpartition(_BASE)
+        if layer in layers:
+            adapters = _adapters(layers[layer]) if kind == "weight" else ()
+            merged[f"{layer}.{kind}"] = MergedParameter(tensor, adapters)
+        elif not name.startswith(inside):
             merged[name] = MergedParameter(tensor)
-        elif kind == "weight":
-            merged[f"{layer}.{kind}"] = MergedParameter(tensor, _adapters(layers[layer]))
-        else:
-            merged[f"{layer}.{kind}"] = MergedParameter(tensor)
     return merged
 
 
