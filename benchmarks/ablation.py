@@ -76,6 +76,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--mini-batches", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--lr-schedule", choices=["constant", "linear"], default="constant")
     parser.add_argument("--evaluate-every", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/ablation.json")
@@ -120,6 +121,7 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
         batch_size=args.batch_size,
         mini_batches=args.mini_batches,
         learning_rate=args.learning_rate,
+        lr_schedule=args.lr_schedule,
         betas=(0.9, 0.95),
         micro_batch_tokens=2048,
         seed=seed,
@@ -250,7 +252,7 @@ def describe(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, 
         "torch": torch.__version__,
         "objectives": OBJECTIVES,
         "settings": {
-            k: v for k, v in vars(args).items() if isinstance(v, int | float) and k != "jobs"
+            k: v for k, v in vars(args).items() if isinstance(v, int | float | str) and k != "jobs"
         },
         "runs": runs,
     }

@@ -71,7 +71,7 @@ def make_model() -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(DEVICE, DTYPE)
-    attach_response_logprobs(model)
+    attach_response_logprobs(model, compiled=DEVICE.type == "cuda")
     return model
 
 
@@ -82,11 +82,12 @@ def make_batch(tokens: int, sample_tokens: int) -> MicroBatch:
     targets_R = torch.arange(tokens, device=DEVICE).view(count, sample_tokens)[:, 1:].flatten()
     shape = (count, sample_tokens - 1)
     return MicroBatch(
-        sample_index=np.arange(count),
+        sample_index=torch.arange(count, device=DEVICE),
         input_ids=ids,
         packing=Packing.of(np.full(count, sample_tokens), DEVICE),
         positions=targets_R - 1,
         targets=ids[0, targets_R],
+        places=torch.arange(len(targets_R), device=DEVICE),
         mask=torch.ones(shape, device=DEVICE),
         behavior_logprobs=torch.zeros(shape, device=DEVICE),
         versions=torch.zeros(shape, dtype=torch.int64, device=DEVICE),

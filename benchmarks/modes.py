@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gpu_models
 from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
 from host import describe_call
@@ -49,6 +50,8 @@ def main() -> None:
     longest = max(s.response_tokens for _, s in trace.samples)
     context = max(g.prompt_tokens for g in trace.groups) + longest + 1
     model = args.model or make_model(folder / "model", args.hidden, args.layers, context)
+    if args.shape:
+        model = str(gpu_models.make_model(args.shape, folder / "real", context=max(1024, context)))
     prompts = write_prompts(trace, folder / "prompts.parquet")
     result = describe(args)
     if args.calibrate:
@@ -84,6 +87,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--train-workers", type=int, default=2)
     parser.add_argument("--gpu", action="store_true", help="engines and train workers on GPUs")
     parser.add_argument("--model", help="model folder; without it a random one is made")
+    parser.add_argument("--shape", choices=list(gpu_models.SHAPES), help="a model of this shape")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each replica")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -171,6 +176,7 @@ def rollout_config(args: argparse.Namespace, longest: int, repeat: int = 0) -> A
 
     return RolloutConfig(
         num_replicas=args.replicas,
+        tensor_parallel_size=args.tensor_parallel,
         group_size=args.group_size,
         max_response_tokens=longest,
         replay_column="lengths",
@@ -227,7 +233,7 @@ def one_run(
         train_config=TrainConfig(
             steps=args.steps,
             batch_size=args.batch_prompts * args.group_size,
-            micro_batch_tokens=4096,
+            micro_batch_tokens=16384 if args.gpu else 4096,
             param_dtype="bfloat16" if args.gpu else "float32",
             num_threads=None if args.gpu else 1,
             seed=repeat,

@@ -57,15 +57,23 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a randomly initialised Qwen3 of 0.6M float32 parameters, embeddings tied."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 4
+) -> Qwen3ForCausalLM:
+    """Return a randomly initialised Qwen3 with float32 parameters, embeddings tied.
+
+    Args:
+        tokenizer: Of the task.
+        hidden_size: A multiple of 64; 128 with 4 layers makes 0.6M parameters.
+        num_layers: Decoder layers.
+    """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         head_dim=32,
         max_position_embeddings=CONTEXT_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -143,8 +151,8 @@ def train(
         num_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batches)
         losses = []
         for ids_BT, labels_BT in batches:
-            logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
-            targets = labels_BT[:, 1:].reshape(-1)
+            logits_BTV = model(input_ids=ids_BT.to(model.device)).logits[:, :-1]
+            targets = labels_BT[:, 1:].reshape(-1).to(model.device)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets, reduction="sum") / num_tokens
             loss.backward()
             losses.append(loss.item())
@@ -165,12 +173,15 @@ def main() -> None:
     parser.add_argument("--mistakes", type=float, default=0.45, help="careless mistakes per column")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations")
     parser.add_argument("--num-threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--hidden-size", type=int, default=128, help="width, a multiple of 64")
+    parser.add_argument("--num-layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    model = build_model(tokenizer, args.hidden_size, args.num_layers).to(args.device)
     train(
         model,
         tokenizer,

@@ -101,20 +101,26 @@ class TrainConfig:
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: all of a layer's, or
     with "selective" those between its matrix products and attention, whose results are kept."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each decoder layer and the scoring of the head; auto: on CUDA, unless
+    activation_checkpointing is "selective", which cannot look into compiled layers."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the whole model; a mapping of its settings will do."""
     shard_ranks: int | None = None
     """Train workers that share one copy of the model (HSDP); a divisor of their number, best those
     of one node. None shards over all of them (FSDP)."""
     param_dtype: DType = "float32"
-    """Data type of the forward and backward pass; master weights are float32."""
+    """Data type of the forward and backward pass."""
+    master_dtype: DType = "float32"
+    """Data type of the weights that the optimizer steps, of its states, and of a weight sync to
+    engines of that type. In bfloat16 a small step may round to none."""
     reduce_dtype: DType = "float32"
     """Data type of the gradients' reduction."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     num_checkpoints_to_keep: int = 2
-    weight_bucket_mb: float = 64.0
-    """Size of one broadcast of the weight sync, in MiB."""
+    weight_bucket_mb: float = 256.0
+    """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
     """Limit for one weight sync; engines resume by themselves after it."""
     num_threads: int | None = None
@@ -132,9 +138,18 @@ class TrainConfig:
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
         one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
+        one_of(s, self, {"master_dtype": DType})
         if self.activation_checkpointing != "selective":
             words = 'true or false, or "selective"'
             of_type(s, self, bool, words, "activation_checkpointing")
+        if self.compile != "auto":
+            of_type(s, self, bool, 'true or false, or "auto"', "compile")
+        require(
+            self.compile is not True or self.activation_checkpointing != "selective",
+            f"{s}.compile",
+            self.compile,
+            'must not be true where activation_checkpointing is "selective"; choose one of them',
+        )
         of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
         object.__setattr__(self, "betas", tuple(self.betas))
         require(
@@ -169,6 +184,12 @@ class TrainConfig:
             self.shard_ranks,
             f"must divide the {num_workers} train workers",
         )
+
+    def compiles(self, device: str) -> bool:
+        """Whether layers are compiled on a device, ``"cpu"`` or ``"cuda"``."""
+        if self.compile == "auto":
+            return device == "cuda" and self.activation_checkpointing != "selective"
+        return self.compile
 
     def packs(self, device: str) -> bool:
         """Whether samples are packed on a device, ``"cpu"`` or ``"cuda"``."""

@@ -104,6 +104,7 @@ class Engine:
             raise EngineUnavailableError(
                 f"{self.replica_id} cannot start: {reason() or error}"
             ) from error
+        self._is_multimodal = bool(self._llm.model_config.is_multimodal_model)
         self._attests = hasattr(self._llm, "update_weight_version")
         if self._attests:
             await self._llm.update_weight_version(str(self._policy_version))
@@ -290,10 +291,18 @@ class Engine:
             self._gate.clear()
             self._activity.set_paused(True)
             with self._dead_is_unavailable():
-                await self._llm.pause_generation(
-                    mode="keep" if mode == "keep" else "abort",
-                    clear_cache=not self._keep_kv_cache,
-                )
+                await self._freeze("keep" if mode == "keep" else "abort")
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        """vLLM's pause, without the 20 ms that it sleeps afterwards to look more orderly."""
+        clear_cache = not self._keep_kv_cache
+        core: Any = getattr(self._llm, "engine_core", None)
+        if hasattr(core, "pause_scheduler_async") and not self._is_multimodal:
+            await core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        else:
+            await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        if mode == "abort" and self._inside:  # one that was on its way in would go on afterwards
+            await self._llm.abort(list(self._inside))
 
     async def _drain(self) -> None:
         """Wait until all calls have come out of vLLM, or the engine is resumed."""

@@ -29,6 +29,7 @@ def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -37,9 +38,7 @@ def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
 def segments_of(output: Any, version: int) -> tuple[Segment, ...]:
     """Cut an output at the boundaries that vLLM attests; `version` where it attests none."""
     ids = tuple(output.token_ids)
-    logprobs = tuple(
-        step[token].logprob for token, step in zip(ids, output.logprobs or (), strict=True)
-    )
+    logprobs = tuple(output.logprobs.logprobs) if ids else ()  # flat: one number for each token
     spans = getattr(output, "weight_versions", None)
     if spans is None:
         cuts = [(version, 0, len(ids))]

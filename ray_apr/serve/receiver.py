@@ -6,6 +6,8 @@ Invariants:
       weights; on CPU that takes a new packing of the embeddings, too.
     * On CPU the model is touched only once all buckets are there: vLLM's layerwise reload, begun
       and not ended, would spoil every later one.
+    * On GPUs buckets go through three staging buffers, and from there into the parameters while the
+      next ones arrive. Storages stay where they are, as CUDA graphs demand.
 """
 
 from __future__ import annotations
@@ -22,10 +24,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 
 from ray_apr.exceptions import WeightSyncError
+from ray_apr.serve.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.collective import as_tensor, byte_buffer, join
-from ray_apr.weights.plan import WeightGroup
+from ray_apr.weights.plan import Bucket, WeightGroup
+
+logger = init_logger("vllm.ray_apr")
+"""Under vLLM's, whose settings it has."""
+
+_NUM_STAGES = 3
+"""Staging buffers on a GPU: while one is loaded, two arrive."""
 
 
 @dataclass
@@ -51,6 +61,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     update_info_cls = ReceiverUpdate
 
     _collective: Any = None
+    _copies: dict[int, Copies | None]
+    """Of each bucket that was loaded once; None where a replay would not do."""
+    _stages: list[torch.Tensor]
+    _stream: torch.cuda.Stream
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Join the group; waits for all members."""
@@ -60,6 +74,12 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._collective = join(group, rank)
         self._buckets = group.buckets()
         self._timeout_s = group.timeout_s
+        self._copies = {}
+        if self.device.type == "cuda":
+            sizes = [b.num_bytes for b in self._buckets]
+            stages = [sizes[stage::_NUM_STAGES] for stage in range(_NUM_STAGES)]
+            self._stages = [byte_buffer(max(s, default=0), self.device) for s in stages]
+            self._stream = torch.cuda.Stream(self.device)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: `receive_weights` does the whole of an update."""
@@ -75,25 +95,81 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
         deadline = time.monotonic() + self._timeout_s  # of all buckets: a sync ends by its limit
+        try:
+            if self.device.type == "cpu":
+                self._receive_on_cpu(options, deadline)
+            else:
+                self._receive_on_gpu(options, deadline)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"the weights of version {update_info.policy_version} broke off: {error}"
+            ) from error
+
+    def _receive_on_cpu(self, options: types.BroadcastOptions, deadline: float) -> None:
+        """Take all buckets, then load: kernels keep packed copies, which a plain load would not
+        renew."""
         weights: list[tuple[str, torch.Tensor]] = []
         for bucket in self._buckets:
             options.timeout_ms = max(1, int(1000 * (deadline - time.monotonic())))
             buffer = byte_buffer(bucket.num_bytes, self.device)
-            try:
-                self._collective.broadcast([buffer], options)
-            except RuntimeError as error:
-                raise WeightSyncError(
-                    f"the weights of version {update_info.policy_version} broke off: {error}"
-                ) from error
-            weights += [
-                (s.param.name, as_tensor(buffer, s.offset, s.param.shape, s.param.dtype))
-                for s in bucket.slices
-            ]
-            if not self._layerwise:
-                self.model.load_weights(weights)
-                weights = []
-        if self._layerwise:
-            self._reload(weights)
+            self._collective.broadcast([buffer], options)
+            weights += _named_views(bucket, buffer)
+        self._reload(weights)
+
+    def _receive_on_gpu(self, options: types.BroadcastOptions, deadline: float) -> None:
+        """Load each bucket while the next two arrive."""
+        import cupy
+
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        arrived: list[torch.cuda.Event] = []
+
+        def ask_for(number: int) -> None:
+            # Ray's stream waits for CuPy's current one: here, until the staging buffer is free
+            with cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
+                self._collective.broadcast([self._buffer_of(number)], options)
+            event = torch.cuda.Event(enable_timing=True)
+            arrived.append(self._collective.stream.record_event(event))
+
+        for number in range(min(_NUM_STAGES, len(self._buckets))):
+            ask_for(number)
+        for number in range(len(self._buckets)):
+            stream.wait_event(arrived[number])
+            with torch.cuda.stream(stream):
+                self._load(number)
+            if number + _NUM_STAGES < len(self._buckets):
+                ask_for(number + _NUM_STAGES)
+        self._collective.wait(deadline)
+        begin, end = arrived[0], stream.record_event(torch.cuda.Event(enable_timing=True))
+        end.synchronize()
+        num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
+        logger.info(
+            "%d bytes of weights: loaded %.2f ms after the first of %d buckets was there",
+            num_bytes,
+            begin.elapsed_time(end),
+            len(self._buckets),
+        )
+
+    def _buffer_of(self, number: int) -> torch.Tensor:
+        """Where a bucket is staged."""
+        stage = self._stages[number % _NUM_STAGES]
+        return stage[: self._buckets[number].num_bytes]
+
+    def _load(self, number: int) -> None:
+        """Load a bucket: by the copies that loading it took the first time, where that is all."""
+        copies = self._copies.get(number)
+        if copies is not None:
+            replay(copies)
+            return
+        buffer = self._buffer_of(number)
+        views = _named_views(self._buckets[number], buffer)
+        if number in self._copies:  # a loader that computes
+            self.model.load_weights(views)
+            return
+        owned = (*self.model.parameters(), *self.model.buffers())
+        with CopyRecorder(buffer, owned) as recorder:
+            self.model.load_weights(views)
+        self._copies[number] = recorder.copies
 
     def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load all weights and let the layers pack them; even on error every layer is whole."""
@@ -123,11 +199,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Not used: `weights.sender` sends. vLLM before 0.32 demands that the method exists."""
         raise NotImplementedError("weights are sent by ray_apr.weights.sender.WeightSender")
 
-    @property
-    def _layerwise(self) -> bool:
-        """CPU kernels keep packed copies of the weights, which a plain load does not renew."""
-        return self.device.type == "cpu"
-
     def _pack_embeddings(self) -> None:
         """Pack embeddings and heads again: with tied ones the reload leaves the old copy there."""
         from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -139,3 +210,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             for module in self.model.modules():
                 if isinstance(module, VocabParallelEmbedding | ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+
+def _named_views(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A bucket's parameters, by name."""
+    return [
+        (s.param.name, as_tensor(buffer, s.offset, s.param.shape, s.param.dtype))
+        for s in bucket.slices
+    ]

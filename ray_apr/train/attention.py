@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 from ray_apr.exceptions import ConfigError
 
 VARLEN = "ray_apr_varlen"
 """Name of our attention in Transformers' registry."""
+_PARAMETERS = inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +103,18 @@ def varlen_attention(
     Raises:
         ConfigError: For a sliding window, where PyTorch's attention has none.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     length = query.shape[2]
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.tensor([0, length], dtype=torch.int32, device=query.device)
     groups = query.shape[1] // key.shape[1]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    if groups > 1:
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"window_size": (left, 0)}
-    if "is_causal" in inspect.signature(varlen_attn).parameters:  # before PyTorch 2.12
+    if groups > 1 and "enable_gqa" in _PARAMETERS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    if "is_causal" in _PARAMETERS:  # before PyTorch 2.12
         if sliding_window is not None:
             remedy = 'needs a newer PyTorch with a sliding window; choose "padded"'
             raise ConfigError("train.packing", "packed", remedy)

@@ -1,8 +1,9 @@
 """The model under FSDP2, its optimizer, and the learning rate.
 
 Invariants:
-    * Master weights and optimizer states are float32 shards; the forward pass runs in
-      `TrainConfig.param_dtype`. With `TrainConfig.lora` only adapters have gradients and states.
+    * Master weights and optimizer states are shards of `TrainConfig.master_dtype`; the forward pass
+      runs in `TrainConfig.param_dtype`. With `TrainConfig.lora` only adapters have gradients and
+      states.
     * Dropout is off: the log-probs of a sample do not depend on a random state.
     * FSDP averages gradients over ranks; `gradient_scale` undoes that, so that the ranks' losses
       add up to the loss of the whole batch.
@@ -29,6 +30,7 @@ from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.logprobs import attach_response_logprobs
+from ray_apr.weights.gather import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,8 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
             here, or an adapter has no layer or a tied one.
     """
     dtype = _DTYPES[train.param_dtype]
-    loaded = _load(model, attention_name(device, dtype, packed=train.packs(device.type)))
+    attention = attention_name(device, dtype, packed=train.packs(device.type))
+    loaded = _load(model, _DTYPES[train.master_dtype], attention)
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)
     if train.activation_checkpointing:
@@ -84,10 +87,13 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         ),
         "reshard_after_forward": not keep_gathered,
     }
+    compiles = train.compiles(device.type)
     for layer in _layers(loaded):
+        if compiles:  # its forward alone: FSDP's hooks, and a checkpoint around it, stay outside
+            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
         fully_shard(layer, **sharding)
     fully_shard(loaded, **sharding)
-    attach_response_logprobs(loaded)
+    attach_response_logprobs(loaded, compiled=compiles)
     return loaded
 
 
@@ -107,8 +113,8 @@ def _mesh(shard_ranks: int | None, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _load(model: str, attention: str) -> Any:
-    """Load float32 weights, with dropout off."""
+def _load(model: str, dtype: torch.dtype, attention: str) -> Any:
+    """Load the weights, with dropout off."""
     config = AutoConfig.from_pretrained(model)
     for changed in _CHANGED_LOGITS:
         value = getattr(config, changed, None)
@@ -120,7 +126,7 @@ def _load(model: str, attention: str) -> Any:
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return AutoModelForCausalLM.from_pretrained(
-        model, config=config, dtype=torch.float32, attn_implementation=attention
+        model, config=config, dtype=dtype, attn_implementation=attention
     )
 
 
@@ -194,11 +200,6 @@ def gradient_scale(model: nn.Module) -> float:
     return float(dist.get_world_size()) if isinstance(model, FSDPModule) else 1.0
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter or gradient; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def squared_gradient_norm(model: nn.Module) -> torch.Tensor:
     """This rank's part of the sum of squares of all gradients, in float64 (ranks add theirs up)."""
     given = [p.grad for p in model.parameters() if p.grad is not None]
@@ -213,14 +214,6 @@ def _num_copies(tensor: torch.Tensor) -> int:
         return 1
     replicated = (i for i, placed in enumerate(tensor.placements) if placed.is_replicate())
     return math.prod(tensor.device_mesh.size(i) for i in replicated)
-
-
-@torch.no_grad()
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply this rank's gradient shards."""
-    torch._foreach_mul_(
-        [local_tensor(p.grad) for p in model.parameters() if p.grad is not None], factor
-    )
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -240,6 +233,25 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         weight_decay=train.weight_decay,
         fused=True,
     )
+
+
+def limit_next_step(
+    optimizer: torch.optim.Optimizer,
+    norm: torch.Tensor,
+    max_norm: float,
+    *,
+    is_finite: torch.Tensor,
+) -> None:
+    """Have the optimizer's next step clip the gradients, or do nothing, without waiting for it.
+
+    Args:
+        optimizer: From `build_optimizer`: PyTorch's fused optimizers read both while they run.
+        norm: Norm of all gradients, float64.
+        max_norm: Gradients are scaled down to it.
+        is_finite: Whether there may be a step.
+    """
+    optimizer.grad_scale = (norm / max_norm).clamp(min=1).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

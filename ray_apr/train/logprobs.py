@@ -5,8 +5,8 @@ Invariants:
       within each sample (see `attention`); or it is padded on the right, so that causal attention
       alone keeps the padding out of every real token. Positions count from 0 in each sample.
     * Logits exist only at positions that predict a token of the loss, and no more than
-      `_CHUNK_LOGITS` of them at a time; larger micro-batches compute them again in the backward
-      pass.
+      `_CHUNK_LOGITS` (`_CHUNK_LOGITS_COMPILED`) of them at a time; larger micro-batches compute
+      them again in the backward pass.
     * Log-probs are raw (temperature 1, no truncation), like those that the engines hand out, and in
       float32 whatever the forward pass runs in.
 
@@ -17,8 +17,9 @@ tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
 
 _CHUNK_LOGITS = 2**26
+_CHUNK_LOGITS_COMPILED = 2**28
+"""A compiled chunk needs a third of the memory, and large ones keep a GPU busier."""
 _METHOD = "response_logprobs"
 
 
@@ -41,7 +44,7 @@ _METHOD = "response_logprobs"
 class MicroBatch:
     """Samples of one forward pass."""
 
-    sample_index: np.ndarray
+    sample_index: torch.Tensor
     """[N], position of each sample in the whole batch."""
     input_ids: torch.Tensor
     """[N, L], prompt then response, padded on the right with 0; or packed, [1, sum of lengths]."""
@@ -51,6 +54,8 @@ class MicroBatch:
     """[R], where in the flattened input the tokens of the loss are predicted."""
     targets: torch.Tensor
     """[R], the response tokens that enter the loss."""
+    places: torch.Tensor
+    """[R], where they stand in a flattened [N, T]: a mask as index would wait for the device."""
     mask: torch.Tensor
     """[N, T], 1 for a response token that enters the loss, 0 for others and for padding."""
     behavior_logprobs: torch.Tensor
@@ -96,11 +101,12 @@ def micro_batches(
 def _empty_micro_batch(device: torch.device) -> MicroBatch:
     """One position and no response: keeps a rank in step with the others' collectives."""
     return MicroBatch(
-        sample_index=np.zeros(1, dtype=np.int64),
+        sample_index=torch.zeros(1, dtype=torch.int64, device=device),
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
         packing=None,
         positions=torch.zeros(0, dtype=torch.int64, device=device),
         targets=torch.zeros(0, dtype=torch.int64, device=device),
+        places=torch.zeros(0, dtype=torch.int64, device=device),
         mask=torch.zeros(1, 1, device=device),
         behavior_logprobs=torch.zeros(1, 1, device=device),
         versions=torch.zeros(1, 1, dtype=torch.int64, device=device),
@@ -143,11 +149,12 @@ def _micro_batch(
     is_response = column >= np.repeat(prompts_N, lengths_N)
     target_positions_R = place[is_response][loss_mask[:num_responses]]
     return MicroBatch(
-        sample_index=sample_index,
+        sample_index=torch.from_numpy(sample_index.astype(np.int64)).to(device),
         input_ids=torch.from_numpy(ids).to(device),
         packing=Packing.of(lengths_N, device) if packed else None,
         positions=torch.from_numpy(target_positions_R - 1).to(device),
         targets=torch.from_numpy(ids.reshape(-1)[target_positions_R]).to(device),
+        places=torch.from_numpy(np.flatnonzero(mask_NT)).to(device),
         mask=torch.from_numpy(mask_NT).to(device, torch.float32),
         behavior_logprobs=torch.from_numpy(behavior_NT).to(device),
         versions=torch.from_numpy(versions_NT).to(device),
@@ -159,13 +166,21 @@ def _begins(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(lengths)[:-1]))
 
 
-def attach_response_logprobs(model: nn.Module) -> None:
+def attach_response_logprobs(model: nn.Module, *, compiled: bool = False) -> None:
     """Give a causal language model the method ``response_logprobs(input_ids, positions, targets)``.
 
     Under FSDP2 the method counts as a forward pass of the root, which gathers the head's weights;
     calling the base model and the head from outside would not.
+
+    Args:
+        model: The model.
+        compiled: Whether the scoring of the head's logits is compiled into few kernels.
     """
-    setattr(model, _METHOD, types.MethodType(_response_logprobs, model))
+    score, chunk_logits = _score, _CHUNK_LOGITS
+    if compiled:
+        score, chunk_logits = torch.compile(_score), _CHUNK_LOGITS_COMPILED
+    method = partial(_response_logprobs, score, chunk_logits)
+    setattr(model, _METHOD, types.MethodType(method, model))
     register_fsdp_forward_method(model, _METHOD)
 
 
@@ -187,13 +202,48 @@ def response_logprobs(
     values_R = getattr(model, _METHOD)(
         batch.input_ids, batch.positions, batch.targets, entropy_gradients, arguments
     )
-    kept = batch.mask != 0
-    zeros_NT = torch.zeros_like(batch.mask)
-    logprobs_NT, entropies_NT = (zeros_NT.masked_scatter(kept, v) for v in values_R)
+    zeros = torch.zeros_like(batch.mask).flatten()
+    logprobs_NT, entropies_NT = (
+        zeros.index_copy(0, batch.places, values).view_as(batch.mask) for values in values_R
+    )
     return logprobs_NT, entropies_NT
 
 
+def warm_up(
+    model: nn.Module, device: torch.device, num_tokens: int, *, entropy_gradients: bool
+) -> None:
+    """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
+
+    Two shapes, so that the compiler learns that shapes change. A collective of all ranks.
+
+    Args:
+        model: A model that `attach_response_logprobs` has compiled.
+        device: Where it computes.
+        num_tokens: Tokens of the larger micro-batch.
+        entropy_gradients: As `response_logprobs` will be called.
+    """
+    for count in (8, 6):
+        length = max(4, num_tokens // 8)
+        total, responses = count * length, count * (length - 2)
+        part = _micro_batch(
+            sample_index=np.arange(count),
+            prompts_N=np.full(count, 2),
+            responses_N=np.full(count, length - 2),
+            token_ids=np.zeros(total, dtype=np.int64),
+            behavior=np.zeros(responses, dtype=np.float32),
+            loss_mask=np.ones(responses, dtype=bool),
+            versions=np.zeros(responses, dtype=np.int64),
+            device=device,
+            packed=True,
+        )
+        logprobs, _ = response_logprobs(model, part, entropy_gradients=entropy_gradients)
+        logprobs.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
 def _response_logprobs(
+    score: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    chunk_logits: int,
     model: Any,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -206,11 +256,11 @@ def _response_logprobs(
     hidden = output.last_hidden_state
     hidden_R = hidden.flatten(0, 1).index_select(0, positions)
     head = model.get_output_embeddings()
-    rows = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     if len(targets) <= rows:
-        return _score(head, hidden_R, targets, entropy_gradients)
+        return score(head, hidden_R, targets, entropy_gradients)
     parts = [
-        checkpoint(_score, head, hidden_part, target_part, entropy_gradients, use_reentrant=False)
+        checkpoint(score, head, hidden_part, target_part, entropy_gradients, use_reentrant=False)
         for hidden_part, target_part in zip(hidden_R.split(rows), targets.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)

@@ -44,6 +44,7 @@ from ray_apr.train.checkpoint import (
 )
 from ray_apr.train.control import RunControl
 from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.logprobs import warm_up
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
@@ -131,6 +132,13 @@ class _TrainLoop:
             plain = replace(self._train, lora=None)  # adapters begin without any effect
             self._reference = build_model(settings["model"], plain, device)
             self._reference.requires_grad_(False)
+        if self._train.compiles(device.type):  # while the engines start
+            warm_up(
+                self._model,
+                device,
+                self._train.micro_batch_tokens,
+                entropy_gradients=settings["algorithm"].entropy_coef > 0,
+            )
         self._publisher = self._make_publisher()
         self._progress = self._restore()
 

@@ -116,8 +116,7 @@ def backward(
     logprobs, entropies = response_logprobs(model, part, entropy_gradients=entropy_gradients)
     proximal = _proximal(logprobs.detach(), part, frozen, algorithm, whole)
     mask, behavior = part.mask, part.behavior_logprobs
-    rows = torch.from_numpy(part.sample_index).to(mask.device)
-    advantages = whole.advantages_B[rows].unsqueeze(1).expand_as(mask)
+    advantages = whole.advantages_B[part.sample_index].unsqueeze(1).expand_as(mask)
     costs = _costs(logprobs, proximal, advantages, mask, algorithm)
     weights = correction(proximal, behavior, mask, algorithm)
     if weights is not None:
@@ -167,11 +166,11 @@ def backward(
             "entropy": entropies.sum(),
         }
         begin = logprobs.detach() if frozen.proximal is None else frozen.proximal
-        log_gap = (begin - behavior)[mask != 0]
+        log_gap = _in_loss(begin - behavior, part)
         return Diagnostics(
             sums=torch.stack([sums[name].double() for name in SUMS]),
-            gaps=_gaps(log_gap, part.versions[mask != 0], whole.policy_version),
-            ratios=ratio[mask != 0].double(),
+            gaps=_gaps(log_gap, _in_loss(part.versions, part), whole.policy_version),
+            ratios=_in_loss(ratio, part).double(),
             gap_ratios=log_gap.double().exp(),
         )
 
@@ -208,6 +207,11 @@ def _proximal(
     age = (whole.policy_version - part.versions).clamp(min=0).to(current.dtype)
     share = age / (age + whole.progress)
     return part.behavior_logprobs + share * (current - part.behavior_logprobs)
+
+
+def _in_loss(values: torch.Tensor, part: MicroBatch) -> torch.Tensor:
+    """Of values [N, T] those [R] of the tokens in the loss."""
+    return values.flatten().index_select(0, part.places)
 
 
 def _costs(

@@ -6,8 +6,9 @@ Invariants:
       count tokens of the loss; a sample without any still counts for its group's advantages.
     * The proximal policy is the model at the start of the batch, whatever the number of its
       mini-batches.
-    * Nothing that is not a finite number reaches the optimizer: all ranks see the same figures
-      before it runs, and raise together.
+    * Nothing that is not a finite number reaches the weights: the optimizer itself leaves them
+      alone then, on all ranks, and from then on. The step raises at its end, as the device is
+      waited for nowhere else: what it computes next is in its queue by then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ray_apr.train.fsdp import (
     GradientSync,
     gradient_scale,
     learning_rate,
-    scale_gradients,
+    limit_next_step,
     set_learning_rate,
     squared_gradient_norm,
 )
@@ -81,7 +82,7 @@ def train_step(
         Figures of the step over all ranks, the same on each of them.
 
     Raises:
-        TrainError: On all ranks, before the optimizer runs, if loss or gradient is not finite.
+        TrainError: On all ranks, with unchanged weights, if loss or gradient is not finite.
     """
     device = next(model.parameters()).device
     parts = micro_batches(batch, device, packed=train.packs(device.type))
@@ -109,14 +110,13 @@ def train_step(
             sync.before(is_last=i == end - 1)
             found.append(backward(model, parts[i], frozen[i], algorithm, whole))
         begin = end
-        norm = totals.add(found, squared_gradient_norm(model), batch.step)
-        if norm > train.max_grad_norm:
-            scale_gradients(model, train.max_grad_norm / norm)
+        norm, is_finite = totals.add(found, squared_gradient_norm(model))
+        limit_next_step(optimizer, norm, train.max_grad_norm, is_finite=is_finite)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return {
         **_batch_figures(batch),
-        **totals.figures(),
+        **totals.figures(batch.step),
         "learning_rate": learning_rate(train, batch.step),
     }
 
@@ -142,8 +142,7 @@ def _advantages(
         kl_B = torch.zeros(len(rewards_B), dtype=torch.float64, device=device)
         for part, policies in zip(parts, frozen, strict=True):
             kl = kl_estimate(policies.proximal, policies.reference, algorithm.kl) * part.mask
-            rows = torch.from_numpy(part.sample_index).to(device)
-            kl_B.index_add_(0, rows, kl.sum(dim=1).double())
+            kl_B.index_add_(0, part.sample_index, kl.sum(dim=1).double())
         rewards_B = rewards_B - algorithm.kl_coef * _sum_over_ranks(kl_B).cpu()
     if not isinstance(algorithm.advantage, str):
         advantages_B = torch.as_tensor(algorithm.advantage(rewards_B, groups_B))
@@ -185,50 +184,52 @@ class _Totals:
 
     ages: torch.Tensor
     """Of this rank's samples: see `_ages`."""
-    staleness: tuple[float, int] = (0.0, 0)
-    """Mean and largest age of the samples of all ranks."""
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
-    norms: list[float] = field(default_factory=list)
-    gaps: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(NUM_AGES, len(GAPS), dtype=torch.float64)
-    )
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    """[2, tokens]: current / proximal and proximal / behavior."""
+    exchanged: list[torch.Tensor] = field(default_factory=list)
+    """[ranks, K] on the device, of each optimizer step; `_ENDS` says what stands where."""
+    are_finite: torch.Tensor | None = None
+    """Whether loss and gradient have been finite in all steps so far, on the device."""
 
-    def add(self, found: list[Diagnostics], squared_norm: torch.Tensor, step: int) -> float:
-        """Take in one optimizer step, with one exchange between ranks; returns the gradient norm.
+    def add(
+        self, found: list[Diagnostics], squared_norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in one optimizer step, with one exchange between ranks.
 
-        Raises:
-            TrainError: If loss or gradient is not finite.
+        Returns:
+            The gradient norm, and whether all is finite so far; both on the device.
         """
         sums = torch.stack([d.sums for d in found]).sum(dim=0)
         gaps = torch.stack([d.gaps for d in found]).sum(dim=0)
         chosen = [_some(torch.cat([getattr(d, name) for d in found])) for name in _RATIOS]
-        norm_1, ages = squared_norm.to(sums).reshape(1), self.ages.to(sums)
+        norm_1 = squared_norm.to(sums).reshape(1)
+        ages = self.ages.to(sums.device, non_blocking=True)
         exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen]))
-        ends = np.cumsum([len(SUMS), 1, gaps.numel(), len(ages)]).tolist()
-        summed = exchanged[:, : ends[-1]].sum(dim=0)
-        for name, value in zip(SUMS, summed.tolist(), strict=False):
-            self.sums[name] += value
-        squared = float(summed[ends[0]])
-        norm = math.sqrt(squared) if squared >= 0 else math.nan
-        _check_finite({"loss": self.sums["loss"], "grad_norm": norm}, step)
-        self.norms.append(norm)
-        self.gaps += summed[ends[1] : ends[2]].reshape(self.gaps.shape)
-        age, aged, _ = summed[ends[2] :].tolist()
-        self.staleness = (age / max(1.0, aged), int(exchanged[:, ends[-1] - 1].max()))
-        ratios = exchanged[:, ends[-1] :].reshape(len(exchanged), len(_RATIOS), -1)
-        self.ratios.append(ratios.transpose(0, 1).flatten(1))
-        return norm
+        self.exchanged.append(exchanged)
+        loss, norm = exchanged[:, _LOSS].sum(), exchanged[:, _NORM].sum().sqrt()
+        is_finite = loss.isfinite() & norm.isfinite()
+        self.are_finite = is_finite if self.are_finite is None else self.are_finite & is_finite
+        return norm, self.are_finite
 
-    def figures(self) -> Figures:
-        """Means over tokens, quantiles, and what separates engines and trainer."""
-        sums, count = self.sums, max(1.0, float(self.gaps[:, 0].sum()))
+    def figures(self, step: int) -> Figures:
+        """Means over tokens, quantiles, and what separates engines and trainer.
+
+        Raises:
+            TrainError: If loss or gradient is not finite.
+        """
+        exchanged = torch.stack(self.exchanged).cpu()  # [mini-batches, ranks, K]
+        num_steps, num_ranks, _ = exchanged.shape
+        summed = exchanged[:, :, : _ENDS[-1]].sum(dim=1)
+        norms = summed[:, _NORM].sqrt().tolist()
+        for loss, norm in zip(summed[:, _LOSS].tolist(), norms, strict=True):
+            _check_finite({"loss": loss, "grad_norm": norm}, step)
+        sums = dict(zip(SUMS, summed.sum(dim=0).tolist(), strict=False))
+        gaps = summed[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
+        age, aged, _ = summed[0, _ENDS[2] :].tolist()
+        count = max(1.0, float(gaps[:, 0].sum()))
         figures: Figures = {
-            "staleness_mean": self.staleness[0],
-            "staleness_max": self.staleness[1],
-            "loss": sums["loss"] / len(self.norms),
-            "grad_norm": sum(self.norms) / len(self.norms),
+            "staleness_mean": age / max(1.0, aged),
+            "staleness_max": int(exchanged[0, :, _ENDS[-1] - 1].max()),
+            "loss": sums["loss"] / num_steps,
+            "grad_norm": sum(norms) / num_steps,
             "ratio_mean": sums["ratio"] / count,
             "clip_fraction": sums["clipped"] / count,
             "importance_weight_mean": sums["importance_weight"] / count,
@@ -237,16 +238,18 @@ class _Totals:
             "kl_reference": sums["kl_reference"] / count,
             "entropy": sums["entropy"] / count,
         }
-        _, ratio, squared, k3 = self.gaps.sum(dim=0).tolist()
+        _, ratio, squared, k3 = gaps.sum(dim=0).tolist()
         figures["kl_k3"] = k3 / count
         figures["chi2"] = squared / count - 1
         figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
-        for name, values in zip(_RATIOS.values(), torch.cat(self.ratios, dim=1), strict=True):
+        ratios = exchanged[:, :, _ENDS[-1] :].reshape(num_steps * num_ranks, len(_RATIOS), -1)
+        for i, name in enumerate(_RATIOS.values()):
+            values = ratios[:, i].flatten()
             known = values[~values.isnan()]
             if len(known):
                 figures[name] = torch.quantile(known, known.new_tensor(_QUANTILES)).tolist()
-        ages = [a for a in range(NUM_AGES) if self.gaps[a, 0] > 0]
-        by_age = self.gaps[: max(ages, default=-1) + 1]
+        ages = [a for a in range(NUM_AGES) if gaps[a, 0] > 0]
+        by_age = gaps[: max(ages, default=-1) + 1]
         means = by_age / by_age[:, :1].clamp(min=1)
         figures["tokens_by_staleness"] = by_age[:, 0].tolist()
         figures["kl_k3_by_staleness"] = means[:, 3].tolist()
@@ -258,6 +261,9 @@ class _Totals:
 
 
 _RATIOS = {"ratios": "ratio_quantiles", "gap_ratios": "importance_ratio_quantiles"}
+_ENDS = np.cumsum([len(SUMS), 1, NUM_AGES * len(GAPS), 3]).tolist()
+"""Ends, in a row of what ranks exchange, of sums, gradient norm, gaps and ages; ratios follow."""
+_LOSS, _NORM = SUMS.index("loss"), _ENDS[0]
 
 
 def _some(values: torch.Tensor) -> torch.Tensor:
@@ -304,10 +310,10 @@ def oldest_versions(batch: RankBatch) -> Sequence[int]:
 def _exchange(local_K: torch.Tensor) -> torch.Tensor:
     """Figures [ranks, K] of all ranks, in the order of ranks on each of them."""
     if not dist.is_initialized():
-        return local_K.unsqueeze(0).cpu()
+        return local_K.unsqueeze(0)
     gathered = [torch.empty_like(local_K) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local_K)
-    return torch.stack(gathered).cpu()
+    return torch.stack(gathered)
 
 
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -320,6 +326,6 @@ def _check_finite(figures: dict[str, float], step: int) -> None:
     for name, value in figures.items():
         if not math.isfinite(value):
             raise TrainError(
-                f"step {step}: {name} is {value}; the optimizer did not run. Look at rewards and "
+                f"step {step}: {name} is {value}; the weights did not change. Look at rewards and "
                 "log-probs of this batch, lower the learning rate, or set importance_cap"
             )

@@ -14,6 +14,7 @@ import datetime
 import itertools
 import logging
 import socket
+import time
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 GLOO = "APR_GLOO"
 NCCL = "APR_NCCL"
+
+_POLL_S = 0.0001
 
 _REDUCE = {
     types.ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -116,6 +119,9 @@ class GlooGroup(BaseGroup):
         options.timeout = timeout
         self._group.broadcast(tensor, options).wait(timeout)
 
+    def wait(self, deadline: float) -> None:
+        """Nothing to wait for: `broadcast` returns once the bytes are there."""
+
     def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
         """Reduce over all members, in place."""
         options = dist.AllreduceOptions()
@@ -155,17 +161,43 @@ def register_backends() -> None:
     class IndexFreeNCCLGroup(NCCLGroup):  # type: ignore[misc]
         """Ray's NCCL group; members may sit on different device indices."""
 
+        _dev_comm_map: dict[str, list[Any]]
+        _dev_streams_map: dict[str, list[Any]]
+
         def _generate_group_key(self, comm_key: str) -> str:
             del comm_key  # the stock key holds the device index, which differs among the members
             return f"apr@{self.group_name}"
 
+        @property
+        def stream(self) -> torch.cuda.Stream:
+            """Where the collectives run; it exists from the first one on."""
+            ((stream,),) = self._dev_streams_map.values()
+            return torch.cuda.ExternalStream(stream.ptr)
+
+        def wait(self, deadline: float) -> None:
+            """Wait until what was asked for is done; leave the group if it takes too long.
+
+            Args:
+                deadline: Limit, on the clock of `time.monotonic`.
+
+            Raises:
+                RuntimeError: If it has passed: a peer is dead or silent.
+            """
+            done = self.stream.record_event()
+            while not done.query():
+                if time.monotonic() > deadline:
+                    self.destroy_group()
+                    raise RuntimeError("a peer did not take part in time")
+                time.sleep(_POLL_S)
+
         def destroy_group(self) -> None:
             """Leave at once: destroying a communicator waits until its peers do so, too."""
-            communicators = self._dev_comm_map
+            communicators, self._dev_comm_map = self._dev_comm_map, {}
             for communicator in itertools.chain.from_iterable(communicators.values()):
                 communicator.abort()
-            communicators.clear()
-            super().destroy_group()
+            self._dev_streams_map = {}
+            if communicators and self.rank == 0:  # the actor that the members met at
+                self._destroy_store(self._generate_group_key(""))
 
     _register(NCCL, IndexFreeNCCLGroup)
 
@@ -189,12 +221,31 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
     from ray.util.collective.backend_registry import _global_registry
 
     try:
-        return _global_registry.get(group.backend)(group.world_size, rank, address(group))
+        joined: BaseGroup = _global_registry.get(group.backend)(
+            group.world_size, rank, address(group)
+        )
+        meet(joined, group)
+        return joined
     except (RuntimeError, ValueError, OSError) as error:
         raise WeightSyncError(
             f"rank {rank} of {group.world_size} could not join the weight group at "
             f"{group.host}:{group.port} within {group.timeout_s:g} s: {error}"
         ) from error
+
+
+def meet(joined: Any, group: WeightGroup) -> None:
+    """Broadcast a byte: NCCL connects its members at the first call, which takes seconds.
+
+    Raises:
+        RuntimeError: If the members do not meet in time.
+    """
+    if group.backend != NCCL:
+        return
+    deadline = time.monotonic() + group.timeout_s
+    options = types.BroadcastOptions()
+    options.root_rank, options.root_tensor = 0, 0
+    joined.broadcast([byte_buffer(1, "cuda")], options)
+    joined.wait(deadline)
 
 
 def byte_buffer(num_bytes: int, device: torch.device | str) -> torch.Tensor:

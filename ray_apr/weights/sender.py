@@ -12,7 +12,9 @@ Invariants, kept by `WeightSender`:
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,12 @@ from ray_apr.weights.collective import (
     GLOO,
     NCCL,
     address,
-    as_tensor,
     byte_buffer,
+    meet,
     open_rendezvous,
     register_backends,
 )
+from ray_apr.weights.gather import gather_bucket
 from ray_apr.weights.plan import ParamSpec, WeightGroup, plan_buckets
 
 _MIB = 1 << 20
@@ -96,6 +99,8 @@ class WeightSender:
             collective.init_collective_group(
                 group.world_size, 0, backend=group.backend, group_name=address(group)
             )
+            with self._on_device():
+                meet(collective.get_group_handle(address(group)), group)
         except (RuntimeError, ValueError, OSError) as error:
             raise WeightSyncError(
                 f"the {group.world_size - 1} engine workers did not join the weight group within "
@@ -109,12 +114,7 @@ class WeightSender:
         staged = []
         for bucket in self._buckets:
             buffer = byte_buffer(bucket.num_bytes, self._device) if self._is_sender else None
-            for piece in bucket.slices:
-                full = self._params[piece.param.name].full()
-                if buffer is not None:
-                    as_tensor(buffer, piece.offset, piece.param.shape, piece.param.dtype).copy_(
-                        full
-                    )
+            gather_bucket(bucket, self._params, buffer)
             if buffer is not None:
                 staged.append(buffer)
         if staged and self._device.type == "cuda":
@@ -122,7 +122,7 @@ class WeightSender:
         self.staged = staged
 
     def send(self) -> None:
-        """Broadcast what `gather` staged (rank 0); returns when all of it is on its way.
+        """Broadcast what `gather` staged (rank 0); returns when all of it has left.
 
         Raises:
             WeightSyncError: If the group is not joined, nothing was gathered, or a peer is gone.
@@ -132,16 +132,19 @@ class WeightSender:
         if self._group is None or not self.staged:
             raise WeightSyncError("connect() and gather() come before send()")
         staged, self.staged = self.staged, []
-        on_gpu = self._device.type == "cuda"
-        # a thread begins on the first GPU, whichever the model is on
-        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
-            try:
+        name, deadline = address(self._group), time.monotonic() + self._group.timeout_s
+        try:
+            with self._on_device():
                 for buffer in staged:
-                    collective.broadcast(buffer, src_rank=0, group_name=address(self._group))
-            except RuntimeError as error:
-                raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
-            if on_gpu:
-                torch.cuda.synchronize(self._device)
+                    collective.broadcast(buffer, src_rank=0, group_name=name)
+                collective.get_group_handle(name).wait(deadline)
+        except RuntimeError as error:
+            raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The model's device as the current one: a thread begins on the first GPU."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext()
 
     def close(self) -> None:
         """Leave the group."""

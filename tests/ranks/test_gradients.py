@@ -30,12 +30,13 @@ LAYOUTS |= {"packed": (96, "packed"), "all packed": (4096, "packed")}
 def gradients_of_a_step(model, row, algorithm, train):
     """Whole gradients of one step, by name, and its figures; the weights stay."""
     kept = {}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    optimizer = build_optimizer(model, train)
     names = {id(p): n for n, p in model.named_parameters()}
 
     def keep(optimizer, _args, _kwargs):
-        for p in optimizer.param_groups[0]["params"]:
-            kept[names[id(p)]] = p.grad.full_tensor().clone()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                kept[names[id(p)]] = p.grad.full_tensor().clone()
 
     optimizer.register_step_pre_hook(keep)
     standing = dataclasses.replace(train, learning_rate=1e-30)

@@ -11,12 +11,13 @@ from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate
-from ray_apr.train.logprobs import micro_batches, response_logprobs
+from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
 CPU = torch.device("cpu")
+COMPILE = torch.compile
 TRAIN = TrainConfig(learning_rate=1e-2, max_grad_norm=1e9)
 
 
@@ -122,3 +123,71 @@ def test_selective_checkpointing_computes_only_cheap_operations_again(tmp_path):
             counts[kind] = products
     assert counts["selective"].dear == counts[False].dear < counts[True].dear
     assert counts[False].cheap < counts["selective"].cheap
+
+
+def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
+    # the compiler's own backend needs a minute for C++; what is ours is what it is given
+    compiled = []
+
+    def eager(function):
+        compiled.append(function)
+        return COMPILE(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", eager)
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        (row,) = make_batches(make_samples(), micro_batch_tokens=96, packed=True)
+        weights, figures = [], []
+        for compiles in (False, True):
+            train = dataclasses.replace(
+                TRAIN, packing="packed", compile=compiles, activation_checkpointing=True
+            )
+            model = build_model(str(folder), train, CPU)
+            if compiles:
+                assert len(compiled) == model.config.num_hidden_layers + 1
+                before = [p.to_local().clone() for p in model.parameters()]
+                warm_up(model, CPU, 64, entropy_gradients=False)
+                assert all(p.grad is None for p in model.parameters())
+                assert all(
+                    torch.equal(p.to_local(), b)
+                    for p, b in zip(model.parameters(), before, strict=True)
+                )
+            optimizer = build_optimizer(model, train)
+            figures.append(train_step(model, optimizer, row, AlgorithmConfig(), train))
+            weights.append(dict(full_parameters(model)))
+        assert figures[1]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-5)
+        for name, expected in weights[0].items():
+            torch.testing.assert_close(weights[1][name], expected, rtol=0, atol=1e-4)
+
+
+def test_master_weights_and_states_have_their_own_type(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        train = dataclasses.replace(TRAIN, param_dtype="bfloat16", master_dtype="bfloat16")
+        model = build_model(str(folder), train, CPU)
+        optimizer = build_optimizer(model, train)
+        (row,) = make_batches(make_samples())
+        train_step(model, optimizer, row, AlgorithmConfig(), train)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        states = [s for state in optimizer.state.values() for s in state.values()]
+        assert {s.dtype for s in states if s.ndim} == {torch.bfloat16}
+
+
+def test_clipping_scales_what_the_sharded_optimizer_is_given(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        (row,) = make_batches(make_samples())
+        moved = []
+        for limit in (1e9, 1e-2):
+            # with an eps like this AdamW is linear in the gradient
+            train = dataclasses.replace(TRAIN, learning_rate=1e3, eps=1e6, max_grad_norm=limit)
+            model = build_model(str(folder), train, CPU)
+            before = dict(full_parameters(model))
+            before = {name: w.clone() for name, w in before.items()}
+            figures = train_step(
+                model, build_optimizer(model, train), row, AlgorithmConfig(), train
+            )
+            moved.append({n: w - before[n] for n, w in full_parameters(model)})
+        name = "model.layers.0.mlp.down_proj.weight"
+        ratio = (moved[1][name].norm() / moved[0][name].norm()).item()
+        assert ratio == pytest.approx(1e-2 / figures["grad_norm"], rel=0.05)

@@ -50,7 +50,7 @@ class Recorder(torch.optim.SGD):
     """Keeps the gradients that it was given, and goes down them if it is to move."""
 
     def __init__(self, model, *, moves=False):
-        super().__init__(model.parameters(), lr=TRAIN.learning_rate)
+        super().__init__(model.parameters(), lr=TRAIN.learning_rate, fused=True)
         self.gradients = []
         self.moves = moves
 

@@ -37,7 +37,7 @@ class CapturingOptimizer(torch.optim.SGD):
     def step(self, closure=None):
         del closure
         parameters = self.param_groups[0]["params"]
-        self.gradients = [p.grad.clone() for p in parameters]
+        self.gradients = [p.grad / self.grad_scale for p in parameters]
 
 
 def naive_loss(model, samples, algorithm, oldest_version=0):

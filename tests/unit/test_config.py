@@ -127,11 +127,21 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("train", "betas", 0.9),
         ("train", "batch_size", 0),
         ("train", "activation_checkpointing", "yes"),
+        ("train", "compile", "yes"),
+        ("train", "master_dtype", "float16"),
         ("buffer", "wait_timeout_s", 0),
     ],
 )
 def test_values_out_of_range_are_refused(section, name, value):
     refused(section, name, value)
+
+
+def test_selective_checkpointing_and_compiled_layers_exclude_each_other():
+    with pytest.raises(ConfigError, match=r'train\.compile.*"selective"'):
+        TrainConfig(compile=True, activation_checkpointing="selective")
+    assert not TrainConfig(activation_checkpointing="selective").compiles("cuda")
+    assert TrainConfig().compiles("cuda") and not TrainConfig().compiles("cpu")
+    assert TrainConfig(compile=True).compiles("cpu")
 
 
 def test_largest_oversampling_is_one_batch_more_than_the_bound():

@@ -1,0 +1,341 @@
+"""Weight sync on GPUs: from a trainer on one to engines on the others, while they generate.
+
+    python benchmarks/gpu.py sync --shape 4B --gpus 2 --out sync.json
+
+First torch.distributed broadcasts as many bytes between bare processes on the same GPUs: the raw
+figure. Then a trainer (`WeightSender`, `RunControl`) syncs to rollout servers with CUDA graphs that
+keep `--inflight` requests each under way. Every sync sends other random weights; afterwards the
+servers' log-probs of a greedy response must be those of the trainer's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+APP = "sync-benchmark"
+PROMPT_TOKENS, RESPONSE_TOKENS, CHECKED_TOKENS = 64, 1024, 32
+NUM_CHECKED = 8
+MODES = ("abort", "keep")
+TIMEOUT_S = 120.0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Time raw broadcasts, then syncs; returns times and log-prob gaps of each."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # the receivers tell when they are done
+    raw = raw_broadcast(model, args)
+    import ray
+    import torch
+
+    from ray_apr import RolloutConfig
+    from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+
+    path = f"{ROOT}:{ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"
+    ray.init(
+        namespace="apr-benchmark",
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        log_to_driver=False,
+    )
+    on_gpu = torch.cuda.is_available()
+    num_workers = args.gpus - 1
+    config = RolloutConfig(
+        num_replicas=num_workers // args.tensor_parallel,
+        tensor_parallel_size=args.tensor_parallel,
+        max_response_tokens=RESPONSE_TOKENS,
+        device="cuda" if on_gpu else "cpu",
+        dtype="bfloat16" if on_gpu else "float32",
+        start_timeout_s=240.0,
+        engine_kwargs={
+            "max_num_seqs": args.inflight + NUM_CHECKED,
+            **({"gpu_memory_utilization": 0.8} if on_gpu else {}),
+        },
+    )
+    try:
+        start_rollout_servers(APP, model=str(model), config=config, max_model_len=args.context)
+        say("servers run")
+        driver = ray.remote(Driver).options(max_concurrency=10_000).remote(config)
+        trainer = (
+            ray.remote(Trainer).options(num_gpus=int(on_gpu)).remote(str(model), args.bucket_mb)
+        )
+        began = time.perf_counter()
+        ray.get(trainer.connect.remote(driver, num_workers), timeout=TIMEOUT_S)
+        connect_s = time.perf_counter() - began
+        say(f"connected in {connect_s:.2f} s")
+        responses = ray.get(driver.greedy.remote(), timeout=TIMEOUT_S)
+        before = ray.get(trainer.check.remote(responses), timeout=TIMEOUT_S)
+        num_requests = args.inflight * config.num_replicas
+        ray.get(driver.start_load.remote(num_requests, args.inflight), timeout=TIMEOUT_S)
+        say("load runs")
+        syncs = []
+        for version in range(1, args.repeats * len(MODES) + 1):
+            time.sleep(2.0)  # all requests are under way again
+            mode = MODES[version % len(MODES)]
+            ray.get(driver.set_mode.remote(mode))
+            row = ray.get(trainer.sync.remote(version), timeout=TIMEOUT_S)
+            responses = ray.get(driver.greedy.remote(), timeout=TIMEOUT_S)
+            gap = ray.get(trainer.check.remote(responses), timeout=TIMEOUT_S)
+            syncs.append({"mode": mode, **row, **gap})
+            say(json.dumps(syncs[-1]))
+        load_ms = worker_times()
+        return {
+            "raw": raw,
+            "connect_s": connect_s,
+            "log_prob_gap_before": before,
+            "syncs": syncs,
+            "worker_load_ms": load_ms,
+            "summary": summary(raw, syncs) | {"worker": worker_summary(raw, load_ms)},
+        }
+    finally:
+        stop_rollout_servers(APP)
+        ray.shutdown()
+
+
+def say(text: str) -> None:
+    """Show progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def summary(raw: dict[str, Any], syncs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians by mode, without the first sync, which records what later ones replay."""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        rows = [row for row in syncs[1:] if row["mode"] == mode]
+        names = ("gather_s", "send_s", "pause_s", "receive_s", "resume_s", "stopped_s")
+        found[mode] = {name: statistics.median(row[name] for row in rows) for name in names}
+        found[mode]["raw_over_send"] = raw["median_s"] / found[mode]["send_s"]
+        found[mode]["log_prob_gap"] = max(row["mean_gap"] for row in rows)
+    return found
+
+
+def worker_times() -> list[float]:
+    """What a receiver logged of each sync: ms from its first bucket to the last copy."""
+    pattern = re.compile(r"bytes of weights: loaded ([\d.]+) ms")
+    logs = Path("/tmp/ray/session_latest/logs").glob("worker-*.*")
+    found = [pattern.findall(path.read_text(errors="ignore")) for path in logs]
+    return [float(ms) for ms in max(found, key=len, default=[])]
+
+
+def worker_summary(raw: dict[str, Any], load_ms: list[float]) -> dict[str, float]:
+    """Receiving and loading in the worker against the raw broadcast.
+
+    The first sync records the copies and the second one loads their kernels: they are left out.
+    """
+    if len(load_ms) < 3:
+        return {}
+    rest_s = statistics.median(load_ms[2:]) / 1e3
+    first = raw["first_bucket_bytes"] / raw["bytes"]
+    return {
+        "receive_and_load_over_raw": rest_s / raw["median_s"] + first,
+        "broadcast_rate_over_raw": (1 - first) * raw["median_s"] / rest_s,
+    }
+
+
+# -- the raw figure --------------------------------------------------------------------------------
+
+
+def raw_broadcast(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds in which torch.distributed broadcasts the model's bytes, in the same buckets."""
+    import torch.multiprocessing as mp
+
+    sizes = bucket_sizes(model, args.bucket_mb)
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_broadcast, (args.gpus, sizes, queue), nprocs=args.gpus)
+    seconds = queue.get()
+    return {
+        "bytes": sum(sizes),
+        "first_bucket_bytes": sizes[0],
+        "seconds": seconds,
+        "median_s": statistics.median(seconds),
+    }
+
+
+def bucket_sizes(model: Path, bucket_mb: float) -> list[int]:
+    """Bytes of each broadcast of a sync."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ray_apr.weights.plan import plan_buckets
+    from ray_apr.weights.sender import WeightSender
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    params = WeightSender(empty, bucket_mb=bucket_mb, wire_dtype=dtype).params
+    return [bucket.num_bytes for bucket in plan_buckets(params, int(bucket_mb * 2**20))]
+
+
+def _broadcast(rank: int, world_size: int, sizes: list[int], queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else dist.barrier
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(init_method="tcp://127.0.0.1:29871", rank=rank, world_size=world_size)
+    buffers = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
+    seconds = []
+    for _ in range(13):
+        dist.barrier()
+        synchronize()
+        began = time.perf_counter()
+        for buffer in buffers:
+            dist.broadcast(buffer, 0)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        queue.put(seconds[3:])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The trainer's side of a sync, without a training."""
+
+    def __init__(self, model: str, bucket_mb: float) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from ray_apr.weights.sender import WeightSender
+
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self._model.to(self._device)
+        self._sender = WeightSender(self._model, bucket_mb=bucket_mb)
+
+    def connect(self, driver: Any, num_engine_workers: int) -> None:
+        """Form the group."""
+        from ray_apr.train.control import RunControl
+
+        self._control = RunControl(
+            buffer=None, worker=driver, recorder=None, sync_timeout_s=TIMEOUT_S
+        )
+        self._control.connect(self._sender, num_engine_workers, timeout_s=TIMEOUT_S)
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Draw new weights, and send them."""
+        import torch
+
+        generator = torch.Generator(self._device).manual_seed(version)
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.03, generator=generator)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        self._sender.gather()
+        gathered = time.perf_counter()
+        send, times = self._sender.send, {}
+
+        def timed_send() -> None:
+            started = time.perf_counter()
+            send()
+            times["send_s"] = time.perf_counter() - started
+
+        self._sender.send = timed_send  # type: ignore[method-assign]
+        times |= self._control.broadcast(self._sender, version)
+        self._sender.send = send  # type: ignore[method-assign]
+        return {"gather_s": gathered - began, **times}
+
+    def check(self, responses: list[tuple[list[int], list[float]]]) -> dict[str, float]:
+        """Gap between the servers' log-probs and those of this model."""
+        import torch
+
+        gaps = []
+        with torch.no_grad():
+            for ids, theirs in responses:
+                logits = self._model(torch.tensor([ids], device=self._device)).logits[0].float()
+                scored = torch.tensor(ids[-len(theirs) :], device=self._device)
+                ours = logits[-len(theirs) - 1 : -1].log_softmax(-1).gather(1, scored[:, None])
+                gaps.append((ours[:, 0].cpu() - torch.tensor(theirs)).abs())
+        gap = torch.cat(gaps)
+        return {"mean_gap": gap.mean().item(), "max_gap": gap.max().item()}
+
+
+class Driver:
+    """Requests under way, and the control side of a sync."""
+
+    def __init__(self, config: Any) -> None:
+        from ray_apr.serve.client import ServeRolloutClient
+        from ray_apr.weights.sync import WeightSync
+
+        self._client = ServeRolloutClient(APP, config, max_inflight=10_000)
+        self._syncs = {
+            mode: WeightSync(self._client, pause_mode=mode, timeout_s=TIMEOUT_S) for mode in MODES
+        }
+        self._mode = MODES[0]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rng = random.Random(0)
+
+    async def set_mode(self, mode: Any) -> None:
+        """How the next syncs pause."""
+        self._mode = mode
+
+    async def start_load(self, num_requests: int, per_replica: int) -> None:
+        """Keep requests under way from now on."""
+        self._tasks = [asyncio.create_task(self._request(i)) for i in range(num_requests)]
+        while min(s.num_running for s in await self._client.status(drain=False)) < per_replica:  # noqa: ASYNC110  (servers tell nobody)
+            await asyncio.sleep(0.1)
+
+    async def _request(self, index: int) -> None:
+        from ray_apr.types import SamplingParams
+
+        sampling = SamplingParams(ignore_eos=True)
+        for turn in range(1_000_000):
+            await self._client.generate(
+                request_id=f"{index}-{turn}",
+                session_id=f"{index}",
+                token_ids=self._prompt(),
+                sampling=sampling,
+                max_tokens=self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS),
+            )
+
+    def _prompt(self) -> list[int]:
+        return [self._rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)]
+
+    async def greedy(self) -> list[tuple[list[int], list[float]]]:
+        """Prompt + response and its log-probs, of a few greedy requests."""
+        from ray_apr.types import SamplingParams
+
+        async def one(index: int) -> tuple[list[int], list[float]]:
+            prompt = self._prompt()
+            generation = await self._client.generate(
+                request_id=f"check-{time.monotonic()}-{index}",
+                session_id=f"check-{index}",
+                token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True, is_evaluation=False),
+                max_tokens=CHECKED_TOKENS,
+            )
+            ids = [t for s in generation.segments for t in s.token_ids]
+            logprobs = [p for s in generation.segments for p in s.logprobs]
+            return prompt + ids, logprobs
+
+        return await asyncio.gather(*(one(i) for i in range(NUM_CHECKED)))
+
+    async def join_weight_group(self, group: dict[str, Any]) -> None:
+        """As the rollout worker does."""
+        await self._client.join_weight_group(group)
+
+    async def begin_sync(self, policy_version: int) -> None:
+        """As the rollout worker does."""
+        await self._syncs[self._mode].begin(policy_version)
+
+    async def finish_sync(self, policy_version: int) -> dict[str, float]:
+        """As the rollout worker does."""
+        del policy_version
+        return dataclasses.asdict(await self._syncs[self._mode].finish())

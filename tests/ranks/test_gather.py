@@ -1,0 +1,66 @@
+"""Gathering of sharded weights (weights/gather.py) on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from ray_apr.config import LoRAConfig, TrainConfig
+from ray_apr.train.checkpoint import full_parameters
+from ray_apr.train.fsdp import build_model
+from ray_apr.weights.collective import as_tensor
+from ray_apr.weights.plan import plan_buckets
+from ray_apr.weights.sender import WeightSender
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import process_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+BUCKET_MB = 0.01
+"""Several parameters in a bucket, and the embedding larger than one."""
+
+
+def work(rank, world_size, folder, train, wire_dtype, results):
+    torch.set_num_threads(1)
+    with process_group(results, rank=rank, world_size=world_size):
+        model = build_model(str(folder), train, torch.device("cpu"))
+        sender = WeightSender(model, bucket_mb=BUCKET_MB, wire_dtype=wire_dtype)
+        for _ in range(2):
+            sender.gather()
+        expected = dict(full_parameters(model))
+        if rank:
+            assert sender.staged == []
+            return
+        found = {}
+        for bucket, buffer in zip(
+            plan_buckets(sender.params, int(BUCKET_MB * 2**20)), sender.staged, strict=True
+        ):
+            for piece in bucket.slices:
+                spec = piece.param
+                found[spec.name] = as_tensor(buffer, piece.offset, spec.shape, spec.dtype).clone()
+        torch.save((found, expected), results / "found.pt")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "train", "wire_dtype"),
+    [
+        (1, TrainConfig(), "bfloat16"),
+        (2, TrainConfig(), None),
+        (3, TrainConfig(), "bfloat16"),
+        (4, TrainConfig(shard_ranks=2), None),
+        (2, TrainConfig(lora=LoRAConfig(rank=2)), None),
+    ],
+)
+def test_rank_0_has_all_rows_of_all_ranks(tmp_path, world_size, train, wire_dtype):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    train = dataclasses.replace(train, packing="padded")
+    mp.spawn(work, (world_size, folder, train, wire_dtype, tmp_path), nprocs=world_size)
+    found, expected = torch.load(tmp_path / "found.pt")
+    assert set(found) == set(expected)
+    assert any(len(w) % world_size for w in expected.values()) or world_size < 3, "uneven rows"
+    for name, weights in expected.items():
+        wanted = weights if wire_dtype is None else weights.to(torch.bfloat16)
+        torch.testing.assert_close(found[name], wanted, rtol=0, atol=0)
