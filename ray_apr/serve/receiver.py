@@ -101,6 +101,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             else:
                 self._receive_on_gpu(options, deadline)
         except RuntimeError as error:
+            if self.device.type != "cpu":
+                self.shutdown()  # an NCCL group that broke off would only hang
             raise WeightSyncError(
                 f"the weights of version {update_info.policy_version} broke off: {error}"
             ) from error

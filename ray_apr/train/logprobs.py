@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _CHUNK_LOGITS = 2**26
 _CHUNK_LOGITS_COMPILED = 2**28
 """A compiled chunk needs a third of the memory, and large ones keep a GPU busier."""
+_WARM_UP_TOKENS = 4096
+"""Enough for several chunks of a large vocabulary."""
 _METHOD = "response_logprobs"
 
 
@@ -219,11 +221,11 @@ def warm_up(
     Args:
         model: A model that `attach_response_logprobs` has compiled.
         device: Where it computes.
-        num_tokens: Tokens of the larger micro-batch.
+        num_tokens: Most tokens of a micro-batch; no more than `_WARM_UP_TOKENS` are made up.
         entropy_gradients: As `response_logprobs` will be called.
     """
     for count in (8, 6):
-        length = max(4, num_tokens // 8)
+        length = max(4, min(num_tokens, _WARM_UP_TOKENS) // 8)
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
             sample_index=np.arange(count),

@@ -82,7 +82,8 @@ def train_step(
         Figures of the step over all ranks, the same on each of them.
 
     Raises:
-        TrainError: On all ranks, with unchanged weights, if loss or gradient is not finite.
+        TrainError: On all ranks, if loss or gradient is not finite; that mini-batch and those after
+            it have then left the weights alone.
     """
     device = next(model.parameters()).device
     parts = micro_batches(batch, device, packed=train.packs(device.type))

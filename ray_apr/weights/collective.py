@@ -10,6 +10,7 @@ CPU worker is no Ray actor, which those calls demand; `join` gives it the group 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -196,7 +197,10 @@ def register_backends() -> None:
             for communicator in itertools.chain.from_iterable(communicators.values()):
                 communicator.abort()
             self._dev_streams_map = {}
-            if communicators and self.rank == 0:  # the actor that the members met at
+
+        def end_rendezvous(self) -> None:
+            """Take away the detached actor at which the members have met; nobody needs it now."""
+            with contextlib.suppress(ValueError):  # it is gone
                 self._destroy_store(self._generate_group_key(""))
 
     _register(NCCL, IndexFreeNCCLGroup)
@@ -234,7 +238,7 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
 
 
 def meet(joined: Any, group: WeightGroup) -> None:
-    """Broadcast a byte: NCCL connects its members at the first call, which takes seconds.
+    """Broadcast a byte: NCCL's members meet and connect at the first call, which takes seconds.
 
     Raises:
         RuntimeError: If the members do not meet in time.
@@ -246,6 +250,8 @@ def meet(joined: Any, group: WeightGroup) -> None:
     options.root_rank, options.root_tensor = 0, 0
     joined.broadcast([byte_buffer(1, "cuda")], options)
     joined.wait(deadline)
+    if joined.rank == 0:
+        joined.end_rendezvous()
 
 
 def byte_buffer(num_bytes: int, device: torch.device | str) -> torch.Tensor:
