@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEMORY_SHARE = 0.15
 """A whole model may stay gathered, or its gradients unreduced, within this share of the memory."""
+_UNIT_BYTES = 128 * 2**20
 _KEPT_OPS = {
     "aten::mm",
     "aten::addmm",
@@ -88,10 +89,11 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         "reshard_after_forward": not keep_gathered,
     }
     compiles = train.compiles(device.type)
-    for layer in _layers(loaded):
-        if compiles:  # its forward alone: FSDP's hooks, and a checkpoint around it, stay outside
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-        fully_shard(layer, **sharding)
+    for unit in _units(_layers(loaded), dtype):
+        if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
+            for layer in unit:
+                layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        fully_shard(unit, **sharding)
     fully_shard(loaded, **sharding)
     attach_response_logprobs(loaded, compiled=compiles)
     return loaded
@@ -156,6 +158,20 @@ def _layers(model: Any) -> list[nn.Module]:
     """The decoder layers: the longest list of modules in the base model."""
     lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
+
+
+def _units(layers: list[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
+    """Neighbouring layers that are gathered and reduced together: each unit costs the host time,
+    which a GPU that is done with small layers would wait for."""
+    units: list[list[nn.Module]] = []
+    size = _UNIT_BYTES
+    for layer in layers:
+        if size >= _UNIT_BYTES:
+            units.append([])
+            size = 0
+        units[-1].append(layer)
+        size += sum(p.numel() for p in layer.parameters()) * dtype.itemsize
+    return units
 
 
 def fits_whole(model: nn.Module, dtype: str, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
+from ray_apr.train import fsdp
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
@@ -191,3 +192,12 @@ def test_clipping_scales_what_the_sharded_optimizer_is_given(tmp_path):
         name = "model.layers.0.mlp.down_proj.weight"
         ratio = (moved[1][name].norm() / moved[0][name].norm()).item()
         assert ratio == pytest.approx(1e-2 / figures["grad_norm"], rel=0.05)
+
+
+def test_small_layers_share_a_unit_and_large_ones_have_their_own(monkeypatch):
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(5)]  # 256 bytes each in float32
+    for limit, expected in ((1, [1] * 5), (256, [1] * 5), (512, [2, 2, 1]), (10**6, [5])):
+        monkeypatch.setattr(fsdp, "_UNIT_BYTES", limit)
+        units = fsdp._units(layers, torch.float32)
+        assert [len(unit) for unit in units] == expected
+        assert [layer for unit in units for layer in unit] == layers
