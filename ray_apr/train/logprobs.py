@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _CHUNK_LOGITS = 2**26
 _CHUNK_LOGITS_COMPILED = 2**28
-"""A compiled chunk needs a third of the memory, and large ones keep a GPU busier."""
+"""A compiled chunk makes no float32 copies of its logits, and large ones keep a GPU busier."""
 _WARM_UP_TOKENS = 4096
 """Enough for several chunks of a large vocabulary."""
 _METHOD = "response_logprobs"
@@ -212,7 +212,12 @@ def response_logprobs(
 
 
 def warm_up(
-    model: nn.Module, device: torch.device, num_tokens: int, *, entropy_gradients: bool
+    model: nn.Module,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    packed: bool,
+    entropy_gradients: bool,
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
@@ -222,6 +227,7 @@ def warm_up(
         model: A model that `attach_response_logprobs` has compiled.
         device: Where it computes.
         num_tokens: Most tokens of a micro-batch; no more than `_WARM_UP_TOKENS` are made up.
+        packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
     """
     for count in (8, 6):
@@ -236,7 +242,7 @@ def warm_up(
             loss_mask=np.ones(responses, dtype=bool),
             versions=np.zeros(responses, dtype=np.int64),
             device=device,
-            packed=True,
+            packed=packed,
         )
         logprobs, _ = response_logprobs(model, part, entropy_gradients=entropy_gradients)
         logprobs.sum().backward()

@@ -137,6 +137,7 @@ class _TrainLoop:
                 self._model,
                 device,
                 self._train.micro_batch_tokens,
+                packed=self._train.packs(device.type),
                 entropy_gradients=settings["algorithm"].entropy_coef > 0,
             )
         self._publisher = self._make_publisher()

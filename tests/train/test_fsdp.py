@@ -147,7 +147,7 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
             if compiles:
                 assert len(compiled) == model.config.num_hidden_layers + 1
                 before = [p.to_local().clone() for p in model.parameters()]
-                warm_up(model, CPU, 64, entropy_gradients=False)
+                warm_up(model, CPU, 64, packed=True, entropy_gradients=False)
                 assert all(p.grad is None for p in model.parameters())
                 assert all(
                     torch.equal(p.to_local(), b)
