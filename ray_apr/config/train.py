@@ -112,8 +112,8 @@ class TrainConfig:
     param_dtype: DType = "float32"
     """Data type of the forward and backward pass."""
     master_dtype: DType = "float32"
-    """Data type of the weights that the optimizer steps, and of its states. In bfloat16 a small step
-    may round to none."""
+    """Data type of the weights that the optimizer steps, and of its states. In bfloat16 a small
+    step may round to none."""
     reduce_dtype: DType = "float32"
     """Data type of the gradients' reduction."""
     checkpoint_every: int = 0
