@@ -160,6 +160,23 @@ def test_not_finite_raises_and_changes_nothing(folder, column):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_mini_batch_after_one_that_is_not_finite_changes_nothing_either(folder):
+    (row,) = make_batches(make_samples(), mini_batches=2)
+    broken = list(row.behavior_logprobs)
+    broken[0] = float("nan")  # the first mini-batch's
+    model = load(folder)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(TrainError, match="loss is nan"):
+        train_step(
+            model,
+            build_optimizer(model, TRAIN),
+            dataclasses.replace(row, behavior_logprobs=broken),
+            AlgorithmConfig(),
+            dataclasses.replace(TRAIN, mini_batches=2),
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_steps_raise_the_chance_of_what_was_rewarded(folder):
     model = load(folder)
     optimizer = build_optimizer(model, TRAIN)
