@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py trainer --shape 0.6B --gpus 1 --out results/gpu-trainer.json
     python benchmarks/gpu.py sync --shape 4B --gpus 2 --out results/gpu-sync-4B.json
-    python benchmarks/gpu.py rollout --shape 0.6B --gpus 2 --out results/gpu-rollout.json
+    python benchmarks/gpu.py rollout --shape 0.6B --out results/gpu-rollout.json
 
 docs/performance.md says what the figures mean.
 """
@@ -19,7 +19,7 @@ from gpu_models import SHAPES, make_model
 from gpu_rollout import measure_rollout
 from gpu_sync import measure_sync
 from gpu_trainer import measure_trainer
-from host import describe_call, package_versions
+from host import describe_call, gpu_names, package_versions
 
 
 def main() -> None:
@@ -39,6 +39,7 @@ def _arguments() -> argparse.Namespace:
     subjects = parser.add_subparsers(required=True)
     trainer = subjects.add_parser("trainer", help="forward, backward and optimizer")
     trainer.set_defaults(measure=measure_trainer)
+    trainer.add_argument("--gpus", type=int, default=1)
     trainer.add_argument("--tokens", type=int, default=16384, help="of one step on one GPU")
     trainer.add_argument("--samples", type=int, default=16, help="of one step on one GPU")
     trainer.add_argument("--steps", type=int, default=10, help="of one turn")
@@ -48,6 +49,7 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     sync = subjects.add_parser("sync", help="weights from a trainer to engines that generate")
     sync.set_defaults(measure=measure_sync)
+    sync.add_argument("--gpus", type=int, default=2, help="one of them for the trainer")
     sync.add_argument("--bucket-mb", type=float, default=256.0)
     sync.add_argument("--inflight", type=int, default=256, help="requests of each replica")
     sync.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each replica")
@@ -58,7 +60,6 @@ def _arguments() -> argparse.Namespace:
     rollout.add_argument("--longest", type=int, default=1536, help="tokens of a response")
     for subject in (trainer, sync, rollout):
         subject.add_argument("--shape", choices=list(SHAPES), default="0.6B")
-        subject.add_argument("--gpus", type=int, default=1 if subject is trainer else 2)
         subject.add_argument("--repeats", type=int, default=3, help="turns of each variant")
         subject.add_argument("--context", type=int, default=32768)
         subject.add_argument("--out", type=Path, required=True)
@@ -67,11 +68,8 @@ def _arguments() -> argparse.Namespace:
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """Command, date, machine and versions."""
-    import torch
-
     called = describe_call()
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    called["machine"]["gpus"] = names
+    called["machine"]["gpus"] = gpu_names()
     settings = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str | list)}
     return {**called, "versions": package_versions(), "settings": settings}
 

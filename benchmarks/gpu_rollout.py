@@ -1,6 +1,6 @@
 """Generation through the whole path, against vLLM's own offline engine on the same requests.
 
-    python benchmarks/gpu.py rollout --shape 0.6B --gpus 2 --out rollout.json
+    python benchmarks/gpu.py rollout --shape 0.6B --out rollout.json
 
 Both generate the same number of responses of the same lengths on one GPU, `--inflight` at a time,
 with log-probs. The offline engine is measured before and after ours, which is a synchronous run of
@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from host import ray_environment
 
-ROOT = Path(__file__).resolve().parents[1]
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
-NUM_TURNS = 3
 
 
 def measure_rollout(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def _offline(
     texts, params = [row[0] for row in rows], [row[1] for row in rows]
     llm.generate(texts[:64], params[:64], use_tqdm=False)
     found = []
-    for _ in range(NUM_TURNS):
+    for _ in range(args.repeats):
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(texts, params, use_tqdm=False)
@@ -128,8 +127,7 @@ def our_steps(
     from ray_apr import APRTrainer, PartialRolloutConfig, RolloutConfig, TrainConfig
 
     on_gpu = torch.cuda.is_available()
-    path = f"{ROOT}:{ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
+    ray.init(runtime_env=ray_environment(), log_to_driver=False)
     folder = model.parent
     try:
         trainer = APRTrainer(
@@ -150,7 +148,7 @@ def our_steps(
             ),
             partial_rollout_config=PartialRolloutConfig.preset("sync"),
             train_config=TrainConfig(
-                steps=NUM_TURNS + 1,
+                steps=args.repeats + 1,
                 batch_size=args.samples,
                 micro_batch_tokens=32768,
                 learning_rate=1e-8,

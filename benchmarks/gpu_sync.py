@@ -13,21 +13,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import random
 import re
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from host import free_port, ray_environment
 
 APP = "sync-benchmark"
 PROMPT_TOKENS, RESPONSE_TOKENS, CHECKED_TOKENS = 64, 1024, 32
 NUM_CHECKED = 8
 MODES = ("abort", "keep")
 TIMEOUT_S = 120.0
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -40,12 +43,7 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from ray_apr import RolloutConfig
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 
-    path = f"{ROOT}:{ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"
-    ray.init(
-        namespace="apr-benchmark",
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-        log_to_driver=False,
-    )
+    ray.init(namespace="apr-benchmark", runtime_env=ray_environment(), log_to_driver=False)
     on_gpu = torch.cuda.is_available()
     num_workers = args.gpus - 1
     config = RolloutConfig(
@@ -77,10 +75,10 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         ray.get(driver.start_load.remote(num_requests, args.inflight), timeout=TIMEOUT_S)
         say("load runs")
         syncs = []
-        for version in range(1, args.repeats * len(MODES) + 1):
+        for version in range(1, args.repeats * len(MODES) + 2):
             time.sleep(2.0)  # all requests are under way again
             mode = MODES[version % len(MODES)]
-            ray.get(driver.set_mode.remote(mode))
+            ray.get(driver.set_mode.remote(mode), timeout=TIMEOUT_S)
             row = ray.get(trainer.sync.remote(version), timeout=TIMEOUT_S)
             responses = ray.get(driver.greedy.remote(), timeout=TIMEOUT_S)
             gap = ray.get(trainer.check.remote(responses), timeout=TIMEOUT_S)
@@ -120,7 +118,7 @@ def summary(raw: dict[str, Any], syncs: list[dict[str, Any]]) -> dict[str, Any]:
 def worker_times() -> list[float]:
     """What a receiver logged of each sync: ms from its first bucket to the last copy."""
     pattern = re.compile(r"bytes of weights: loaded ([\d.]+) ms")
-    logs = Path("/tmp/ray/session_latest/logs").glob("worker-*.*")
+    logs = Path(tempfile.gettempdir(), "ray/session_latest/logs").glob("worker-*.*")
     found = [pattern.findall(path.read_text(errors="ignore")) for path in logs]
     return [float(ms) for ms in max(found, key=len, default=[])]
 
@@ -149,7 +147,7 @@ def raw_broadcast(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     sizes = bucket_sizes(model, args.bucket_mb)
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_broadcast, (args.gpus, sizes, queue), nprocs=args.gpus)
+    mp.spawn(_broadcast, (args.gpus, free_port(), sizes, queue), nprocs=args.gpus)
     seconds = queue.get()
     return {
         "bytes": sum(sizes),
@@ -174,7 +172,7 @@ def bucket_sizes(model: Path, bucket_mb: float) -> list[int]:
     return [bucket.num_bytes for bucket in plan_buckets(params, int(bucket_mb * 2**20))]
 
 
-def _broadcast(rank: int, world_size: int, sizes: list[int], queue: Any) -> None:
+def _broadcast(rank: int, world_size: int, port: int, sizes: list[int], queue: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -182,7 +180,7 @@ def _broadcast(rank: int, world_size: int, sizes: list[int], queue: Any) -> None
     synchronize = torch.cuda.synchronize if device.type == "cuda" else dist.barrier
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(init_method="tcp://127.0.0.1:29871", rank=rank, world_size=world_size)
+    dist.init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     buffers = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
     seconds = []
     for _ in range(13):
@@ -296,7 +294,7 @@ class Driver:
         from ray_apr.types import SamplingParams
 
         sampling = SamplingParams(ignore_eos=True)
-        for turn in range(1_000_000):
+        for turn in itertools.count():
             await self._client.generate(
                 request_id=f"{index}-{turn}",
                 session_id=f"{index}",
@@ -318,7 +316,7 @@ class Driver:
                 request_id=f"check-{time.monotonic()}-{index}",
                 session_id=f"check-{index}",
                 token_ids=prompt,
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True, is_evaluation=False),
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
                 max_tokens=CHECKED_TOKENS,
             )
             ids = [t for s in generation.segments for t in s.token_ids]

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 import traceback
@@ -29,8 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from host import free_port
 
 WARM_UP = 4
+TIMEOUT_S = 300.0
+"""Limit of one turn, and of what comes before the first: loading and compiling."""
 PROMPT_TOKENS = 64
 GROUP_SIZE = 8
 CUDA_BF16_FLOPS = 790e12
@@ -83,7 +85,7 @@ def measure_trainer(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     about = {}
     try:
         for name, lane in lanes.items():
-            about[name] = lane.ask(0)  # builds, compiles, warms up: one after the other
+            about[name] = lane.ask(WARM_UP)  # builds, compiles, warms up: one after the other
         for _ in range(args.repeats):
             for name, lane in lanes.items():
                 seconds[name] += lane.ask(args.steps)["seconds"]
@@ -92,7 +94,7 @@ def measure_trainer(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             lane.close()
     found = {}
     for name, lane in lanes.items():
-        median = statistics.median(seconds[name]) if seconds[name] else float("nan")
+        median = statistics.median(seconds[name])
         rate = args.tokens * lane.world_size / median
         found[name] = {
             **about[name],
@@ -109,7 +111,7 @@ class Lane:
 
     def __init__(self, name: str, model: Path, args: argparse.Namespace, world_size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self.world_size = world_size
         self._name = name
         self._pipes, self._processes = [], []
@@ -128,7 +130,11 @@ class Lane:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # it has sent its error, and ended
                 pipe.send(steps)
-        answers = [pipe.recv() for pipe in self._pipes]
+        answers = []
+        for pipe in self._pipes:
+            if not pipe.poll(TIMEOUT_S):
+                raise RuntimeError(f"{self._name} did not answer within {TIMEOUT_S} s")
+            answers.append(pipe.recv())
         for answer in answers:
             if "error" in answer:
                 raise RuntimeError(f"{self._name}: {answer['error']}")
@@ -141,12 +147,6 @@ class Lane:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _lane(
@@ -176,11 +176,7 @@ def _lane(
         torch.manual_seed(0)
         step, parameters = make(name, model, args, device, rank, world_size)
         while True:
-            num_steps = pipe.recv()
-            if num_steps == 0:
-                seconds = [_timed(step, device) for _ in range(WARM_UP)]
-            else:
-                seconds = [_timed(step, device) for _ in range(num_steps)]
+            seconds = [_timed(step, device) for _ in range(pipe.recv())]
             answer = {"seconds": seconds, "parameters": parameters}
             if on_gpu:
                 answer["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

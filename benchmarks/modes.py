@@ -25,7 +25,7 @@ from typing import Any
 import gpu_models
 from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
-from host import describe_call, package_versions
+from host import describe_call, gpu_names, package_versions, ray_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     ray.init(
         num_cpus=args.replicas + args.train_workers + 1,
-        runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}},
+        runtime_env=ray_environment(),
         log_to_driver=False,
         include_dashboard=True,
     )
@@ -288,13 +288,6 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "runs": [],
         "modes": {},
     }
-
-
-def gpu_names() -> list[str]:
-    """Names of the visible GPUs."""
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 if __name__ == "__main__":

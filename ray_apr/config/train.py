@@ -137,8 +137,8 @@ class TrainConfig:
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
-        one_of(s, self, {"lr_schedule": Schedule, "param_dtype": DType, "reduce_dtype": DType})
-        one_of(s, self, {"master_dtype": DType})
+        one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
+        one_of(s, self, {"param_dtype": DType, "master_dtype": DType, "reduce_dtype": DType})
         if self.activation_checkpointing != "selective":
             words = 'true or false, or "selective"'
             of_type(s, self, bool, words, "activation_checkpointing")
@@ -158,7 +158,6 @@ class TrainConfig:
             self.betas,
             "must be two numbers in [0, 1)",
         )
-        one_of(s, self, {"packing": Packing})
         if isinstance(self.lora, Mapping):
             object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", self.lora))
         of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
