@@ -127,7 +127,8 @@ def our_steps(
     from ray_apr import APRTrainer, PartialRolloutConfig, RolloutConfig, TrainConfig
 
     on_gpu = torch.cuda.is_available()
-    ray.init(runtime_env=ray_environment(), log_to_driver=False)
+    num_cpus = (os.cpu_count() or 1) + 1  # those of server and trainer, and some for Ray Data
+    ray.init(num_cpus=num_cpus, runtime_env=ray_environment(), log_to_driver=False)
     folder = model.parent
     try:
         trainer = APRTrainer(

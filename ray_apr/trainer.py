@@ -21,6 +21,7 @@ from ray_apr.config import (
     check_together,
 )
 from ray_apr.controller import RunPlan, run
+from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.prompts import check_dataset
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
@@ -251,12 +252,13 @@ def _check_scaling(
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
     wanted = workers * per_worker + rollout.num_replicas * rollout.num_cpus_per_replica
     cpus = have.get("CPU", 0.0)
-    if wanted > cpus:
+    if wanted + workers * READ_TASK_CPUS > cpus:
         raise ConfigError(
             "rollout.num_replicas",
             rollout.num_replicas,
             f"replicas and {workers} train workers want {wanted:g} CPUs together, the cluster has "
-            f"{cpus:g}; lower num_cpus_per_replica or start Ray with more (logical) CPUs",
+            f"{cpus:g}, and Ray Data needs a part of one more; lower num_cpus_per_replica or start "
+            "Ray with more (logical) CPUs",
         )
 
 

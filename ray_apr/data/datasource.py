@@ -20,7 +20,8 @@ from ray.data.datasource import Datasource, ReadTask
 if TYPE_CHECKING:
     from ray_apr.data.stock import BatchTicket
 
-_READ_TASK_CPUS = 0.01
+READ_TASK_CPUS = 0.01
+"""CPUs of each rank's read task: where all others are taken, it would never start."""
 _CALL_TIMEOUT_S = 60.0
 
 
@@ -88,7 +89,7 @@ def sample_stream(buffer: Any, *, rank: int, poll_timeout_s: float) -> Dataset:
         return ray.data.read_datasource(
             SampleBufferDatasource(buffer, rank=rank, poll_timeout_s=poll_timeout_s),
             override_num_blocks=1,
-            ray_remote_args={"num_cpus": _READ_TASK_CPUS, "max_retries": 0},
+            ray_remote_args={"num_cpus": READ_TASK_CPUS, "max_retries": 0},
         )
     finally:
         context.target_max_block_size = saved

@@ -129,6 +129,11 @@ def test_more_cpus_than_the_cluster_has(model, prompts):
         make(model, prompts, rollout={"num_replicas": 8})
 
 
+def test_all_cpus_taken_leave_none_for_ray_data(model, prompts):
+    with pytest.raises(ConfigError, match=r"want 4 CPUs together, the cluster has 4.*Ray Data"):
+        make(model, prompts, rollout={"num_replicas": 3})
+
+
 def test_a_batch_that_workers_cannot_share(model, prompts):
     with pytest.raises(ConfigError, match=r"train\.batch_size = 4.*1 x 3"):
         make(model, prompts, scaling={"num_workers": 3})
