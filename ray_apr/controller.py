@@ -40,11 +40,12 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
+from ray_apr.config.common import TRAINER_GPU_SHARE
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, ConfigError
+from ray_apr.exceptions import APRError, ConfigError, ResourceError
 from ray_apr.progress import follow_progress
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.recorder import RunRecorder
@@ -266,8 +267,16 @@ class _Parts:
         )
 
     def fit(self) -> ray.train.Result:
-        """Train, while the servers may still be starting."""
+        """Train, while the servers may still be starting, unless they share the trainer's GPUs:
+        an engine measures what is free when it starts."""
         try:
+            if self.plan.rollout.is_colocated:
+                limit_s = 2 * self.plan.rollout.start_timeout_s + 3 * _CALL_TIMEOUT_S
+                self._servers.join(timeout=limit_s)
+                if self._servers.is_alive():
+                    raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
+                if self._start_error is not None:
+                    raise self._start_error
             return self._make_trainer().fit()
         except SystemExit as error:  # what Ray Train makes of Ctrl-C
             raise KeyboardInterrupt from error
@@ -327,9 +336,9 @@ class _Parts:
             "worker": self._worker,
             "recorder": self.recorder,
             "num_replicas": plan.rollout.num_replicas,
-            "tensor_parallel_size": plan.rollout.tensor_parallel_size,
             "start_timeout_s": plan.rollout.start_timeout_s,
             "sync_timeout_s": _sync_timeout_s(plan),
+            "takes_turns": plan.rollout.is_colocated,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
         }
@@ -341,8 +350,8 @@ class _Parts:
         return TorchTrainer(
             train_loop_per_worker,
             train_loop_config=settings,
-            torch_config=TorchConfig(timeout_s=_COLLECTIVE_TIMEOUT_S),
-            scaling_config=plan.scaling,
+            torch_config=TorchConfig(backend=_backend(plan), timeout_s=_COLLECTIVE_TIMEOUT_S),
+            scaling_config=_scaling(plan),
             run_config=run_config,
             datasets={
                 f"rank{r}": sample_stream(self._buffer, rank=r, poll_timeout_s=poll_s)
@@ -412,7 +421,7 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
         "steps": stats.trained_samples // plan.step_size,
         "max_staleness": plan.partial_rollout.max_staleness,
         "batch_size": plan.step_size,
-        "num_replicas": len(summary.engines),
+        "num_replicas": plan.rollout.num_replicas,
         "num_train_workers": plan.scaling.num_workers,
         "samples_trained": stats.trained_samples,
         "samples_interrupted": summary.samples_interrupted,
@@ -437,6 +446,20 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
             for e in summary.engines
         ],
     }
+
+
+def _scaling(plan: RunPlan) -> ray.train.ScalingConfig:
+    """What the train workers reserve: beside an engine, what it has left of a GPU."""
+    if not (plan.rollout.is_colocated and plan.scaling.use_gpu):
+        return plan.scaling
+    resources = {**(plan.scaling.resources_per_worker or {}), "GPU": TRAINER_GPU_SHARE}
+    return dataclasses.replace(plan.scaling, resources_per_worker=resources)
+
+
+def _backend(plan: RunPlan) -> str | None:
+    """Of the train workers' collectives; None leaves it to Ray Train. Shards that are kept on the
+    host are gathered there for checkpoints."""
+    return "cpu:gloo,cuda:nccl" if plan.train.cpu_offload and plan.scaling.use_gpu else None
 
 
 def _sync_timeout_s(plan: RunPlan) -> float:

@@ -85,6 +85,7 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     train_cpus = scaling.num_workers * scaling.num_cpus_per_worker
     reward_cpus = rollout.num_reward_workers * rollout.num_cpus_per_reward
     engine_gpus = rollout.num_replicas * rollout.tensor_parallel_size
+    shared = ", in turns with the trainer" if rollout.is_colocated else ""
     engine_gpus_text = {"cpu": "0", "cuda": str(engine_gpus)}.get(
         rollout.device, f"{engine_gpus} if the cluster has GPUs, else 0"
     )
@@ -92,10 +93,11 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     cluster = settings.ray.address or f"local, {'all' if cpus is None else cpus} CPUs"
     return {
         "Ray cluster": cluster,
+        "placement": rollout.placement,
         "rollout replicas": rollout.num_replicas,
         "train workers": scaling.num_workers,
         "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
-        "GPUs of the engines": engine_gpus_text,
+        "GPUs of the engines": engine_gpus_text + shared,
         "GPUs of the trainer": scaling.num_workers if scaling.use_gpu else 0,
     }
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from ray_apr.types import Generation, RewardResult, Sample, SamplingParams, ServerStatus, Step
+from ray_apr.types import (
+    Generation,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    ServerStatus,
+    Step,
+    WeightGroupState,
+)
 
 PauseMode = Literal["abort", "keep", "wait"]
 
@@ -80,6 +88,10 @@ class RolloutClient(Protocol):
         end first."""
         ...
 
+    async def sleep(self, mode: PauseMode) -> None:
+        """Pause all engines and free their devices' memory until the next weights arrive."""
+        ...
+
     async def resume(self) -> None:
         """Unfreeze all engines; harmless where none is paused."""
         ...
@@ -92,12 +104,21 @@ class RolloutClient(Protocol):
         """Give each replica at most this many requests from now on."""
         ...
 
-    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
-        """Make every engine worker join the collective group that weights arrive by."""
+    async def weight_group_state(self) -> WeightGroupState:
+        """Which replicas run, and whether just these have joined the group."""
         ...
 
-    async def receive_weights(self, policy_version: int) -> None:
-        """Receive one broadcast of all weights; from then on tokens carry `policy_version`."""
+    async def join_weight_group(
+        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
+    ) -> None:
+        """Make these replicas' workers join the collective group that weights arrive by."""
+        ...
+
+    async def receive_weights(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """Receive one broadcast of all weights in the group, or read them where `handles` say
+        (`weights.shared`); from then on its members' tokens carry `policy_version`."""
         ...
 
 

@@ -23,6 +23,7 @@ from ray_apr.config import (
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
+    check_placement,
     check_together,
 )
 from ray_apr.exceptions import ConfigError
@@ -248,7 +249,9 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
 
 def _check_all_together(settings: RunSettings) -> None:
     check_together(settings.rollout, settings.train, settings.algorithm)
-    settings.train.check_workers(settings.scaling.num_workers)
+    workers = settings.scaling.num_workers
+    settings.train.check_workers(workers)
+    check_placement(settings.rollout, settings.partial_rollout, settings.train, workers)
     if settings.scaling.use_gpu and settings.rollout.device == "cpu":
         raise ConfigError(
             "scaling.use_gpu", True, 'needs rollout.device "cuda" or "auto": one run, one device'

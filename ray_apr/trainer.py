@@ -18,6 +18,7 @@ from ray_apr.config import (
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
+    check_placement,
     check_together,
 )
 from ray_apr.controller import RunPlan, run
@@ -102,6 +103,14 @@ class APRTrainer:
         context = _check_model(model)
         max_model_len = _check_context(rollout, context)
         _check_scaling(scaling, rollout, train)
+        partial_rollout = partial_rollout_config or PartialRolloutConfig()
+        check_placement(rollout, partial_rollout, train, scaling.num_workers)
+        failures = run_config and run_config.failure_config
+        if rollout.is_colocated and failures and failures.max_failures:
+            remedy = (
+                "must be 0 with colocated engines, which have the GPUs when a worker comes back"
+            )
+            raise ConfigError("run_config.failure_config", failures, remedy)
         _check_port(rollout)
         check_dataset(prompts, rollout.prompt_column, rollout.replay_column)
         evaluation = _check_evaluation(evaluation_prompts, evaluation_config, rollout)
@@ -113,7 +122,7 @@ class APRTrainer:
             group_filter=group_filter,
             max_model_len=max_model_len,
             rollout=rollout,
-            partial_rollout=partial_rollout_config or PartialRolloutConfig(),
+            partial_rollout=partial_rollout,
             buffer=buffer_config or BufferConfig(),
             algorithm=algorithm,
             evaluation=evaluation,
@@ -239,9 +248,17 @@ def _check_scaling(
             "rollout.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
         )
     on_gpu = rollout.device == "cuda" or (rollout.device == "auto" and gpus >= 1)
-    wanted_gpus = workers * scaling.use_gpu + (
-        rollout.num_replicas * rollout.tensor_parallel_size if on_gpu else 0
-    )
+    engine_gpus = rollout.num_replicas * rollout.tensor_parallel_size if on_gpu else 0
+    if rollout.is_colocated:
+        if on_gpu != bool(scaling.use_gpu):
+            raise ConfigError(
+                "scaling.use_gpu",
+                scaling.use_gpu,
+                f"must be {on_gpu} with colocated engines, which are on "
+                f"{'GPUs' if on_gpu else 'CPUs'}",
+            )
+        engine_gpus = 0  # those of the workers
+    wanted_gpus = workers * scaling.use_gpu + engine_gpus
     if wanted_gpus > gpus:
         raise ConfigError(
             "scaling.num_workers",
@@ -250,7 +267,8 @@ def _check_scaling(
             f"cluster has {gpus:g}",
         )
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
-    wanted = workers * per_worker + rollout.num_replicas * rollout.num_cpus_per_replica
+    per_replica = rollout.num_cpus_per_replica + rollout.tensor_parallel_size * on_gpu
+    wanted = workers * per_worker + rollout.num_replicas * per_replica
     cpus = have.get("CPU", 0.0)
     if wanted + workers * READ_TASK_CPUS > cpus:
         raise ConfigError(

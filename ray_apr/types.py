@@ -515,6 +515,18 @@ class GroupMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroupState:
+    """The rollout replicas that run at a moment, as members of a weight group."""
+
+    first_ranks: Mapping[str, int]
+    """Rank of each replica's first engine worker in a group of all of them; the sender has 0."""
+    num_workers: int
+    """Engine workers of all replicas: replicas x tensor-parallel size."""
+    is_whole: bool
+    """Whether just these have joined the group there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
     """One rollout replica, as it sees itself. Times are seconds since the replica started."""
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
-from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    SamplingParams,
+    Segment,
+    ServerStatus,
+    WeightGroupState,
+)
 
 FIRST_TOKEN = 1000
 """Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""
@@ -203,11 +210,24 @@ class ScriptedEngine:
         """Remember the limits."""
         self.limits = dict(limits)
 
-    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
+    async def weight_group_state(self) -> WeightGroupState:
+        """All replicas, one worker each; in the group once there is one."""
+        return WeightGroupState(
+            first_ranks={f"engine-{i}": 1 + i for i in range(self._num_replicas)},
+            num_workers=self._num_replicas,
+            is_whole=bool(self.groups),
+        )
+
+    async def join_weight_group(
+        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
+    ) -> None:
         """Remember the group."""
+        del first_ranks
         self.groups.append(dict(group))
 
-    async def receive_weights(self, policy_version: int) -> None:
+    async def receive_weights(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
         """Take a new version at once, or break as `fail_next_sync` says."""
         error, self.fail_next_sync = self.fail_next_sync, None
         self.weights_valid = error is None

@@ -85,10 +85,12 @@ def make_batches(
 
 
 @contextmanager
-def process_group(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-    """A Gloo group as the default process group, met through a file in `folder`."""
+def process_group(
+    folder: Path, *, rank: int = 0, world_size: int = 1, backend: str = "gloo"
+) -> Iterator[None]:
+    """A default process group, of Gloo unless told otherwise, met through a file in `folder`."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world_size
+        backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=world_size
     )
     try:
         yield

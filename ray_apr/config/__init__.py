@@ -25,8 +25,57 @@ __all__ = [
     "ResumeOrder",
     "RolloutConfig",
     "TrainConfig",
+    "check_placement",
     "check_together",
 ]
+
+
+def check_placement(
+    rollout: RolloutConfig,
+    partial_rollout: PartialRolloutConfig,
+    train: TrainConfig,
+    num_train_workers: int,
+) -> None:
+    """Check what engines and train workers that take turns need.
+
+    Raises:
+        ConfigError: If they are not as many, or either goes on during the other's turn.
+    """
+    if not rollout.is_colocated:
+        return
+    why = 'with rollout.placement = "colocated"'
+    num_engine_workers = rollout.num_replicas * rollout.tensor_parallel_size
+    require(
+        num_engine_workers == num_train_workers,
+        "rollout.num_replicas",
+        rollout.num_replicas,
+        f"x tensor_parallel_size must be the number of train workers, {num_train_workers}, {why}: "
+        "each GPU has one of both",
+    )
+    require(
+        not partial_rollout.overlap_sync,
+        "partial_rollout.overlap_sync",
+        partial_rollout.overlap_sync,
+        f"must be false {why}: the trainer cannot go on while its weights travel",
+    )
+    require(
+        partial_rollout.sync_every == 1,
+        "partial_rollout.sync_every",
+        partial_rollout.sync_every,
+        f"must be 1 {why}: engines that slept have no weights",
+    )
+    require(
+        rollout.engine_kwargs.get("enable_sleep_mode", True) is True,
+        "rollout.engine_kwargs",
+        rollout.engine_kwargs,
+        f"must leave enable_sleep_mode alone {why}",
+    )
+    require(
+        not train.cpu_offload,
+        "train.cpu_offload",
+        train.cpu_offload,
+        f"must be false {why}, which keeps the trainer on the host between its turns",
+    )
 
 
 def check_together(

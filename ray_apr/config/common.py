@@ -3,3 +3,8 @@
 from typing import Literal
 
 DType = Literal["float32", "bfloat16"]
+Placement = Literal["disaggregated", "colocated"]
+
+ENGINE_GPU_SHARE, TRAINER_GPU_SHARE = 0.6, 0.4
+"""What colocated engine workers and train workers reserve of a GPU. Neither two engine workers fit
+on one, nor two train workers beside an engine: where all GPUs are the run's, Ray pairs them."""

@@ -16,7 +16,7 @@ from ray_apr.checks import (
     whole,
     whole_or_none,
 )
-from ray_apr.config.common import DType
+from ray_apr.config.common import DType, Placement
 from ray_apr.types import SamplingParams
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -48,6 +48,10 @@ class RolloutConfig:
     """Data type of the engine's weights."""
     tensor_parallel_size: int = 1
     """GPUs of one engine."""
+    placement: Placement = "disaggregated"
+    """disaggregated: engines and train workers have GPUs of their own; colocated: they have the
+    same ones in turns, one engine worker and one train worker each. The engines sleep while a batch
+    is trained, the train workers' memory is on the host while responses are generated."""
     num_cpus_per_replica: float = 1.0
     """Ray CPUs that a replica reserves."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +99,7 @@ class RolloutConfig:
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "request_timeout_s", "reward_timeout_s")
         require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
-        one_of(s, self, {"device": Device, "dtype": DType})
+        one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         of_type(s, self, str, "a text", "prompt_column", "http_host")
         of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
@@ -118,6 +122,11 @@ class RolloutConfig:
             )
         port = self.http_port
         require(port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None")
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines and train workers have the same GPUs in turns."""
+        return self.placement == "colocated"
 
     @property
     def sampling(self) -> SamplingParams:

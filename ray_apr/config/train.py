@@ -104,6 +104,9 @@ class TrainConfig:
     compile: bool | Literal["auto"] = "auto"
     """Compile each decoder layer and the scoring of the head; auto: on CUDA, unless
     activation_checkpointing is "selective", which cannot look into compiled layers."""
+    cpu_offload: bool = False
+    """On CUDA, keep master weights, gradients and optimizer states in the host's memory, and step
+    there: less memory of the GPU, and much slower."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the whole model; a mapping of its settings will do."""
     shard_ranks: int | None = None
@@ -142,6 +145,7 @@ class TrainConfig:
         if self.activation_checkpointing != "selective":
             words = 'true or false, or "selective"'
             of_type(s, self, bool, words, "activation_checkpointing")
+        of_type(s, self, bool, "true or false", "cpu_offload")
         if self.compile != "auto":
             of_type(s, self, bool, 'true or false, or "auto"', "compile")
         require(

@@ -18,11 +18,12 @@ DETAIL_S = 20.0
 
 STATES = {
     "generate": ("engine generates", "generate"),
-    "paused": ("engine paused for a weight sync", "paused"),
+    "paused": ("engine paused for a weight sync, or the trainer's turn", "paused"),
     "train": ("trainer trains", "train"),
     "sync": ("trainer syncs weights", "sync"),
     "checkpoint": ("trainer writes a checkpoint", "checkpoint"),
     "wait": ("trainer waits for a batch", "wait"),
+    "switch": ("trainer takes its turn on shared GPUs", "other"),
     "idle": ("engine idle", "idle"),
 }
 """State -> (legend, CSS class), in the order of stacking from the bottom."""

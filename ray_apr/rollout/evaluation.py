@@ -110,6 +110,11 @@ class Evaluator:
                 logger.exception("the evaluation of version %d broke off", policy_version)
                 raise  # to whom waits for it: for the last one only
 
+    async def wait_until_idle(self) -> None:
+        """Wait for an evaluation that is under way; who asks has a limit."""
+        async with self._running:
+            return
+
     async def _evaluate(self, policy_version: int) -> dict[str, Any]:
         """Evaluate one version, and record it."""
         begin = time.monotonic()

@@ -10,10 +10,12 @@ Invariants, kept by `RolloutWorker`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +24,13 @@ import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.data.prompts import PromptSource, load_tokenizer
-from ray_apr.exceptions import APRError, RolloutError, StepError, UserCodeError
+from ray_apr.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    RolloutError,
+    StepError,
+    UserCodeError,
+)
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import GroupFilter, RolloutClient
@@ -31,7 +39,15 @@ from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules
 from ray_apr.rollout.turns import encode_step
-from ray_apr.types import Prompt, RewardResult, Sample, SampleMeta, ServerStatus, Step
+from ray_apr.types import (
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleMeta,
+    ServerStatus,
+    Step,
+    WeightGroupState,
+)
 from ray_apr.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -117,6 +133,8 @@ class RolloutWorker:
         self._limits: dict[str, AdaptiveLimit] = {}
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._has_weights = asyncio.Event()
+        """Set from the first sync on; engines that take turns have none before."""
         self._main: asyncio.Task[None] | None = None
         self._num_calls = 0
         self._requests: dict[str, str] = {}
@@ -126,6 +144,9 @@ class RolloutWorker:
         self._fatal: RolloutError | None = None
         self._metrics = Metrics()
         self._engines: dict[str, ServerStatus] = {}
+        """Of each replica that there was, what it said last."""
+        self._received: Counter[str] = Counter()
+        """Tokens that have come from each of them."""
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -149,7 +170,7 @@ class RolloutWorker:
         self._wake.set()
         if self._main is not None:
             await self._abort_until_done(self._main)
-            await self._read_status()
+            await self._count_tokens()
         self._scorer.close()
         return RolloutSummary(
             ledger=self._state.ledger(),
@@ -162,7 +183,8 @@ class RolloutWorker:
     async def _abort_until_done(self, main: asyncio.Task[None]) -> None:
         """Abort again and again: a call that was just about to begin escapes the first time."""
         for _ in range(_STOP_TRIES):
-            await self._client.abort(None)
+            with contextlib.suppress(EngineUnavailableError):  # its calls end by themselves
+                await self._client.abort(None)
             done, _ = await asyncio.wait({main}, timeout=_STOP_PAUSE_S)
             if done:
                 return
@@ -190,6 +212,8 @@ class RolloutWorker:
         Consumes: prompts. Waits for: any event of a sample, of the buffer or of a sync. Unblocked
         by: `_wake`. Produces: a task for each generate call.
         """
+        if self._config.is_colocated:
+            await _first_of(self._has_weights.wait(), self._stopping.wait())
         while not self._stopping.is_set():
             self._wake.clear()
             await self._abort(self._state.evict_stale())
@@ -269,8 +293,12 @@ class RolloutWorker:
             except TimeoutError:
                 continue
 
-    async def _read_status(self) -> None:
-        """Ask all servers for their status and record what they did since the last time."""
+    async def _read_status(self) -> set[str]:
+        """Ask all servers for their status and record what they did since the last time.
+
+        Returns:
+            Ids of the replicas that answered.
+        """
         spans: list[dict[str, Any]] = []
         statuses = await self._client.status()
         if self._partial_rollout.is_adaptive:
@@ -280,13 +308,25 @@ class RolloutWorker:
             self._metrics.set(
                 "apr_server_running_requests", status.num_running, replica=status.replica_id
             )
-            actor = f"engine-{sorted(self._engines).index(status.replica_id)}"
+            actor = f"engine-{list(self._engines).index(status.replica_id)}"
             spans.extend(
                 {"actor": actor, "what": what, "start_s": start, "end_s": end}
                 for what, start, end in status.spans
             )
         if spans:
             await self._recorder.record_many.remote("timeline", spans)
+        return {status.replica_id for status in statuses}
+
+    async def _count_tokens(self) -> None:
+        """Read the last figures; of an engine that has died, what has come from it."""
+        alive = set()
+        try:
+            alive = await self._read_status()
+        except EngineUnavailableError as error:
+            logger.warning("no rollout server tells its last figures: %s", error)
+        for replica_id in self._engines.keys() - alive:
+            status, tokens = self._engines[replica_id], self._received[replica_id]
+            self._engines[replica_id] = replace(status, tokens_generated=tokens)
 
     def _adapt(self, statuses: Sequence[ServerStatus]) -> None:
         """Adapt how many requests each engine gets to what it reports."""
@@ -330,6 +370,7 @@ class RolloutWorker:
         finally:
             self._requests.pop(sample_id, None)
         new = generation.num_tokens
+        self._received[generation.replica_id] += new
         self._metrics.add("apr_rollout_generated_tokens", new)
         updated = self._state.on_generation(sample_id, generation)
         self._wake.set()
@@ -408,6 +449,12 @@ class RolloutWorker:
         """Try a sample again after a pause, or give its group up."""
         if not self._state.on_generation_error(sample_id):
             return
+        if isinstance(error, EngineUnavailableError):
+            # no fault of the sample; how long the trainer waits for a batch is the limit
+            logger.warning("sample %s waits for an engine: %s", sample_id, error)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            self._retry(sample_id)
+            return
         failures = self._failures[sample_id] = self._failures.get(sample_id, 0) + 1
         logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
         if failures >= self._config.max_request_failures:
@@ -415,6 +462,9 @@ class RolloutWorker:
             return
         self._count_failure(error)
         await asyncio.sleep(_RETRY_PAUSE_S * failures)
+        self._retry(sample_id)
+
+    def _retry(self, sample_id: str) -> None:
         if sample_id in self._state:
             self._state.on_retry(sample_id)
             self._wake.set()
@@ -454,14 +504,32 @@ class RolloutWorker:
 
     # -- weight sync -----------------------------------------------------------------------------
 
-    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
-        """Let all engines join the collective group of the weights; waits for their start."""
+    async def weight_group_state(self) -> WeightGroupState:
+        """Which replicas run, and whether just these are in the weight group."""
         await self._started.wait()
-        await self._client.join_weight_group(group)
+        return await self._client.weight_group_state()
 
-    async def begin_sync(self, policy_version: int) -> None:
-        """Pause the engines and let them listen for the weights of `policy_version`."""
-        await self._sync.begin(policy_version)
+    async def join_weight_group(
+        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
+    ) -> None:
+        """Let these replicas join the collective group of the weights."""
+        await self._client.join_weight_group(group, first_ranks)
+
+    async def sleep(self) -> None:
+        """Have the engines leave their devices to the train workers, until the next sync."""
+        await self._started.wait()
+        await self._client.sleep("wait" if self._partial_rollout.drain else "abort")
+
+    async def begin_sync(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """Pause the engines and let them listen for the weights of `policy_version`, or read them
+        where `handles` say."""
+        await self._sync.begin(policy_version, handles)
+
+    async def wait_until_read(self) -> None:
+        """Wait until the engines have read the shared weights of the sync that has begun."""
+        await self._sync.wait_until_read()
 
     async def finish_sync(self, policy_version: int) -> dict[str, float]:
         """Wait until the weights have arrived, resume, and go on under the new version.
@@ -470,6 +538,7 @@ class RolloutWorker:
             Seconds of the parts of the sync.
         """
         times = await self._sync.finish()
+        self._has_weights.set()
         await self._abort(self._state.on_version(policy_version))
         self._wake.set()
         return dataclasses.asdict(times)

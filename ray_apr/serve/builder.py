@@ -16,6 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from ray_apr.config import KVCache, RolloutConfig
+from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.exceptions import ResourceError
 from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.names import DEPLOYMENT
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
+_COLOCATED_MEMORY = 0.8
+"""Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
+CUDA context, and for a moment the gathered weights."""
 _QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -80,26 +84,37 @@ def build_rollout_app(
         ray_actor_options=_actor_options(config, on_cuda),
         **_placement(config, on_cuda),
     )
-    servers = deployment.bind(model, arguments, kv_cache == "keep", reports_load)
+    servers = deployment.bind(
+        model, arguments, kv_cache == "keep", reports_load, config.is_colocated
+    )
     if config.http_port is None:
         return servers
     return build_ingress(servers, config)
 
 
 def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    gpu_environment = {"RAY_APR_NAMESPACE": ray.get_runtime_context().namespace}
+    gpu_environment = {
+        "RAY_APR_NAMESPACE": ray.get_runtime_context().namespace,
+        "VLLM_RAY_PER_WORKER_GPUS": str(_gpu_share(config)),
+    }
     wanted = _QUIET_ENVIRONMENT | (gpu_environment if on_cuda else CPU_ENVIRONMENT)
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return {"num_cpus": config.num_cpus_per_replica, "runtime_env": {"env_vars": env}}
 
 
 def _placement(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    """On GPUs the workers are Ray actors in bundles of their own: one GPU a bundle."""
+    """On GPUs the workers are Ray actors in bundles of their own, with one GPU or their share."""
     if not on_cuda:
         return {}
     bundles = [{"CPU": config.num_cpus_per_replica}]
-    bundles += [{"CPU": 1, "GPU": 1} for _ in range(config.tensor_parallel_size)]
+    gpu = {"CPU": 1, "GPU": _gpu_share(config)}
+    bundles += [gpu for _ in range(config.tensor_parallel_size)]
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+
+
+def _gpu_share(config: RolloutConfig) -> float:
+    """What an engine worker reserves of a GPU."""
+    return ENGINE_GPU_SHARE if config.is_colocated else 1.0
 
 
 def engine_arguments(
@@ -117,6 +132,8 @@ def engine_arguments(
     }
     if on_cuda:
         ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
+        if config.is_colocated:
+            ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:
         # a prompt that is prefilled in two steps kills vLLM on CPU, if its request has a seed:
         # vLLM turns the generator back, and those of the CPU have no offset

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
@@ -28,7 +28,7 @@ from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, W
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.names import DEPLOYMENT
-from ray_apr.types import Generation, SamplingParams, ServerStatus
+from ray_apr.types import Generation, SamplingParams, ServerStatus, WeightGroupState
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ class ServeRolloutClient:
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight
+        self._members: frozenset[str] = frozenset()
+        """Replicas that have joined the weight group."""
+        self._policy_version = 0
+        """Newest version that is known to be with the servers."""
         self._placed: dict[str, str] = {}
         """Replica of each request under way."""
         self._outboxes: dict[str, dict[str, tuple[Mapping[str, Any], asyncio.Future[Generation]]]]
@@ -108,6 +112,8 @@ class ServeRolloutClient:
         finally:
             del self._placed[request_id]
             placement.leave(replica_id)
+        newest = max((segment.policy_version for segment in generation.segments), default=0)
+        self._policy_version = max(self._policy_version, newest)
         if generation.replica_id != replica_id:
             self._slots = {}  # the replicas have changed, and the slots with them
         return generation
@@ -144,7 +150,8 @@ class ServeRolloutClient:
         outbox.clear()
         error: APRError = EngineUnavailableError(f"{replica_id} ended a call without its answers")
         try:
-            async for piece in slot.options(stream=True).generate_many.remote(requests):
+            stream = slot.options(stream=True).generate_many
+            async for piece in stream.remote(requests, self._policy_version):
                 for request_id, outcome in piece:
                     _settle(futures.pop(request_id), outcome)
         except (RayError, RayServeException) as broken:
@@ -164,13 +171,21 @@ class ServeRolloutClient:
         async with self._learning:
             if self._slots:
                 return
-            replicas = {status.replica_id for status in await self.status(drain=False)}
+            running = await self.status(drain=False)
+            # one that Serve has started again has the base model until the next sync
+            replicas = {s.replica_id for s in running if s.policy_version >= self._policy_version}
+            if not replicas:
+                raise EngineUnavailableError(
+                    f"no rollout server has the weights of version {self._policy_version}"
+                )
             found: dict[str, Any] = {}
             for number in range(_NUM_SLOTS_TRIED * len(replicas)):
                 if replicas <= set(found):
                     break
                 handle = self._handle.options(session_id=f"slot-{number}")
-                found.setdefault(await _reply(handle.replica_id.remote(), "replica_id"), handle)
+                replica_id = await _reply(handle.replica_id.remote(), "replica_id")
+                if replica_id in replicas:
+                    found.setdefault(replica_id, handle)
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
             self._slots = found
@@ -197,8 +212,15 @@ class ServeRolloutClient:
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze all engines; with "wait" once what runs has ended."""
+        await self._stop("pause", mode)
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """Have all engines leave their devices to the train workers."""
+        await self._stop("sleep", mode)
+
+    async def _stop(self, verb: str, mode: PauseMode) -> None:
         limit_s = self._config.request_timeout_s if mode == "wait" else _CONTROL_TIMEOUT_S
-        await self._all("pause", mode, timeout_s=limit_s)
+        await self._all(verb, mode, timeout_s=limit_s)
 
     async def resume(self) -> None:
         """Unfreeze all engines; every replica is tried before an error is raised."""
@@ -216,31 +238,51 @@ class ServeRolloutClient:
         """
         return sorted(await self._all("status", drain), key=lambda status: status.replica_id)
 
-    async def join_weight_group(self, group: Mapping[str, Any]) -> None:
-        """Make every engine worker join; replicas get ranks in order of their ids, from 1 on."""
+    async def weight_group_state(self) -> WeightGroupState:
+        """Which replicas run; they get ranks in order of their ids, from 1 on."""
         size = self._config.tensor_parallel_size
         replicas = [status.replica_id for status in await self.status(drain=False)]
-        first_ranks = {replica: 1 + i * size for i, replica in enumerate(replicas)}
-        if 1 + len(replicas) * size != group["world_size"]:
-            raise WeightSyncError(
-                f"the weight group has {group['world_size']} members, but there are "
-                f"{len(replicas)} replicas of {size} workers and one sender"
-            )
-        await self._all(
-            "join_weight_group", dict(group), first_ranks, timeout_s=self._weight_sync_timeout_s
+        return WeightGroupState(
+            first_ranks={replica: 1 + i * size for i, replica in enumerate(replicas)},
+            num_workers=len(replicas) * size,
+            is_whole=self._members == set(replicas),
         )
 
-    async def receive_weights(self, policy_version: int) -> None:
-        """Receive one broadcast on all replicas."""
-        await self._all("receive_weights", policy_version, timeout_s=self._weight_sync_timeout_s)
+    async def join_weight_group(
+        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
+    ) -> None:
+        """Make these replicas join."""
+        self._members = frozenset()
+        await self._all_members(first_ranks, "join_weight_group", dict(group), dict(first_ranks))
+        self._members = frozenset(first_ranks)
+
+    async def receive_weights(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """Receive one broadcast on all replicas of the group, or read shared weights there."""
+        members = sorted(self._members)
+        await self._all_members(members, "receive_weights", policy_version, members, handles)
+        self._policy_version = policy_version
+        if self._members != set(self._slots):
+            self._slots = {}  # learned again by the next call: a new replica may answer now
+
+    async def _all_members(self, members: Collection[str], verb: str, *args: Any) -> None:
+        """Call every replica; those that are no members of the weight group take no part."""
+        took_part = await self._all(verb, *args, timeout_s=self._weight_sync_timeout_s)
+        if sum(took_part) < len(members):
+            raise WeightSyncError(f"{verb}: only {sum(took_part)} of {len(members)} servers live")
 
     async def _all(self, verb: str, *args: Any, timeout_s: float = _CONTROL_TIMEOUT_S) -> list[Any]:
-        """Call every replica; raise what the first one of them raised."""
+        """Call every replica; raise what the first one of them raised.
+
+        A replica that has died is none any more, though Serve knows it for some seconds.
+        """
         response = self._handle.broadcast(verb, *args)
         try:
             results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise _translated(error, verb) from error
+        results = [result for result in results if not isinstance(result, RayActorError)]
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             raise _translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST = -1
 """Priority of an evaluation's request; those of rollouts have 0."""
+_KEEPS_WEIGHTS = 1
+"""Level of vLLM's sleep that copies weights to the host. The other one loses what no sender knows
+of: parameters that only the engine has, and the padding that loading fills once."""
 _ABORT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Waits for the end of aborted calls before they are aborted again."""
 
@@ -43,6 +46,8 @@ class Engine:
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
         keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
         reports_load: Whether statuses tell the queue, the KV use and the preemptions.
+        takes_turns: Whether the engine has its device in turns with a train worker: it sleeps from
+            the start on, and wakes for each set of weights.
     """
 
     def __init__(
@@ -53,11 +58,14 @@ class Engine:
         engine_kwargs: Mapping[str, Any],
         keep_kv_cache: bool = False,
         reports_load: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         self._model = model
         self._kwargs = dict(engine_kwargs)
         self._keep_kv_cache = keep_kv_cache
         self._reports_load = reports_load
+        self._takes_turns = takes_turns
+        self._is_asleep = False
         self._load = EngineLoad()
         self.replica_id = replica_id
         self._llm: Any = None
@@ -109,8 +117,15 @@ class Engine:
         if self._attests:
             await self._llm.update_weight_version(str(self._policy_version))
         self._activity.start()
+        if self._takes_turns:
+            await self.sleep("abort")
 
     # -- generation ------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that new requests run under."""
+        return self._policy_version
 
     @property
     def is_paused(self) -> bool:
@@ -321,11 +336,36 @@ class Engine:
             try:
                 if not self._weights_valid:  # what is frozen inside would go on with half a model
                     await self.abort(list(self._inside))
+                    if self._is_asleep:
+                        return  # without memory; the gate's calls are refused
                 with self._dead_is_unavailable():
+                    if self._is_asleep:
+                        await self._llm.wake_up(["kv_cache"])
+                        self._is_asleep = False
                     await self._llm.resume_generation()
             finally:
                 self._activity.set_paused(False)
                 self._gate.set()
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """Pause, and give the device's memory free: that of the weights until the next ones arrive,
+        that of the KV cache until `resume`.
+
+        On CPU, where vLLM has no sleep, it is a pause.
+
+        Raises:
+            EngineUnavailableError: If the engine is dead, or was resumed meanwhile.
+        """
+        await self.pause(mode)
+        await self.abort(list(self._inside))  # also what was on its way in
+        async with self._control:
+            if not self.is_paused:
+                raise EngineUnavailableError(f"{self.replica_id} was resumed before it slept")
+            if self._kwargs.get("enable_sleep_mode") and not self._is_asleep:
+                self._is_asleep = True
+                self._weights_valid = False
+                with self._dead_is_unavailable():
+                    await self._llm.sleep(level=_KEEPS_WEIGHTS)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -345,8 +385,16 @@ class Engine:
         except Exception as error:
             raise WeightSyncError(f"{self.replica_id} could not join: {error}") from error
 
-    async def receive_weights(self, policy_version: int) -> None:
+    async def receive_weights(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
         """Take one broadcast of all weights; the engine is paused meanwhile.
+
+        If it slept, the weights' memory comes back first.
+
+        Args:
+            policy_version: Version of the weights.
+            handles: Where to read them instead (`weights.shared`).
 
         Raises:
             WeightSyncError: If it is not paused, or the weights did not arrive whole.
@@ -355,18 +403,19 @@ class Engine:
             raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
         self._weights_valid = False
         # a caller that gives up must not leave vLLM's update half done: no later one could begin
-        await asyncio.shield(asyncio.create_task(self._receive(policy_version)))
+        await asyncio.shield(asyncio.create_task(self._receive(policy_version, handles)))
 
-    async def _receive(self, policy_version: int) -> None:
+    async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._receiving:
             self._weights_valid = False
             try:
+                if self._is_asleep:
+                    await self._llm.wake_up(["weights"])
                 await self._llm.start_weight_update()
-                await self._llm.update_weights(
-                    WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
-                )
+                update = {"policy_version": policy_version, "handles": handles}
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                 if self._attests:
                     await self._llm.finish_weight_update(weight_version=str(policy_version))
                 else:

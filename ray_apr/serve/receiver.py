@@ -8,11 +8,14 @@ Invariants:
       and not ended, would spoil every later one.
     * On GPUs buckets go through three staging buffers, and from there into the parameters while the
       next ones arrive. Storages stay where they are, as CUDA graphs demand.
+    * Where a train worker shares the device, they are read from it, in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,7 @@ from ray_apr.exceptions import WeightSyncError
 from ray_apr.serve.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.collective import as_tensor, byte_buffer, join
 from ray_apr.weights.plan import Bucket, WeightGroup
+from ray_apr.weights.shared import SHARED, Handle, device_key, opened
 
 logger = init_logger("vllm.ray_apr")
 """Under vLLM's, whose settings it has."""
@@ -52,6 +56,8 @@ class ReceiverUpdate(WeightTransferUpdateInfo):
     """One whole set of weights."""
 
     policy_version: int
+    handles: dict[str, list[Handle]] | None = None
+    """Where they are to be read, by device; None receives them."""
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
@@ -70,8 +76,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Join the group; waits for all members."""
         self.shutdown()
         group = WeightGroup.from_dict(init_info.group)
-        rank = init_info.first_rank + get_tensor_model_parallel_rank()
-        self._collective = join(group, rank)
+        if group.backend != SHARED:
+            self._collective = join(group, init_info.first_rank + get_tensor_model_parallel_rank())
         self._buckets = group.buckets()
         self._timeout_s = group.timeout_s
         self._copies = {}
@@ -90,6 +96,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         Raises:
             WeightSyncError: If the group was not joined, or the sender is gone.
         """
+        if update_info.handles is not None:
+            self._read_shared(update_info.handles)
+            return
         if self._collective is None:
             raise WeightSyncError("this engine worker has not joined a weight group")
         options = types.BroadcastOptions()
@@ -106,6 +115,32 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             raise WeightSyncError(
                 f"the weights of version {update_info.policy_version} broke off: {error}"
             ) from error
+
+    def _read_shared(self, handles: Mapping[str, list[Handle]]) -> None:
+        """Load what the train worker on this device has gathered.
+
+        Raises:
+            WeightSyncError: If there is none.
+        """
+        key = device_key(self.device)
+        if key not in handles:
+            raise WeightSyncError(
+                f"no train worker shares {key} with this engine worker; they are on "
+                f"{', '.join(handles)}. Placement colocated needs a cluster with just as many free "
+                "GPUs as train workers"
+            )
+        with contextlib.ExitStack() as stack:
+            buffers = [stack.enter_context(opened(h, self.device)) for h in handles[key]]
+            if self.device.type == "cpu":
+                pairs = zip(self._buckets, buffers, strict=True)
+                self._reload([view for pair in pairs for view in _named_views(*pair)])
+                return
+            stream = self._stream
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for number, buffer in enumerate(buffers):
+                    self._buffer_of(number).copy_(buffer)
+                    self._load(number)
 
     def _receive_on_cpu(self, options: types.BroadcastOptions, deadline: float) -> None:
         """Take all buckets, then load: kernels keep packed copies, which a plain load would not

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from ray import serve
 
-from ray_apr.exceptions import RolloutError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
 from ray_apr.types import Generation, ServerStatus
@@ -28,6 +28,7 @@ class RolloutServer:
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
         keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
         reports_load: Whether statuses tell the queue, the KV use and the preemptions.
+        takes_turns: Whether the engine has its device in turns with a train worker.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -36,6 +37,7 @@ class RolloutServer:
         engine_kwargs: Mapping[str, Any],
         keep_kv_cache: bool,
         reports_load: bool,
+        takes_turns: bool,
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = Engine(
@@ -44,11 +46,12 @@ class RolloutServer:
             engine_kwargs=engine_kwargs,
             keep_kv_cache=keep_kv_cache,
             reports_load=reports_load,
+            takes_turns=takes_turns,
         )
         await self._engine.start()
 
     async def generate_many(
-        self, requests: Sequence[Mapping[str, Any]]
+        self, requests: Sequence[Mapping[str, Any]], min_policy_version: int = 0
     ) -> AsyncIterator[list[tuple[str, Generation | RolloutError]]]:
         """Run several calls at once, and hand over each as it ends.
 
@@ -57,6 +60,8 @@ class RolloutServer:
 
         Args:
             requests: Arguments of `Engine.generate`.
+            min_policy_version: What the caller knows to be here; a replica that Serve has started
+                again refuses, as it has the base model until the next weight sync.
 
         Yields:
             Request id and outcome of those that have ended.
@@ -65,6 +70,10 @@ class RolloutServer:
 
         async def run(request: Mapping[str, Any]) -> None:
             try:
+                if self._engine.policy_version < min_policy_version:
+                    raise EngineUnavailableError(
+                        f"{self._engine.replica_id} does not have version {min_policy_version} yet"
+                    )
                 outcome: Generation | RolloutError = await self._engine.generate(**request)
             except RolloutError as error:
                 outcome = error
@@ -90,6 +99,10 @@ class RolloutServer:
         """Freeze; see `Engine.pause`."""
         await self._engine.pause(mode)
 
+    async def sleep(self, mode: PauseMode) -> None:
+        """Leave the device to a train worker; see `Engine.sleep`."""
+        await self._engine.sleep(mode)
+
     async def resume(self) -> None:
         """Unfreeze; see `Engine.resume`."""
         await self._engine.resume()
@@ -108,13 +121,32 @@ class RolloutServer:
 
     async def join_weight_group(
         self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
-        """Join the weight group as the rank that belongs to this replica."""
-        await self._engine.join_weight_group(group, first_ranks[self._engine.replica_id])
+    ) -> bool:
+        """Join the weight group as the rank that belongs to this replica.
 
-    async def receive_weights(self, policy_version: int) -> None:
-        """Take one broadcast; see `Engine.receive_weights`."""
-        await self._engine.receive_weights(policy_version)
+        Returns:
+            Whether there is one: a replica that comes meanwhile joins the next group.
+
+        Raises:
+            WeightSyncError: If the members do not meet.
+        """
+        first_rank = first_ranks.get(self._engine.replica_id)
+        if first_rank is None:
+            return False
+        await self._engine.join_weight_group(group, first_rank)
+        return True
+
+    async def receive_weights(
+        self,
+        policy_version: int,
+        members: Collection[str],
+        handles: Mapping[str, list[Any]] | None = None,
+    ) -> bool:
+        """Take one set of weights, if this replica is a member; see `Engine.receive_weights`."""
+        if self._engine.replica_id not in members:
+            return False
+        await self._engine.receive_weights(policy_version, handles)
+        return True
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ray_apr.checks import at_least, from_mapping, of_type, one_of, positive, require, whole
+from ray_apr.config.common import Placement
 from ray_apr.exceptions import ConfigError
-
-Placement = Literal["disaggregated", "colocated"]
 
 
 @dataclass(frozen=True, kw_only=True)

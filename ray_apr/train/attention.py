@@ -34,16 +34,20 @@ class Packing:
     """Tokens of the longest sample."""
 
     @classmethod
-    def of(cls, lengths: np.ndarray, device: torch.device) -> Packing:
+    def of(cls, lengths: np.ndarray) -> Packing:
         """Packing of samples of these lengths [N], in tokens."""
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         boundaries = np.concatenate(([0], ends)).astype(np.int32)
         return cls(
-            position_ids=torch.from_numpy(positions[None]).to(device),
-            boundaries=torch.from_numpy(boundaries).to(device),
+            position_ids=torch.from_numpy(positions[None]),
+            boundaries=torch.from_numpy(boundaries),
             longest=int(lengths.max()),
         )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a device has to have of it, by field."""
+        return {"position_ids": self.position_ids, "boundaries": self.boundaries}
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a Transformers model; the names are those of its flash attention."""

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoTokenizer
 
 from ray_apr.exceptions import TrainError
+from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import merged_parameters
 
 HF_FOLDER = "hf"
@@ -65,6 +66,7 @@ def save_checkpoint(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
+    drop_gathered(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(folder))
     torch.save(_random_state(), folder / _random_file(rank))
@@ -130,6 +132,7 @@ def export_hf(folder: str | Path, model: Any, source: str) -> None:
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and whole values of all parameters and saved buffers, tied ones once and adapters
     merged; all ranks together."""
+    drop_gathered(model)
     seen = set()
     saved = {}
     for name, value in model.state_dict(keep_vars=True).items():

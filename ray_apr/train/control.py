@@ -1,7 +1,7 @@
 """What rank 0 says to the other actors of a run, each wait with a limit and a name.
 
-`RunControl.connect`, `broadcast` and `record_span` may be called from another thread than the rest:
-they keep no state here, and handles of actors may be used by several threads.
+`RunControl.connect`, `broadcast` and `record_span` may be called from another thread than the rest,
+where syncs overlap: handles of actors may be used by several threads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError
 from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
+    from ray_apr.types import WeightGroupState
     from ray_apr.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ _HISTOGRAMS = {
 }
 _IF_ANY = ("weight_sync_s",)
 """Left out at 0, which says that there was none."""
+
+
+def sync_limit_s(sync_timeout_s: float) -> float:
+    """Longest that a weight sync of this limit may take until it fails by itself, in seconds."""
+    return 3 * (sync_timeout_s + _CALL_TIMEOUT_S)
 
 
 class RunControl:
@@ -69,12 +75,13 @@ class RunControl:
         self._sync_timeout_s = sync_timeout_s
         self._evaluator = evaluator
         self._evaluation = evaluation
+        self._evaluating: Any = None
         self._metrics = Metrics()
 
     @property
     def sync_limit_s(self) -> float:
         """Longest that `broadcast` takes before it fails by itself."""
-        return 3 * (self._sync_timeout_s + _CALL_TIMEOUT_S)
+        return sync_limit_s(self._sync_timeout_s)
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
@@ -95,17 +102,22 @@ class RunControl:
         ended = self._buffer.ack.remote(step, next_policy_version)
         _get(ended, f"sample buffer, to end step {step}", _CALL_TIMEOUT_S)
 
-    def connect(self, sender: WeightSender, num_engine_workers: int, *, timeout_s: float) -> None:
-        """Join the weight group together with all engine workers.
+    def is_group_whole(self) -> bool:
+        """Whether the engine workers that run are those that have joined the weight group."""
+        return self._group_state(_CALL_TIMEOUT_S).is_whole
+
+    def connect(self, sender: WeightSender, *, timeout_s: float) -> None:
+        """Form a weight group of the sender and all engine workers that run.
 
         Args:
             sender: The trainer's end.
-            num_engine_workers: Replicas x tensor-parallel size.
-            timeout_s: Limit for the members to meet, and later for one collective call.
+            timeout_s: Limit for the servers to be there, for the members to meet, and later for one
+                collective call.
         """
+        state = self._group_state(timeout_s)
         host = ray.util.get_node_ip_address()
-        group = sender.open_group(num_engine_workers, host=host, timeout_s=timeout_s)
-        joined = self._worker.join_weight_group.remote(group.to_dict())
+        group = sender.open_group(state.num_workers, host=host, timeout_s=timeout_s)
+        joined = self._worker.join_weight_group.remote(group.to_dict(), state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
             sender.connect(group)
@@ -120,20 +132,47 @@ class RunControl:
         The rollout worker resumes its engines by itself if this process dies in between.
         """
         limit = self._sync_timeout_s + _CALL_TIMEOUT_S
+        whom = f"rollout servers, to resume with version {policy_version}"
         _get(
-            self._worker.begin_sync.remote(policy_version),
+            self._worker.begin_sync.remote(policy_version, sender.handles),
             f"rollout servers, to pause for the weights of version {policy_version}",
             limit,
         )
-        sender.send()
-        times = _get(
-            self._worker.finish_sync.remote(policy_version),
-            f"rollout servers, to resume with version {policy_version}",
-            limit,
-        )
-        if self._evaluation is not None and self._evaluation.is_due(policy_version):
-            self._evaluator.evaluate.remote(policy_version)
+        try:
+            sender.send()
+        except WeightSyncError:
+            _get(self._worker.finish_sync.remote(policy_version), whom, limit)  # it says more
+            raise
+        if sender.handles is not None:
+            reading = self._worker.wait_until_read.remote()
+            _get(
+                reading, f"rollout servers, to read the weights of version {policy_version}", limit
+            )
+            sender.release()
+        times = _get(self._worker.finish_sync.remote(policy_version), whom, limit)
+        if policy_version and self._evaluation and self._evaluation.is_due(policy_version):
+            self._evaluating = self._evaluator.evaluate.remote(policy_version)
         return dict(times)
+
+    def sleep_engines(self) -> None:
+        """Have the engines leave their devices to the train workers, once nothing is evaluated.
+
+        An evaluation that exceeds its limit is interrupted, and goes on under the next weights.
+        """
+        if self._evaluation is not None:
+            limit_s = self._evaluation.timeout_s
+            under_way = [self._evaluator.wait_until_idle.remote()]
+            if self._evaluating is not None:
+                under_way.append(self._evaluating)
+            ended, _ = ray.wait(under_way, num_returns=len(under_way), timeout=limit_s)
+            if len(ended) < len(under_way):
+                logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
+        _get(self._worker.sleep.remote(), "rollout servers, to sleep", self._sync_timeout_s)
+
+    def _group_state(self, timeout_s: float) -> WeightGroupState:
+        asked = self._worker.weight_group_state.remote()
+        state: WeightGroupState = _get(asked, "rollout servers, to say who is there", timeout_s)
+        return state
 
     def evaluate_last(self, policy_version: int) -> None:
         """Evaluate the weights that the run ends with, and wait for it.

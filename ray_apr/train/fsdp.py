@@ -3,7 +3,7 @@
 Invariants:
     * Master weights and optimizer states are shards of `TrainConfig.master_dtype`; the forward pass
       runs in `TrainConfig.param_dtype`. With `TrainConfig.lora` only adapters have gradients and
-      states.
+      states. With `TrainConfig.cpu_offload` a GPU has only what it computes with.
     * Dropout is off: the log-probs of a sample do not depend on a random state.
     * FSDP averages gradients over ranks; `gradient_scale` undoes that, so that the ranks' losses
       add up to the loss of the whole batch.
@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,13 +60,16 @@ _CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Module:
     """Load a causal language model and shard it over the default process group.
 
+    A single rank that has one data type for everything keeps a plain model: there is nothing to
+    shard or to cast, and FSDP would copy the weights for each step.
+
     Args:
         model: Folder in Hugging Face's format, or hub id.
         train: Data types, activation checkpointing, adapters.
         device: Where this rank computes.
 
     Returns:
-        The sharded model, with the method of `logprobs.attach_response_logprobs`. Parameter names
+        The model, with the method of `logprobs.attach_response_logprobs`. Parameter names
         are those of Hugging Face; tied weights stay tied.
 
     Raises:
@@ -79,24 +87,34 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     loaded.train()
-    mesh = _mesh(train.shard_ranks, device)
-    keep_gathered = fits_whole(loaded, train.param_dtype, device)
-    sharding: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=_DTYPES[train.reduce_dtype]
-        ),
-        "reshard_after_forward": not keep_gathered,
-    }
     compiles = train.compiles(device.type)
-    for unit in _units(_layers(loaded), dtype):
-        if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
-            for layer in unit:
-                layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-        fully_shard(unit, **sharding)
-    fully_shard(loaded, **sharding)
+    if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
+        for layer in _layers(loaded):
+            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    offloads = train.cpu_offload and device.type != "cpu"
+    is_uniform = train.param_dtype == train.master_dtype == train.reduce_dtype
+    if dist.get_world_size() == 1 and is_uniform and not offloads:
+        loaded.to(device)
+    else:
+        _shard(loaded, train, device, offloads=offloads)
     attach_response_logprobs(loaded, compiled=compiles)
     return loaded
+
+
+def _shard(model: nn.Module, train: TrainConfig, device: torch.device, *, offloads: bool) -> None:
+    """Have FSDP2 shard a model in place."""
+    dtype = _DTYPES[train.param_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_DTYPES[train.reduce_dtype])
+    sharding: dict[str, Any] = {
+        "mesh": _mesh(train.shard_ranks, device),
+        "mp_policy": policy,
+        "reshard_after_forward": not fits_whole(model, train.param_dtype, device),
+    }
+    if offloads:
+        sharding["offload_policy"] = CPUOffloadPolicy()
+    for unit in _units(_layers(model), dtype):
+        fully_shard(unit, **sharding)
+    fully_shard(model, **sharding)
 
 
 def _kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -186,8 +204,8 @@ def fits_whole(model: nn.Module, dtype: str, device: torch.device) -> bool:
     return num_bytes <= _MEMORY_SHARE * memory
 
 
-class GradientSync:
-    """Puts gathering and reduction off to a step's last micro-batch, where memory allows it.
+class StepSync:
+    """When weights are gathered and gradients reduced: once a step, where memory allows it.
 
     Args:
         model: The sharded model.
@@ -200,8 +218,8 @@ class GradientSync:
         self._defers = fits_whole(model, train.reduce_dtype, device)
         self._keeps = fits_whole(model, train.param_dtype, device)
 
-    def before(self, *, is_last: bool) -> None:
-        """Prepare for one micro-batch."""
+    def before_backward(self, *, is_last: bool) -> None:
+        """Prepare for one micro-batch: gradients of the last one are reduced."""
         if not isinstance(self._model, FSDPModule):
             return
         if self._defers:
@@ -209,6 +227,27 @@ class GradientSync:
         if self._keeps:
             self._model.set_reshard_after_backward(is_last)
         self._model.set_is_last_backward(is_last)
+
+    def after_optimizer(self) -> None:
+        """Gather the weights of the next forward pass.
+
+        The host queues it while the device is busy with this step; at the next one's start the
+        device would wait for it.
+        """
+        if not self._keeps:
+            return
+        units = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
+        for handle in [unit.unshard(async_op=True) for unit in units]:
+            if handle is not None:
+                handle.wait()
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Have a model's parameters be shards again, as `StepSync.after_optimizer` may have gathered
+    them."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def gradient_scale(model: nn.Module) -> float:
@@ -234,6 +273,7 @@ def _num_copies(tensor: torch.Tensor) -> int:
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the shards that learn; the weight decay leaves vectors (norms, biases) alone."""
+    drop_gathered(model)
     learning = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in learning if p.ndim > 1]
     vectors = [p for p in learning if p.ndim <= 1]
@@ -258,7 +298,8 @@ def limit_next_step(
     *,
     is_finite: torch.Tensor,
 ) -> None:
-    """Have the optimizer's next step clip the gradients, or do nothing, without waiting for it.
+    """Have the optimizer's next step clip the gradients, or do nothing, without waiting for it
+    (but for `TrainConfig.cpu_offload`: the host steps then).
 
     Args:
         optimizer: From `build_optimizer`: PyTorch's fused optimizers read both while they run.
@@ -266,8 +307,10 @@ def limit_next_step(
         max_norm: Gradients are scaled down to it.
         is_finite: Whether there may be a step.
     """
-    optimizer.grad_scale = (norm / max_norm).clamp(min=1).float()  # type: ignore[attr-defined]
-    optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+    device = optimizer.param_groups[0]["params"][0].device
+    scale = (norm / max_norm).clamp(min=1)
+    optimizer.grad_scale = scale.to(device, torch.float32)  # type: ignore[attr-defined]
+    optimizer.found_inf = (~is_finite).to(device, torch.float32)  # type: ignore[attr-defined]
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -17,8 +17,8 @@ tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from ray_apr.train.attention import Packing
+from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
@@ -65,6 +66,16 @@ class MicroBatch:
     versions: torch.Tensor
     """[N, T], policy version of each response token, 0 in the padding."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device, moved by one copy that the host does not wait for."""
+        if device.type == "cpu":
+            return self
+        rows = {} if self.packing is None else self.packing.tensors()
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "packing"}
+        moved = _move([*rows.values(), *own.values()], device)
+        packing = self.packing and replace(self.packing, **dict(zip(rows, moved, strict=False)))
+        return replace(self, packing=packing, **dict(zip(own, moved, strict=True)))
+
 
 def micro_batches(
     batch: RankBatch, device: torch.device, *, packed: bool = False
@@ -81,7 +92,7 @@ def micro_batches(
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
-            cut.append(_empty_micro_batch(device))
+            cut.append(_empty_micro_batch().to(device))
             continue
         rows = slice(int(first), int(first + size))
         cut.append(
@@ -93,25 +104,24 @@ def micro_batches(
                 behavior=behavior[response_begins[rows.start] :],
                 loss_mask=loss_mask[response_begins[rows.start] :],
                 versions=versions[response_begins[rows.start] :],
-                device=device,
                 packed=packed,
-            )
+            ).to(device)
         )
     return cut
 
 
-def _empty_micro_batch(device: torch.device) -> MicroBatch:
+def _empty_micro_batch() -> MicroBatch:
     """One position and no response: keeps a rank in step with the others' collectives."""
     return MicroBatch(
-        sample_index=torch.zeros(1, dtype=torch.int64, device=device),
-        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        sample_index=torch.zeros(1, dtype=torch.int64),
+        input_ids=torch.zeros(1, 1, dtype=torch.int64),
         packing=None,
-        positions=torch.zeros(0, dtype=torch.int64, device=device),
-        targets=torch.zeros(0, dtype=torch.int64, device=device),
-        places=torch.zeros(0, dtype=torch.int64, device=device),
-        mask=torch.zeros(1, 1, device=device),
-        behavior_logprobs=torch.zeros(1, 1, device=device),
-        versions=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        positions=torch.zeros(0, dtype=torch.int64),
+        targets=torch.zeros(0, dtype=torch.int64),
+        places=torch.zeros(0, dtype=torch.int64),
+        mask=torch.zeros(1, 1),
+        behavior_logprobs=torch.zeros(1, 1),
+        versions=torch.zeros(1, 1, dtype=torch.int64),
     )
 
 
@@ -124,7 +134,6 @@ def _micro_batch(
     behavior: np.ndarray,
     loss_mask: np.ndarray,
     versions: np.ndarray,
-    device: torch.device,
     packed: bool,
 ) -> MicroBatch:
     """Pad or pack the samples whose tokens stand at the front of the flat columns."""
@@ -144,23 +153,36 @@ def _micro_batch(
         ids.reshape(-1)[place] = flat
     behavior_NT = np.zeros(is_response_NT.shape, dtype=np.float32)
     behavior_NT[is_response_NT] = behavior[:num_responses]
-    mask_NT = np.zeros(is_response_NT.shape, dtype=bool)
+    mask_NT = np.zeros(is_response_NT.shape, dtype=np.float32)
     mask_NT[is_response_NT] = loss_mask[:num_responses]
     versions_NT = np.zeros(is_response_NT.shape, dtype=np.int64)
     versions_NT[is_response_NT] = versions[:num_responses]
     is_response = column >= np.repeat(prompts_N, lengths_N)
     target_positions_R = place[is_response][loss_mask[:num_responses]]
     return MicroBatch(
-        sample_index=torch.from_numpy(sample_index.astype(np.int64)).to(device),
-        input_ids=torch.from_numpy(ids).to(device),
-        packing=Packing.of(lengths_N, device) if packed else None,
-        positions=torch.from_numpy(target_positions_R - 1).to(device),
-        targets=torch.from_numpy(ids.reshape(-1)[target_positions_R]).to(device),
-        places=torch.from_numpy(np.flatnonzero(mask_NT)).to(device),
-        mask=torch.from_numpy(mask_NT).to(device, torch.float32),
-        behavior_logprobs=torch.from_numpy(behavior_NT).to(device),
-        versions=torch.from_numpy(versions_NT).to(device),
+        sample_index=torch.from_numpy(sample_index.astype(np.int64)),
+        input_ids=torch.from_numpy(ids),
+        packing=Packing.of(lengths_N) if packed else None,
+        positions=torch.from_numpy(target_positions_R - 1),
+        targets=torch.from_numpy(ids.reshape(-1)[target_positions_R]),
+        places=torch.from_numpy(np.flatnonzero(mask_NT)),
+        mask=torch.from_numpy(mask_NT),
+        behavior_logprobs=torch.from_numpy(behavior_NT),
+        versions=torch.from_numpy(versions_NT),
     )
+
+
+def _move(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Tensors of this host on a device, as views of one buffer."""
+    ends = np.cumsum([aligned(t.nbytes) for t in tensors]).tolist()
+    pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    begins = [0, *ends[:-1]]
+    there = pinned.numpy()  # NumPy copies in this thread; PyTorch would wake all of its own
+    for begin, tensor in zip(begins, tensors, strict=True):
+        there[begin : begin + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
+    moved = pinned.to(device, non_blocking=True)
+    for begin, tensor in zip(begins, tensors, strict=True):
+        yield moved[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _begins(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -221,7 +243,8 @@ def warm_up(
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
-    Two shapes, so that the compiler learns that shapes change. A collective of all ranks.
+    Two shapes that differ in all sizes, so that the compiler learns that each of them changes. A
+    collective of all ranks.
 
     Args:
         model: A model that `attach_response_logprobs` has compiled.
@@ -230,8 +253,8 @@ def warm_up(
         packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
     """
-    for count in (8, 6):
-        length = max(4, min(num_tokens, _WARM_UP_TOKENS) // 8)
+    longest = max(8, min(num_tokens, _WARM_UP_TOKENS) // 8)
+    for count, length in ((8, longest), (7, longest * 3 // 4)):
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
             sample_index=np.arange(count),
@@ -241,9 +264,8 @@ def warm_up(
             behavior=np.zeros(responses, dtype=np.float32),
             loss_mask=np.ones(responses, dtype=bool),
             versions=np.zeros(responses, dtype=np.int64),
-            device=device,
             packed=packed,
-        )
+        ).to(device)
         logprobs, _ = response_logprobs(model, part, entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
@@ -261,15 +283,25 @@ def _response_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [R] of `targets`, and the entropies [R]."""
     output = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
-    hidden = output.last_hidden_state
-    hidden_R = hidden.flatten(0, 1).index_select(0, positions)
+    hidden = output.last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
     rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     if len(targets) <= rows:
-        return score(head, hidden_R, targets, entropy_gradients)
+        return score(head, hidden.index_select(0, positions), targets, entropy_gradients)
+    num_chunks = -(-len(targets) // rows)
     parts = [
-        checkpoint(score, head, hidden_part, target_part, entropy_gradients, use_reentrant=False)
-        for hidden_part, target_part in zip(hidden_R.split(rows), targets.split(rows), strict=True)
+        # copies of their own, of about one size: the compiler tells views and single rows apart
+        checkpoint(
+            score,
+            head,
+            hidden.index_select(0, chunk),
+            target_chunk.clone(),
+            entropy_gradients,
+            use_reentrant=False,
+        )
+        for chunk, target_chunk in zip(
+            positions.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+        )
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

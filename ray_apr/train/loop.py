@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import random
@@ -30,6 +31,7 @@ import numpy as np
 import ray.train
 import ray.train.torch
 import torch
+import torch.distributed as dist
 
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
@@ -42,13 +44,15 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from ray_apr.train.control import RunControl
+from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
+from ray_apr.train.offload import Offload
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
 from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.shared import SharedWeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +77,13 @@ class LoopSettings(TypedDict, total=False):
     worker: Any
     recorder: Any
     num_replicas: int
-    tensor_parallel_size: int
     start_timeout_s: float
     sync_timeout_s: float
     """Limit of one weight sync as the rollout side has it; without it, that of `train`."""
     wire_dtype: str | None
     """Data type of the weight sync; without it, that of the master weights."""
+    takes_turns: bool
+    """Whether the train workers have their devices in turns with the engines; without it, not."""
     started_at: float
     """Unix time at which the run began; without it, the loop's own start."""
 
@@ -140,24 +145,47 @@ class _TrainLoop:
                 packed=self._train.packs(device.type),
                 entropy_gradients=settings["algorithm"].entropy_coef > 0,
             )
+        self._offload: Offload | None = None
+        if settings.get("takes_turns", False):
+            models = [self._model] if self._reference is None else [self._model, self._reference]
+            self._offload = Offload(models, self._optimizer)
+            # ranks wait for the engines: not on the GPU, which these have then, and for longer
+            limit = datetime.timedelta(seconds=_turn_limit_s(settings))
+            self._turns = dist.new_group(backend="gloo", timeout=limit)
         self._publisher = self._make_publisher()
         self._progress = self._restore()
 
     def _make_publisher(self) -> WeightPublisher:
         settings, partial_rollout = self._settings, self._settings["partial_rollout"]
-        sender = WeightSender(
-            self._model,
-            bucket_mb=self._train.weight_bucket_mb,
-            wire_dtype=settings.get("wire_dtype"),
-        )
+        bucket_mb, wire_dtype = self._train.weight_bucket_mb, settings.get("wire_dtype")
+        if self._offload is None:
+            sender = WeightSender(self._model, bucket_mb=bucket_mb, wire_dtype=wire_dtype)
+        else:
+            sender = SharedWeightSender(
+                self._model, bucket_mb=bucket_mb, wire_dtype=wire_dtype, group=self._turns
+            )
         return WeightPublisher(
             sender,
             self._control,
-            num_engine_workers=settings["num_replicas"] * settings["tensor_parallel_size"],
             sync_every=partial_rollout.sync_every,
             overlaps=partial_rollout.overlap_sync,
             timeout_s=self._train.weight_sync_timeout_s,
+            after_gather=None if self._offload is None else self._end_turn,
         )
+
+    def _begin_turn(self) -> None:
+        """Have the device from the engines, on all ranks."""
+        if self._control is not None:
+            self._control.sleep_engines()
+        dist.barrier(self._turns)
+        if self._offload is not None:
+            self._offload.to_device()
+
+    def _end_turn(self) -> None:
+        """Leave the device to the engines, on all ranks."""
+        if self._offload is not None:
+            self._offload.to_host()
+        dist.barrier(self._turns)
 
     def _restore(self) -> Progress:
         checkpoint = ray.train.get_checkpoint()
@@ -172,8 +200,8 @@ class _TrainLoop:
         """Train all steps that are left."""
         if self._progress.step >= self._train.steps:
             return
-        if self._progress.policy_version > 0:
-            # the servers start with the base model, and perhaps they are not there yet
+        if self._progress.policy_version > 0 or self._offload is not None:
+            # the servers start with the base model or asleep, and perhaps they are not there yet
             limit_s = self._settings["start_timeout_s"]
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
         if self._control is not None:
@@ -196,6 +224,9 @@ class _TrainLoop:
     def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
         """One turn of the loop."""
         batch, wait_s = self._next_batch(rows)
+        if self._offload is not None:
+            with self._span("switch"):
+                self._begin_turn()
         with self._span("train") as trained:
             figures = train_step(
                 self._model,
@@ -213,19 +244,21 @@ class _TrainLoop:
         if self._control is not None:
             # granted before the sync: Ray Data reads the next batch while the weights move
             self._control.end_step(done.step, None if is_last else version)
-        times = self._publisher.after_step(self._progress.step, version, is_last=is_last)
-        row = {
+        row: dict[str, Any] = {
             "step": done.step,
             "policy_version": self._progress.policy_version,
             "time_s": trained.end_s - self._started_at,
             **figures,
             "trainer_wait_s": wait_s,
             "trainer_step_s": trained.duration_s,
-            **times,
         }
+        if self._offload is not None:  # after the sync there is nothing here to save
+            self._report(row, is_last=is_last)
+        row |= self._publisher.after_step(self._progress.step, version, is_last=is_last)
         if self._control is not None:
             self._control.record_step(row)
-        self._report(row, is_last=is_last)
+        if self._offload is None:
+            self._report(row, is_last=is_last)
 
     def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
         """Wait for this rank's row of the step; returns it and the seconds waited."""
@@ -287,12 +320,24 @@ def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> Non
         )
 
 
+def _turn_limit_s(settings: LoopSettings) -> float:
+    """Longest that a rank may wait for rank 0, which waits for engines: their start, an evaluation,
+    what a sync may take."""
+    evaluation = settings.get("evaluation")
+    engines_s = settings["start_timeout_s"] + sync_limit_s(_sync_timeout_s(settings))
+    return 2 * engines_s + (0.0 if evaluation is None else evaluation.timeout_s)
+
+
+def _sync_timeout_s(settings: LoopSettings) -> float:
+    return settings.get("sync_timeout_s", settings["train"].weight_sync_timeout_s)
+
+
 def _make_control(settings: LoopSettings) -> RunControl:
     return RunControl(
         buffer=settings["buffer"],
         worker=settings["worker"],
         recorder=settings["recorder"],
-        sync_timeout_s=settings.get("sync_timeout_s", settings["train"].weight_sync_timeout_s),
+        sync_timeout_s=_sync_timeout_s(settings),
         evaluator=settings.get("evaluator"),
         evaluation=settings.get("evaluation"),
     )

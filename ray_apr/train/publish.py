@@ -5,6 +5,7 @@
 
 Invariants, kept by `WeightPublisher`:
     * What is sent is what the gather saw: it copies, so that the optimizer may go on at once.
+    * A rollout server that comes or goes costs no more than a sync: the group is formed anew.
     * One sync at a time: the one before has ended, or raised its error, before the next gather.
     * The thread that sends is waited for within a limit, and every wait inside of it has its own.
       It is a daemon: after an error it cannot keep the process alive.
@@ -13,8 +14,9 @@ Invariants, kept by `WeightPublisher`:
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ from ray_apr.train.span import Span
 if TYPE_CHECKING:
     from ray_apr.train.control import RunControl
     from ray_apr.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
 
 _NO_SYNC = {"weight_sync_s": 0.0, "weight_gather_s": 0.0, "generation_stopped_s": 0.0}
 
@@ -42,10 +46,10 @@ class WeightPublisher:
     Args:
         sender: This rank's end.
         control: Rank 0's line to the other actors; None on the other ranks, which only gather.
-        num_engine_workers: Replicas x tensor-parallel size.
         sync_every: Optimizer steps of one sync.
         overlaps: Whether the trainer goes on while the weights travel.
         timeout_s: Limit for the engine workers to join the group, and of one collective call.
+        after_gather: Called on every rank before the weights leave it.
     """
 
     def __init__(
@@ -53,17 +57,17 @@ class WeightPublisher:
         sender: WeightSender,
         control: RunControl | None,
         *,
-        num_engine_workers: int,
         sync_every: int,
         overlaps: bool,
         timeout_s: float,
+        after_gather: Callable[[], None] | None = None,
     ) -> None:
         self._sender = sender
         self._control = control
-        self._num_engine_workers = num_engine_workers
         self._sync_every = sync_every
         self._overlaps = overlaps
         self._timeout_s = timeout_s
+        self._after_gather = after_gather
         self._is_connected = False
         self._pending: _Pending | None = None
 
@@ -77,9 +81,7 @@ class WeightPublisher:
         Raises:
             WeightSyncError: If they did not get them.
         """
-        with Span() as gathered:
-            self._sender.gather()
-        self._send(policy_version, gathered, timeout_s)
+        self._send(policy_version, self._gather(), timeout_s)
 
     def after_step(
         self, num_steps: int, policy_version: int, *, is_last: bool
@@ -118,11 +120,16 @@ class WeightPublisher:
         self._join(must_end=True)
         self._sender.close()
 
-    def _begin(self, policy_version: int) -> dict[str, float] | None:
-        """Gather, and send; returns the times of a sync that does not overlap."""
+    def _gather(self) -> Span:
         with Span() as gathered:
             self._sender.gather()
-        args = (policy_version, gathered, self._timeout_s)
+            if self._after_gather is not None:
+                self._after_gather()
+        return gathered
+
+    def _begin(self, policy_version: int) -> dict[str, float] | None:
+        """Gather, and send; returns the times of a sync that does not overlap."""
+        args = (policy_version, self._gather(), self._timeout_s)
         if not self._overlaps or self._control is None:
             return self._send(*args)
         times: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
@@ -144,12 +151,8 @@ class WeightPublisher:
         stopped_s = 0.0
         with Span() as sent:
             if self._control is not None:
-                if not self._is_connected:
-                    self._control.connect(
-                        self._sender, self._num_engine_workers, timeout_s=timeout_s
-                    )
-                    self._is_connected = True
-                stopped_s = self._control.broadcast(self._sender, policy_version)["stopped_s"]
+                stopped_s = self._broadcast(self._control, policy_version, timeout_s)
+            self._sender.release()
         if self._control is not None and self._overlaps:
             self._control.record_span("sync", gathered.start_s, sent.end_s, actor="weights")
         return {
@@ -157,6 +160,25 @@ class WeightPublisher:
             "weight_gather_s": gathered.duration_s,
             "generation_stopped_s": stopped_s,
         }
+
+    def _broadcast(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
+        """Send, to a new group if servers have come or gone; returns how long generation stopped.
+
+        Where that happens during the sync, it is done once more.
+        """
+        try:
+            return self._broadcast_once(control, policy_version, timeout_s)
+        except WeightSyncError as error:
+            if control.is_group_whole():
+                raise
+            logger.warning("once more, as a rollout server has come or gone: %s", error)
+            return self._broadcast_once(control, policy_version, timeout_s)
+
+    def _broadcast_once(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
+        if not self._is_connected or not control.is_group_whole():
+            control.connect(self._sender, timeout_s=timeout_s)
+            self._is_connected = True
+        return control.broadcast(self._sender, policy_version)["stopped_s"]
 
     def _join(self, *, must_end: bool) -> dict[str, float] | None:
         """Take the times of the sync under way if it has ended, or must end now."""

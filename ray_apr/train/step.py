@@ -29,7 +29,7 @@ from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
 from ray_apr.staleness import staleness
 from ray_apr.train.fsdp import (
-    GradientSync,
+    StepSync,
     gradient_scale,
     learning_rate,
     limit_next_step,
@@ -49,6 +49,7 @@ from ray_apr.train.objective import (
     correction,
     frozen_policies,
 )
+from ray_apr.weights.gather import compute_device
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
@@ -85,7 +86,7 @@ def train_step(
         TrainError: On all ranks, if loss or gradient is not finite; that mini-batch and those after
             it have then left the weights alone.
     """
-    device = next(model.parameters()).device
+    device = compute_device(model)
     parts = micro_batches(batch, device, packed=train.packs(device.type))
     num_mini = len(batch.mini_batch_sizes)
     frozen = frozen_policies(model, reference, parts, algorithm, num_mini_batches=num_mini)
@@ -93,7 +94,7 @@ def train_step(
     mean_weight = _mean_weight(parts, frozen, algorithm, device)
     lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
     set_learning_rate(optimizer, learning_rate(train, batch.step))
-    sync = GradientSync(model, train, device)
+    sync = StepSync(model, train, device)
     totals = _Totals(_ages(batch))
     begin = 0
     for number, lengths in enumerate(lengths_B.chunk(num_mini)):
@@ -108,13 +109,14 @@ def train_step(
         end = begin + int(batch.mini_batch_sizes[number])
         found = []
         for i in range(begin, end):
-            sync.before(is_last=i == end - 1)
+            sync.before_backward(is_last=i == end - 1)
             found.append(backward(model, parts[i], frozen[i], algorithm, whole))
         begin = end
         norm, is_finite = totals.add(found, squared_gradient_norm(model))
         limit_next_step(optimizer, norm, train.max_grad_norm, is_finite=is_finite)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        sync.after_optimizer()
     return {
         **_batch_figures(batch),
         **totals.figures(batch.step),

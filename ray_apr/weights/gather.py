@@ -1,4 +1,4 @@
-"""Collecting a sharded model's parameters on rank 0, bucket by bucket.
+"""Collecting a sharded model's parameters on rank 0 or on all ranks, bucket by bucket.
 
     rank r: its rows of each parameter ──pack──► one flat piece ──gather──► rank 0: whole parameters
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ray_apr.weights.adapters import MergedParameter
 from ray_apr.weights.collective import as_tensor, byte_buffer
-from ray_apr.weights.plan import ALIGNMENT, ITEM_BYTES, Bucket, Slice
+from ray_apr.weights.plan import ITEM_BYTES, Bucket, Slice, aligned
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,15 +29,30 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """Where a model computes, also where its shards are kept on the host."""
+    param = next(model.parameters())
+    if isinstance(param, DTensor) and param.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return param.device
+
+
 def gather_bucket(
-    bucket: Bucket, params: Mapping[str, MergedParameter], buffer: torch.Tensor | None
+    bucket: Bucket,
+    params: Mapping[str, MergedParameter],
+    buffer: torch.Tensor | None,
+    device: torch.device,
+    *,
+    to_all: bool = False,
 ) -> None:
     """Copy the parameters of a bucket into `buffer`; a collective of all ranks.
 
     Args:
         bucket: Which parameters, and where they lie.
         params: This rank's shards of all parameters, by name.
-        buffer: On rank 0 the bucket's bytes, on the device of the parameters; None elsewhere.
+        buffer: The bucket's bytes, on `device`; None on ranks that get none.
+        device: Where this rank computes; its shards may be kept on the host.
+        to_all: Whether every rank gets all of them.
     """
     to: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
@@ -55,7 +70,7 @@ def gather_bucket(
     if to:
         torch._foreach_copy_(to, whole)
     for group, members in shares.items():
-        _gather_rows(group, members, buffer)
+        _gather_rows(group, members, buffer, device, to_all=to_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +92,22 @@ class _Share:
 
 
 def _gather_rows(
-    group: dist.ProcessGroup, shares: list[_Share], buffer: torch.Tensor | None
+    group: dist.ProcessGroup,
+    shares: list[_Share],
+    buffer: torch.Tensor | None,
+    device: torch.device,
+    *,
+    to_all: bool,
 ) -> None:
     ranks = dist.get_process_group_ranks(group)
-    if ranks[0] != 0:
+    if ranks[0] != 0 and not to_all:
         return  # these ranks have a copy of the model of their own
     offsets, size = [], 0
     for share in shares:
         offsets.append(size)
-        size += -(-share.rows(len(ranks)) * share.row_bytes // ALIGNMENT) * ALIGNMENT
+        size += aligned(share.rows(len(ranks)) * share.row_bytes)
     local = [local_tensor(share.tensor) for share in shares]
-    piece = byte_buffer(size, local[0].device)
+    piece = byte_buffer(size, device)
     mine = [
         as_tensor(piece, offset, tuple(rows.shape), share.piece.param.dtype)
         for share, offset, rows in zip(shares, offsets, local, strict=True)
@@ -97,7 +117,10 @@ def _gather_rows(
         dist.gather(piece, None, dst=0, group=group)
         return
     pieces = [torch.empty_like(piece) for _ in ranks]
-    dist.gather(piece, pieces, dst=0, group=group)
+    if to_all:
+        dist.all_gather(pieces, piece, group=group)
+    else:
+        dist.gather(piece, pieces, dst=0, group=group)
     to: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
     for share, offset in zip(shares, offsets, strict=True):

@@ -22,6 +22,11 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Data types that may cross the wire."""
 
 
+def aligned(num_bytes: int) -> int:
+    """Bytes that something of this size takes in a buffer, up to where the next one may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter, by its Hugging Face name, as it crosses the wire."""
@@ -78,7 +83,7 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[Bucket
             buckets.append(Bucket(tuple(slices), used, start))
             start, slices, used = start + used, [], 0
         slices.append(Slice(param, used))
-        used += -(-param.num_bytes // ALIGNMENT) * ALIGNMENT
+        used += aligned(param.num_bytes)
     if slices:
         buckets.append(Bucket(tuple(slices), used, start))
     return tuple(buckets)

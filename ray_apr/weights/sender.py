@@ -5,7 +5,8 @@ Invariants, kept by `WeightSender`:
       adapters merged into what they adapt.
     * What is sent is what `gather` saw: it copies, so that the optimizer may go on while `send`,
       in another thread, sends.
-    * `gather` is a collective of all train workers; everything else concerns rank 0 alone.
+    * `gather` is a collective of all train workers, and all of them `release`; everything else
+      concerns rank 0 alone.
     * One method runs at a time; who calls them from two threads keeps that.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +33,7 @@ from ray_apr.weights.collective import (
     open_rendezvous,
     register_backends,
 )
-from ray_apr.weights.gather import gather_bucket
+from ray_apr.weights.gather import compute_device, gather_bucket
 from ray_apr.weights.plan import ParamSpec, WeightGroup, plan_buckets
 
 _MIB = 1 << 20
@@ -43,10 +46,19 @@ class WeightSender:
         model: The train worker's model, FSDP2 or plain; a Hugging Face model.
         bucket_mb: Size of one broadcast, in MiB.
         wire_dtype: Data type on the wire; None sends each parameter as it is.
+        to_all: Gather to all ranks, not to rank 0 alone.
     """
 
+    handles: Mapping[str, list[Any]] | None = None
+    """Where the engines read what was gathered, if they do (`weights.shared`)."""
+
     def __init__(
-        self, model: torch.nn.Module, *, bucket_mb: float, wire_dtype: str | None = None
+        self,
+        model: torch.nn.Module,
+        *,
+        bucket_mb: float,
+        wire_dtype: str | None = None,
+        to_all: bool = False,
     ) -> None:
         named = dict(model.named_parameters())  # names tied parameters once
         self._params = merged_parameters(model, named)
@@ -60,8 +72,9 @@ class WeightSender:
         )
         self._bucket_bytes = int(bucket_mb * _MIB)
         self._buckets = plan_buckets(self.params, self._bucket_bytes)
-        self._is_sender = not dist.is_initialized() or dist.get_rank() == 0
-        self._device = next(iter(named.values())).device
+        self._to_all = to_all
+        self._has_all = to_all or not dist.is_initialized() or dist.get_rank() == 0
+        self._device = compute_device(model)
         self.staged: list[torch.Tensor] = []
         self._group: WeightGroup | None = None
 
@@ -73,12 +86,19 @@ class WeightSender:
             host: Address of this node.
             timeout_s: Limit of one collective call.
         """
-        on_gpu = self._device.type == "cuda"
+        if self._device.type == "cuda":
+            return self._describe_group(num_engine_workers, host, 0, NCCL, timeout_s)
+        port = open_rendezvous(timeout_s)
+        return self._describe_group(num_engine_workers, host, port, GLOO, timeout_s)
+
+    def _describe_group(
+        self, num_engine_workers: int, host: str, port: int, backend: str, timeout_s: float
+    ) -> WeightGroup:
         return WeightGroup(
             host=host,
-            port=0 if on_gpu else open_rendezvous(timeout_s),
+            port=port,
             world_size=1 + num_engine_workers,
-            backend=NCCL if on_gpu else GLOO,
+            backend=backend,
             group_name=f"apr-weights-{uuid.uuid4().hex[:8]}",
             timeout_s=timeout_s,
             bucket_bytes=self._bucket_bytes,
@@ -111,18 +131,25 @@ class WeightSender:
     @torch.no_grad()
     def gather(self) -> None:
         """Copy the current weights to rank 0; a collective of all train workers."""
+        self.release()
         staged = []
         for bucket in self._buckets:
-            buffer = byte_buffer(bucket.num_bytes, self._device) if self._is_sender else None
-            gather_bucket(bucket, self._params, buffer)
+            buffer = self._new_buffer(bucket.num_bytes) if self._has_all else None
+            gather_bucket(bucket, self._params, buffer, self._device, to_all=self._to_all)
             if buffer is not None:
                 staged.append(buffer)
         if staged and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # `send` has streams of its own
         self.staged = staged
 
+    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
+        return byte_buffer(num_bytes, self._device)
+
     def send(self) -> None:
         """Broadcast what `gather` staged (rank 0); returns when all of it has left.
+
+        It stays until `release`: the sync may need another group. A group that breaks off is left,
+        so that no peer waits for the rest.
 
         Raises:
             WeightSyncError: If the group is not joined, nothing was gathered, or a peer is gone.
@@ -131,15 +158,19 @@ class WeightSender:
 
         if self._group is None or not self.staged:
             raise WeightSyncError("connect() and gather() come before send()")
-        staged, self.staged = self.staged, []
         name, deadline = address(self._group), time.monotonic() + self._group.timeout_s
         try:
             with self._on_device():
-                for buffer in staged:
+                for buffer in self.staged:
                     collective.broadcast(buffer, src_rank=0, group_name=name)
                 collective.get_group_handle(name).wait(deadline)
         except RuntimeError as error:
+            self.close()
             raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
+
+    def release(self) -> None:
+        """Free what was gathered: it is with the engines. All ranks call it."""
+        self.staged = []
 
     def _on_device(self) -> AbstractContextManager[object]:
         """The model's device as the current one: a thread begins on the first GPU."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ray_apr.exceptions import WeightSyncError
 from ray_apr.protocols import PauseMode, RolloutClient
@@ -45,22 +47,41 @@ class WeightSync:
         self._pause_mode = pause_mode
         self._timeout_s = timeout_s
         self._task: asyncio.Task[SyncTimes] | None = None
+        self._read: asyncio.Future[Any]
+        self._released = asyncio.Event()
 
-    async def begin(self, policy_version: int) -> None:
+    async def begin(
+        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+    ) -> None:
         """Pause all engines and let them receive; the sender may send once this returns.
+
+        Args:
+            policy_version: Version of the weights.
+            handles: Where the engines read them instead (`weights.shared`).
 
         Raises:
             WeightSyncError: If a sync is under way, or the engines cannot be paused.
         """
         if self._task is not None and not self._task.done():
             raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
-        listening = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        listening, self._read = loop.create_future(), loop.create_future()
+        self._released.clear()
         self._task = asyncio.create_task(
-            self._run(policy_version, listening), name=f"weight-sync-{policy_version}"
+            self._run(policy_version, handles, listening), name=f"weight-sync-{policy_version}"
         )
-        await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not listening.done():
-            await self.finish()
+        await self._until(self._task, listening)
+
+    async def wait_until_read(self) -> None:
+        """Wait until the engines have read shared weights; they go on once `finish` is called, when
+        the weights' memory is free for their KV cache.
+
+        Raises:
+            WeightSyncError: If a replica could not read them, or the time limit passed.
+        """
+        if self._task is None:
+            raise WeightSyncError("no sync is under way")
+        await self._until(self._task, self._read)
 
     async def finish(self) -> SyncTimes:
         """Wait until the weights have arrived and the engines run again.
@@ -70,9 +91,21 @@ class WeightSync:
         """
         if self._task is None:
             raise WeightSyncError("no sync is under way")
+        self._released.set()
         return await self._task
 
-    async def _run(self, policy_version: int, listening: asyncio.Future[None]) -> SyncTimes:
+    async def _until(self, task: asyncio.Task[SyncTimes], reached: asyncio.Future[Any]) -> None:
+        """Wait for a part of the sync under way; raises the error of one that ends before."""
+        await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
+        if not reached.done():
+            await self.finish()
+
+    async def _run(
+        self,
+        policy_version: int,
+        handles: Mapping[str, list[Any]] | None,
+        listening: asyncio.Future[None],
+    ) -> SyncTimes:
         begin = time.monotonic()
         paused = received = begin
         errors: list[Exception] = []
@@ -81,8 +114,11 @@ class WeightSync:
                 await self._client.pause(self._pause_mode)
                 paused = time.monotonic()
                 listening.set_result(None)
-                await self._client.receive_weights(policy_version)
+                await self._client.receive_weights(policy_version, handles)
                 received = time.monotonic()
+                if handles is not None:
+                    self._read.set_result(None)
+                    await self._released.wait()
         except TimeoutError:
             errors.append(WeightSyncError(f"no weights within {self._timeout_s:g} s"))
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)

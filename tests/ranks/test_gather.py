@@ -14,6 +14,7 @@ from ray_apr.train.fsdp import build_model
 from ray_apr.weights.collective import as_tensor
 from ray_apr.weights.plan import plan_buckets
 from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import process_group
 
@@ -23,17 +24,19 @@ BUCKET_MB = 0.01
 """Several parameters in a bucket, and the embedding larger than one."""
 
 
-def work(rank, world_size, folder, train, wire_dtype, results):
+def work(rank, world_size, folder, train, wire_dtype, shares, results):
     torch.set_num_threads(1)
     with process_group(results, rank=rank, world_size=world_size):
         model = build_model(str(folder), train, torch.device("cpu"))
-        sender = WeightSender(model, bucket_mb=BUCKET_MB, wire_dtype=wire_dtype)
+        sender_cls = SharedWeightSender if shares else WeightSender
+        sender = sender_cls(model, bucket_mb=BUCKET_MB, wire_dtype=wire_dtype)
         for _ in range(2):
             sender.gather()
         expected = dict(full_parameters(model))
-        if rank:
+        if rank and not shares:
             assert sender.staged == []
             return
+        assert bool(sender.handles) == (shares and rank == 0)
         found = {}
         for bucket, buffer in zip(
             plan_buckets(sender.params, int(BUCKET_MB * 2**20)), sender.staged, strict=True
@@ -41,26 +44,30 @@ def work(rank, world_size, folder, train, wire_dtype, results):
             for piece in bucket.slices:
                 spec = piece.param
                 found[spec.name] = as_tensor(buffer, piece.offset, spec.shape, spec.dtype).clone()
-        torch.save((found, expected), results / "found.pt")
+        torch.save((found, expected), results / f"found-{rank}.pt")
 
 
 @pytest.mark.parametrize(
-    ("world_size", "train", "wire_dtype"),
+    ("world_size", "train", "wire_dtype", "shares"),
     [
-        (1, TrainConfig(), "bfloat16"),
-        (2, TrainConfig(), None),
-        (3, TrainConfig(), "bfloat16"),
-        (4, TrainConfig(shard_ranks=2), None),
-        (2, TrainConfig(lora=LoRAConfig(rank=2)), None),
+        (1, TrainConfig(), "bfloat16", False),
+        (2, TrainConfig(), None, False),
+        (3, TrainConfig(), "bfloat16", False),
+        (3, TrainConfig(), "bfloat16", True),
+        (4, TrainConfig(shard_ranks=2), None, False),
+        (4, TrainConfig(shard_ranks=2), None, True),
+        (2, TrainConfig(lora=LoRAConfig(rank=2)), None, False),
     ],
 )
-def test_rank_0_has_all_rows_of_all_ranks(tmp_path, world_size, train, wire_dtype):
+def test_rank_0_has_all_rows_of_all_ranks(tmp_path, world_size, train, wire_dtype, shares):
+    """Or each rank, where each shares them with the engines of its device."""
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     train = dataclasses.replace(train, packing="padded")
-    mp.spawn(work, (world_size, folder, train, wire_dtype, tmp_path), nprocs=world_size)
-    found, expected = torch.load(tmp_path / "found.pt")
-    assert set(found) == set(expected)
-    assert any(len(w) % world_size for w in expected.values()) or world_size < 3, "uneven rows"
-    for name, weights in expected.items():
-        wanted = weights if wire_dtype is None else weights.to(torch.bfloat16)
-        torch.testing.assert_close(found[name], wanted, rtol=0, atol=0)
+    mp.spawn(work, (world_size, folder, train, wire_dtype, shares, tmp_path), nprocs=world_size)
+    for rank in range(world_size if shares else 1):
+        found, expected = torch.load(tmp_path / f"found-{rank}.pt")
+        assert set(found) == set(expected)
+        assert any(len(w) % world_size for w in expected.values()) or world_size < 3, "uneven rows"
+        for name, weights in expected.items():
+            wanted = weights if wire_dtype is None else weights.to(torch.bfloat16)
+            torch.testing.assert_close(found[name], wanted, rtol=0, atol=0)

@@ -9,13 +9,14 @@ from typing import get_args
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
 from ray_apr.config.algorithm import Aggregation
 from ray_apr.exceptions import TrainError
 from ray_apr.train import fsdp
 from ray_apr.train.checkpoint import full_parameters
-from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
+from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
@@ -39,7 +40,8 @@ def gradients_of_a_step(model, row, algorithm, train):
     def keep(optimizer, _args, _kwargs):
         for group in optimizer.param_groups:
             for p in group["params"]:
-                kept[names[id(p)]] = p.grad.full_tensor().clone()
+                whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                kept[names[id(p)]] = whole.clone()
 
     optimizer.register_step_pre_hook(keep)
     standing = dataclasses.replace(train, learning_rate=1e-30)
@@ -74,6 +76,7 @@ def expect_failure(model, optimizer, row, train, rank):
     try:
         train_step(model, optimizer, row, AlgorithmConfig(), train)
     except TrainError:
+        drop_gathered(model)
         after = [local_tensor(p) for p in model.parameters()]
         return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return False

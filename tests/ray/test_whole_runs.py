@@ -6,21 +6,19 @@ Each of them starts two engines and two train workers on two cores: about a minu
 from __future__ import annotations
 
 import json
+import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import kill_all, marked_environment, wait_until_none
+from tests.processes import kill_all, marked_environment, processes_of, wait_until_none
+from tests.whole_runs import CONFIG, command, living_parts, ray_cli, running_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
-ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "examples" / "arithmetic" / "quickstart.yaml"
 SUMMARY_KEYS = {
     "mode", "steps", "wall_s", "setup_s", "reward_first", "reward_last", "samples_trained",
     "samples_interrupted", "samples_resumed", "tokens_generated", "tokens_trained",
@@ -43,12 +41,6 @@ def marked():
         kill_all(mark)
 
 
-def command(folder: Path, *overrides: str, name: str = "run") -> list[str]:
-    settings = [f"run.storage_path={folder}", f"run.name={name}", *overrides]
-    pairs = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "ray_apr", "train", str(CONFIG), *pairs]
-
-
 def check_summary(folder: Path, *, steps: int) -> dict:
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == SUMMARY_KEYS
@@ -62,43 +54,16 @@ def check_summary(folder: Path, *, steps: int) -> dict:
     return summary
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def ray_cli(env: dict[str, str], *args: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("ray")), *args],
-        env=env, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-
-
 def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, marked):
-    mark, env = marked
-    port, dashboard = free_port(), free_port()
-    env |= {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-    head = {key: value for key, value in env.items() if key != "RAY_ADDRESS"}
-    started = ray_cli(
-        head, "start", "--head", f"--port={port}", "--num-cpus=8", "--node-ip-address=127.0.0.1",
-        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-        f"--temp-dir=/tmp/ray-apr-{port}", "--disable-usage-stats",
-    )  # fmt: skip
-    assert started.returncode == 0, started.stdout + started.stderr
-    try:
-        job = submit(env, *command(tmp_path, "train.steps=4"))
+    _, env = marked
+    with running_cluster(env) as (address, dashboard):
+        on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": dashboard}
+        job = submit(on_cluster, *command(tmp_path, "train.steps=4"))
         assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
         assert "step    4/4" in job.stdout
         summary = check_summary(tmp_path / "run", steps=4)
         assert summary["samples_resumed"] >= 0.8 * summary["samples_interrupted"]
-        left = subprocess.run(
-            [sys.executable, "-c", LIVING_PARTS, f"127.0.0.1:{port}"],
-            env=head, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert left.stdout.strip() == "[]", left.stdout + left.stderr
-    finally:
-        kill_all(mark)  # `ray stop` would stop every cluster of this machine
+        assert living_parts(address, env) == "[]"
 
 
 def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess:
@@ -109,18 +74,6 @@ def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess
             break
         time.sleep(3)
     return job
-
-
-LIVING_PARTS = """
-import sys, ray
-from ray.util.state import list_actors, list_placement_groups
-ray.init(address=sys.argv[1], log_to_driver=False)
-actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
-groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
-rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor")  # of jobs and Ray Data
-print([a.class_name for a in actors if a.class_name not in rays_own]
-      + [g.placement_group_id for g in groups])
-"""
 
 
 def test_rewards_that_fail_end_the_run_with_their_reason(tmp_path, marked):
@@ -163,12 +116,16 @@ ONE_BY_ONE = (
 """Each request alone in its engine: then its log-probs do not depend on who else is there."""
 
 
-def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked):
+def test_apr_without_staleness_and_colocated_runs_train_the_same_bits_as_sync(tmp_path, marked):
     """verl#6780: with a bound of 0, the asynchronous trainer did not equal the synchronous one."""
     _, env = marked
     bound = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
+    turns = ("rollout.placement=colocated", "train.checkpoint_every=2")
     weights = []
-    for name, overrides in {"sync": ("mode=sync",), "apr": ("mode=apr", *bound)}.items():
+    runs = {
+        "sync": ("mode=sync",), "apr": ("mode=apr", *bound), "turns": ("mode=sync", *turns),
+    }  # fmt: skip
+    for name, overrides in runs.items():
         run = subprocess.run(
             command(tmp_path, *ONE_BY_ONE, *overrides, name=name),
             env=env, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
@@ -176,5 +133,37 @@ def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked):
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
         (model,) = (tmp_path / name).glob("checkpoint_*/hf/model.safetensors")
         weights.append(model.read_bytes())
-    assert weights[0] == weights[1]
+    assert weights[0] == weights[1] == weights[2]
     assert weights[0] != (CONFIG.parent / "base_model" / "model.safetensors").read_bytes()
+
+
+def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
+    mark, env = marked
+    overrides = (
+        "train.steps=1000", "train.weight_sync_timeout_s=30",
+        "scaling={num_workers: 1, use_gpu: false}",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        command(tmp_path, *overrides), env=env, text=True, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    seen: list[str] = []
+    assert process.stdout is not None
+    timeline = tmp_path / "run" / "timeline.jsonl"
+    for line in process.stdout:
+        seen.append(line)
+        if not line.startswith("step"):
+            continue
+        if line.startswith("step    3/"):
+            victim = next(p for p, name in processes_of(mark).items() if "ServeReplica" in name)
+            os.kill(victim, signal.SIGKILL)
+        spans = [json.loads(span) for span in timeline.read_text().splitlines()]
+        if ("engine-2", "generate") in {(span["actor"], span["what"]) for span in spans}:
+            break
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, "".join(seen)[-6000:] + rest
+    final = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert final["ledger_error"] == 0
+    gone, new, old = sorted(engine["policy_version"] for engine in final["engines"])
+    assert gone < new >= old - 1, "the new one gets the weights of the old one"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,13 +15,15 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(learning_rate=1e-3, steps=4, lr_schedule="cosine", warmup_steps=1)
+SHARDED = replace(TRAIN, reduce_dtype="bfloat16")
+"""With one type for everything a single rank has nothing to shard."""
 
 
 @pytest.fixture
@@ -29,9 +33,9 @@ def folder(tmp_path):
         yield source
 
 
-def build(folder):
-    model = build_model(str(folder), TRAIN, CPU)
-    return model, build_optimizer(model, TRAIN)
+def build(folder, train=TRAIN):
+    model = build_model(str(folder), train, CPU)
+    return model, build_optimizer(model, train)
 
 
 def train(model, optimizer, steps):
@@ -44,8 +48,9 @@ def weights_of(model):
     return {n: w.clone() for n, w in full_parameters(model)}
 
 
-def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder):
-    model, optimizer = build(folder)
+@pytest.mark.parametrize("settings", [TRAIN, SHARDED])
+def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder, settings):
+    model, optimizer = build(folder, settings)
     train(model, optimizer, range(2))
     progress = Progress(step=2, policy_version=5)
     save_checkpoint(tmp_path / "checkpoint", model, optimizer, progress)
@@ -53,7 +58,7 @@ def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder):
     train(model, optimizer, range(2, 4))
     expected = weights_of(model)
 
-    restored, restored_optimizer = build(folder)
+    restored, restored_optimizer = build(folder, settings)
     torch.manual_seed(123)
     assert load_checkpoint(tmp_path / "checkpoint", restored, restored_optimizer) == progress
     assert torch.equal(torch.rand(3), drawn)
@@ -61,6 +66,25 @@ def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder):
     for name, weight in weights_of(restored).items():
         assert torch.equal(weight, expected[name]), name
     assert restored.lm_head.weight is restored.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(("before", "after"), [(TRAIN, SHARDED), (SHARDED, TRAIN)])
+def test_a_checkpoint_does_not_depend_on_sharding(tmp_path, folder, before, after):
+    model, optimizer = build(folder, before)
+    train(model, optimizer, range(2))
+    save_checkpoint(tmp_path / "checkpoint", model, optimizer, Progress(step=2, policy_version=2))
+    restored, restored_optimizer = build(folder, after)
+    load_checkpoint(tmp_path / "checkpoint", restored, restored_optimizer)
+    expected = weights_of(model)
+    for name, weight in weights_of(restored).items():
+        assert torch.equal(weight, expected[name]), name
+    moments = [
+        {n: local_tensor(s["exp_avg"]) for n, s in zip(expected, o.state.values(), strict=True)}
+        for o in (optimizer, restored_optimizer)
+    ]
+    assert len(moments[0]) == len(expected)
+    for name in expected:
+        assert torch.equal(moments[0][name], moments[1][name]), name
 
 
 def test_a_folder_without_checkpoint_is_refused(tmp_path, folder):

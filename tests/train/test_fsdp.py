@@ -5,13 +5,15 @@ import json
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train import fsdp
 from ray_apr.train.checkpoint import full_parameters
-from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate
+from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
@@ -20,20 +22,24 @@ from tests.train_batches import make_batches, make_samples, process_group
 CPU = torch.device("cpu")
 COMPILE = torch.compile
 TRAIN = TrainConfig(learning_rate=1e-2, max_grad_norm=1e9)
+SHARDED = dataclasses.replace(TRAIN, reduce_dtype="bfloat16")
+"""With one type for everything a single rank has nothing to shard."""
 
 
+@pytest.mark.parametrize("train", [TRAIN, SHARDED])
 @pytest.mark.parametrize("tie", [True, False])
-def test_tied_weights_stay_tied_and_names_are_those_of_hugging_face(tmp_path, tie):
+def test_tied_weights_stay_tied_and_names_are_those_of_hugging_face(tmp_path, tie, train):
     folder = make_tiny_model(tmp_path / "model", hidden_size=32, tie=tie)
     with process_group(tmp_path):
-        model = build_model(str(folder), TRAIN, CPU)
+        model = build_model(str(folder), train, CPU)
+        assert isinstance(model, FSDPModule) == (train is SHARDED)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
         names = [n for n, _ in full_parameters(model)]
         assert ("lm_head.weight" in names) == (not tie)
         assert "model.layers.1.self_attn.q_proj.weight" in names
         (row,) = make_batches(make_samples())
-        optimizer = build_optimizer(model, TRAIN)
-        train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+        optimizer = build_optimizer(model, train)
+        train_step(model, optimizer, row, AlgorithmConfig(), train)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
 
@@ -146,11 +152,11 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
             model = build_model(str(folder), train, CPU)
             if compiles:
                 assert len(compiled) == model.config.num_hidden_layers + 1
-                before = [p.to_local().clone() for p in model.parameters()]
+                before = [local_tensor(p).clone() for p in model.parameters()]
                 warm_up(model, CPU, 64, packed=True, entropy_gradients=False)
                 assert all(p.grad is None for p in model.parameters())
                 assert all(
-                    torch.equal(p.to_local(), b)
+                    torch.equal(local_tensor(p), b)
                     for p, b in zip(model.parameters(), before, strict=True)
                 )
             optimizer = build_optimizer(model, train)
@@ -201,3 +207,28 @@ def test_small_layers_share_a_unit_and_large_ones_have_their_own(monkeypatch):
         units = fsdp._units(layers, torch.float32)
         assert [len(unit) for unit in units] == expected
         assert [layer for unit in units for layer in unit] == layers
+
+
+def test_the_next_forward_pass_finds_its_weights_gathered_where_memory_allows_it(
+    tmp_path, monkeypatch
+):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    weights = []
+    with process_group(tmp_path):
+        rows = [
+            make_batches(make_samples(), step=step, micro_batch_tokens=4096)[0] for step in range(2)
+        ]
+        for fits in (True, False):
+            monkeypatch.setattr(fsdp, "fits_whole", lambda *_, fits=fits: fits)
+            model = build_model(str(folder), SHARDED, CPU)
+            optimizer = build_optimizer(model, SHARDED)
+            for row in rows:
+                train_step(model, optimizer, row, AlgorithmConfig(), SHARDED)
+                assert {isinstance(p, DTensor) for p in model.parameters()} == {not fits}
+            gathered = {n: p.detach().clone() for n, p in model.named_parameters()}
+            weights.append(dict(full_parameters(model)))
+            assert {isinstance(p, DTensor) for p in model.parameters()} == {True}
+            if fits:
+                assert all(torch.equal(w, gathered[n]) for n, w in weights[-1].items())
+    for name, expected in weights[1].items():
+        assert torch.equal(weights[0][name], expected), name

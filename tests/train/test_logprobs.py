@@ -116,3 +116,15 @@ def test_masked_tokens_are_read_but_not_predicted(model):
         mask = [float(version >= 1) for version in samples[index].token_versions]
         assert part.mask[i, : len(mask)].tolist() == mask
         assert not part.mask[i, len(mask) :].any()
+
+
+def test_tensors_that_move_together_keep_their_values_types_and_shapes():
+    tensors = [
+        torch.arange(5), torch.zeros(0, dtype=torch.int64), torch.rand(3, 4).T,
+        torch.arange(7, dtype=torch.int32), torch.ones(1, 1),
+    ]  # fmt: skip
+    moved = list(module._move(tensors, CPU))
+    assert len({t.untyped_storage().data_ptr() for t in moved}) == 1
+    for tensor, other in zip(tensors, moved, strict=True):
+        assert torch.equal(tensor, other)
+        assert tensor.dtype == other.dtype

@@ -17,7 +17,7 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
+from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.train.step import train_step
 from ray_apr.weights.sender import WeightSender
@@ -103,6 +103,8 @@ def test_a_restored_run_with_adapters_goes_on_with_the_same_bits(tmp_path, folde
         optimizer = build_optimizer(again, TRAIN)
         load_checkpoint(tmp_path / "c", again, optimizer)
         train_step(again, optimizer, row(), AlgorithmConfig(), TRAIN)
+        drop_gathered(whole)
+        drop_gathered(again)
         for name, parameter in whole.named_parameters():
             other = dict(again.named_parameters())[name]
             assert torch.equal(local_tensor(parameter), local_tensor(other)), name

@@ -17,6 +17,7 @@ from ray_apr.config import (
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
+    check_placement,
     check_together,
 )
 from ray_apr.exceptions import APRError, ConfigError
@@ -128,6 +129,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("train", "batch_size", 0),
         ("train", "activation_checkpointing", "yes"),
         ("train", "compile", "yes"),
+        ("train", "cpu_offload", "yes"),
         ("train", "master_dtype", "float16"),
         ("buffer", "wait_timeout_s", 0),
     ],
@@ -222,6 +224,34 @@ def test_a_function_of_the_user_may_take_groups_of_one():
     check_together(
         RolloutConfig(group_size=1), TrainConfig(), AlgorithmConfig(advantage=lambda r, g: r)
     )
+
+
+COLOCATED = RolloutConfig(placement="colocated", num_replicas=2, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "partial_rollout", "train", "workers"),
+    [
+        ("rollout.num_replicas", {}, {}, 2),
+        ("partial_rollout.overlap_sync", {"overlap_sync": True}, {}, 4),
+        ("partial_rollout.sync_every", {"max_staleness": 1, "sync_every": 2}, {}, 4),
+        ("train.cpu_offload", {}, {"cpu_offload": True}, 4),
+    ],
+)
+def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train, workers):
+    def check(rollout):
+        values = {"overlap_sync": False, **partial_rollout}
+        config = PartialRolloutConfig.preset("stream", **values)
+        check_placement(rollout, config, TrainConfig(**train), workers)
+
+    with pytest.raises(ConfigError, match="colocated") as caught:
+        check(COLOCATED)
+    assert caught.value.field == field
+    check(RolloutConfig())
+    awake = dataclasses.replace(COLOCATED, engine_kwargs={"enable_sleep_mode": False})
+    with pytest.raises(ConfigError, match="leave enable_sleep_mode alone"):
+        check_placement(awake, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
+    check_placement(COLOCATED, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
 
 
 def test_mini_batches_divide_the_groups():

@@ -11,14 +11,19 @@ from ray_apr.train.publish import WeightPublisher
 
 
 class Sender:
-    """Counts what it gathered, and what was sent of it."""
+    """Counts what it gathered, and has it until it is released."""
 
     def __init__(self) -> None:
         self.gathered = 0
+        self.has_weights = False
         self.is_closed = False
 
     def gather(self) -> None:
         self.gathered += 1
+        self.has_weights = True
+
+    def release(self) -> None:
+        self.has_weights = False
 
     def close(self) -> None:
         self.is_closed = True
@@ -34,15 +39,21 @@ class Control:
         self.began = threading.Event()
         self.error = error
         self.sync_limit_s = limit_s
-        self.connected: list[int] = []
+        self.num_connected = 0
+        self.is_whole = True
         self.sent: list[int] = []
         self.spans: list[str] = []
 
-    def connect(self, sender, num_engine_workers, *, timeout_s) -> None:
-        self.connected.append(num_engine_workers)
+    def connect(self, sender, *, timeout_s) -> None:
+        self.num_connected += 1
+        self.is_whole = True
+
+    def is_group_whole(self) -> bool:
+        return self.is_whole
 
     def broadcast(self, sender, policy_version):
         self.began.set()
+        assert sender.has_weights
         assert self.arrived.wait(10)
         if self.error is not None:
             raise self.error
@@ -53,15 +64,15 @@ class Control:
         self.spans.append(actor)
 
 
-def make(control, *, sync_every=1, overlaps=False):
+def make(control, *, sync_every=1, overlaps=False, after_gather=None):
     sender = Sender()
     publisher = WeightPublisher(
         sender,
         control,
-        num_engine_workers=3,
         sync_every=sync_every,
         overlaps=overlaps,
         timeout_s=5.0,
+        after_gather=after_gather,
     )
     return publisher, sender
 
@@ -74,7 +85,7 @@ def test_every_nth_step_is_sent_and_the_last_one_never():
         assert (times["weight_sync_s"] > 0) == (step in (2, 4))
     publisher.close()
     assert control.sent == [2, 4] and sender.gathered == 2
-    assert control.connected == [3], "the group is built once"
+    assert control.num_connected == 1, "the group is built once"
     assert sender.is_closed
 
 
@@ -119,6 +130,20 @@ def test_a_sync_that_does_not_end_is_an_error_that_names_the_setting():
     control.arrived.set()
 
 
+def test_what_comes_after_the_gather_is_done_on_every_rank_before_the_weights_leave():
+    for control in (Control(), None):
+        sent_before: list[int] = []
+
+        def after_gather(control=control, sent_before=sent_before):
+            sent_before.append(len(control.sent) if control else 0)
+
+        publisher, sender = make(control, after_gather=after_gather)
+        publisher.publish(0, timeout_s=1.0)
+        publisher.after_step(1, 1, is_last=False)
+        assert sent_before == ([0, 1] if control else [0, 0])
+        assert sender.gathered == 2
+
+
 def test_other_ranks_only_gather():
     publisher, sender = make(None, overlaps=True)
     for step in (1, 2):
@@ -132,3 +157,38 @@ def test_publish_sends_at_once_within_its_own_limit():
     publisher, _ = make(control, overlaps=True)
     publisher.publish(7, timeout_s=1.0)
     assert control.sent == [7]
+
+
+def test_a_server_that_came_or_went_between_two_syncs_makes_a_new_group():
+    control = Control()
+    publisher, _ = make(control)
+    publisher.after_step(1, 1, is_last=False)
+    control.is_whole = False
+    publisher.after_step(2, 2, is_last=False)
+    assert (control.sent, control.num_connected) == ([1, 2], 2)
+
+
+def test_a_server_that_goes_during_a_sync_costs_it_one_more():
+    class Dies(Control):
+        def broadcast(self, sender, policy_version):
+            times = super().broadcast(sender, policy_version)
+            if policy_version == 2 and self.num_connected == 1:
+                self.is_whole = False
+                self.sent.pop()  # it left, and did not arrive everywhere
+                raise WeightSyncError("broke off")
+            return times
+
+    control = Dies()
+    publisher, sender = make(control)
+    for step in (1, 2):
+        publisher.after_step(step, step, is_last=False)
+    assert (control.sent, control.num_connected, sender.gathered) == ([1, 2], 2, 2)
+    assert not sender.has_weights, "their memory is free until the next gather"
+
+
+def test_a_sync_that_breaks_while_all_servers_are_there_is_not_repeated():
+    control = Control(error=WeightSyncError("no memory"))
+    publisher, _ = make(control)
+    with pytest.raises(WeightSyncError, match="no memory"):
+        publisher.after_step(1, 1, is_last=False)
+    assert control.num_connected == 1

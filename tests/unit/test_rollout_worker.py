@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from ray_apr.exceptions import RolloutError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.rollout import worker as worker_module
+from ray_apr.types import FinishReason
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import Scorer, running, until, without_ray
 
@@ -114,6 +115,45 @@ async def test_a_generation_error_is_retried_and_then_costs_its_group(monkeypatc
         assert [call[0].partition("#")[0] for call in engine.calls].count("e0-0-0") == 2
         assert [call[0].partition("#")[0] for call in engine.calls].count("e0-1-1") == 3
     await run.check_ledger(run.summary)
+
+
+async def test_samples_of_an_engine_that_is_gone_wait_for_another_one(monkeypatch):
+    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
+    engine = ScriptedEngine(auto=2)
+    engine.fail = {
+        sample: [EngineUnavailableError("the replica died") for _ in range(5)]
+        for sample in ("e0-0-0", "e0-0-1", "e0-1-0")
+    }
+    async with running(engine, max_staleness=2, rollout={"max_consecutive_failures": 3}) as run:
+        samples = [s for step in range(3) for s in await run.step(step)]
+        assert {"e0-0", "e0-1"} <= {s.group_id for s in samples}
+    await run.check_ledger(run.summary)
+
+
+async def test_a_run_whose_engines_are_gone_still_tells_its_figures():
+    class Mortal(ScriptedEngine):
+        is_dead = False
+
+        async def abort(self, request_ids=None):
+            self._check()
+            return await super().abort(request_ids)
+
+        async def status(self):
+            self._check()
+            return await super().status()
+
+        def _check(self) -> None:
+            if self.is_dead:
+                raise EngineUnavailableError("no rollout server runs")
+
+    engine = Mortal(auto=2)
+    async with running(engine, max_staleness=2) as run:
+        await run.step(0)
+        engine.is_dead = True
+        for request_id in engine.running:
+            engine._end(request_id, FinishReason.ABORT)
+    (status,) = run.summary.engines
+    assert status.tokens_generated == run.summary.ledger.generated > 0
 
 
 async def test_a_broken_sync_raises_and_leaves_no_engine_paused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from ray.util.collective import types as collective_types
 
 from ray_apr.exceptions import WeightSyncError
-from ray_apr.weights.collective import as_tensor, join
+from ray_apr.weights.collective import address, as_tensor, join
 from ray_apr.weights.sender import WeightSender
 
 
@@ -56,6 +57,42 @@ def test_the_weights_arrive_whole_at_every_member_and_tied_ones_once():
         assert set(weights) == {p.name for p in sender.params}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
+
+
+def test_what_was_gathered_survives_a_group_that_breaks_and_a_second_sending(monkeypatch):
+    sent: list[tuple[str, int]] = []
+    left: list[str] = []
+
+    def broadcast(buffer, *, src_rank, group_name):
+        if group_name.startswith("broken"):
+            raise RuntimeError("connection closed by peer")
+        sent.append((group_name.partition("|")[0], buffer.numel()))
+
+    monkeypatch.setattr("ray.util.collective.init_collective_group", lambda *_, **__: None)
+    monkeypatch.setattr("ray.util.collective.destroy_collective_group", left.append)
+    monkeypatch.setattr("ray.util.collective.get_group_handle", lambda _: FakeGroup())
+    monkeypatch.setattr("ray.util.collective.broadcast", broadcast)
+    sender = WeightSender(Tied(), bucket_mb=1)
+    group = sender.open_group(1, host="127.0.0.1", timeout_s=1.0)
+    sender.gather()
+    broken = dataclasses.replace(group, group_name="broken")
+    sender.connect(broken)
+    with pytest.raises(WeightSyncError, match="broke off: connection closed"):
+        sender.send()
+    assert left == [address(broken)], "peers that still receive must not wait for the rest"
+    for name in ("second", "third"):  # a peer of the second group may have missed them
+        sender.connect(dataclasses.replace(group, group_name=name))
+        sender.send()
+    num_bytes = sum(buffer.numel() for buffer in sender.staged)
+    assert sent == [("second", num_bytes), ("third", num_bytes)]
+    sender.release()
+    with pytest.raises(WeightSyncError, match="come before send"):
+        sender.send()
+
+
+class FakeGroup:
+    def wait(self, deadline: float) -> None:
+        """All is there."""
 
 
 def test_send_needs_a_group_and_gathered_weights():

@@ -35,10 +35,10 @@ class RecordingEngine(ScriptedEngine):
         await super().pause(mode)
         await self._note(f"pause {mode}")
 
-    async def receive_weights(self, policy_version: int) -> None:
+    async def receive_weights(self, policy_version: int, handles=None) -> None:
         await self._note("receive")
         await self.sent.wait()
-        await super().receive_weights(policy_version)
+        await super().receive_weights(policy_version, handles)
 
     async def resume(self) -> None:
         await self._note("resume")
@@ -65,6 +65,36 @@ async def test_a_sync_pauses_receives_and_resumes(mode):
     assert not engine.is_paused
     parts = times.pause_s + times.receive_s + times.resume_s
     assert times.stopped_s == pytest.approx(parts)
+
+
+async def test_engines_that_read_shared_weights_go_on_when_these_are_released():
+    engine, sync = make()
+    for version in (1, 2):
+        engine.verbs.clear()
+        await sync.begin(version, {"gpu": []})
+        reading = asyncio.create_task(sync.wait_until_read())
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+        engine.sent.set()
+        await reading
+        assert engine.verbs == ["pause abort", "receive"] and engine.is_paused
+        await sync.finish()
+        assert engine.verbs[-1] == "resume" and engine.policy_version == version
+        engine.sent.clear()
+
+
+async def test_shared_weights_that_cannot_be_read_or_are_never_released_end_the_sync():
+    engine, sync = make(timeout_s=0.05)
+    await sync.begin(1, {})
+    with pytest.raises(WeightSyncError, match="no weights within"):
+        await sync.wait_until_read()
+    engine.sent.set()
+    await sync.begin(2, {})
+    await sync.wait_until_read()
+    await asyncio.sleep(0.1)  # the trainer has died
+    with pytest.raises(WeightSyncError, match="no weights within"):
+        await sync.finish()
+    assert not engine.is_paused
 
 
 async def test_syncs_follow_one_another():

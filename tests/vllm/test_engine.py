@@ -9,6 +9,7 @@ import pytest
 
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams
+from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import (
     FREE,
@@ -493,6 +494,34 @@ def test_a_sync_that_its_caller_gave_up_ends_by_itself(parts):
         await trainer.sync(engine, version + 2)
         generation = await generate(engine, sampling=FREE)
         assert set(versions_of(generation)) == {version + 2}
+        expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
+        assert largest_gap(logprobs_of(generation), expected) < 1e-4
+
+    run(body())
+
+
+def test_an_engine_that_slept_reads_the_weights_of_the_trainer_on_its_device(parts):
+    run, engine, trainer = parts
+
+    async def body():
+        version = engine.status().policy_version + 1
+        sender = SharedWeightSender(trainer.model, bucket_mb=0.125)
+        group = sender.open_group(1, host="127.0.0.1", timeout_s=20.0)
+        await engine.join_weight_group(group.to_dict(), 1)
+        running = start(engine, sampling=FREE, max_tokens=450)
+        await until_busy(engine)
+        await engine.sleep("abort")
+        assert (await running).finish_reason is FinishReason.ABORT
+        waiting = start(engine, sampling=FREE)
+        trainer.change()
+        sender.gather()
+        with pytest.raises(WeightSyncError, match="no train worker shares cpu of"):
+            await engine.receive_weights(version, {"GPU-7": []})
+        await engine.receive_weights(version, sender.handles)
+        sender.release()
+        await engine.resume()
+        generation = await waiting
+        assert set(versions_of(generation)) == {version}
         expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
         assert largest_gap(logprobs_of(generation), expected) < 1e-4
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import logging
 import os
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -21,9 +22,14 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import APRError, ResourceError
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.train.control import RunControl
+from ray_apr.train.publish import WeightPublisher
 from ray_apr.types import FinishReason, SamplingParams
+from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.sync import WeightSync
 from tests.processes import MARK, marked_environment, processes_of, wait_until_none
 from tests.tiny_model import make_tiny_model
+from tests.whole_runs import free_port
 
 pytestmark = [
     pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300),
@@ -31,14 +37,9 @@ pytestmark = [
 
 APP = "test-rollout"
 TOKEN = "secret"
+SYNC_TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 SAMPLING = SamplingParams(ignore_eos=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +260,67 @@ def test_bad_http_bodies_are_refused(servers):
     assert code == 400, reply
 
 
-def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers):
-    run, client, _ = servers
+class Syncs:
+    """The rollout worker's part in weight syncs."""
+
+    def __init__(self, config):
+        self._client = ServeRolloutClient(APP, config, weight_sync_timeout_s=SYNC_TIMEOUT_S)
+        self._sync = WeightSync(self._client, pause_mode="keep", timeout_s=SYNC_TIMEOUT_S)
+
+    async def weight_group_state(self):
+        return await self._client.weight_group_state()
+
+    async def join_weight_group(self, group, first_ranks):
+        await self._client.join_weight_group(group, first_ranks)
+
+    async def begin_sync(self, policy_version, handles):
+        await self._sync.begin(policy_version, handles)
+
+    async def finish_sync(self, policy_version):
+        return dataclasses.asdict(await self._sync.finish())
+
+    async def versions(self):
+        return {s.replica_id: s.policy_version for s in await self._client.status(drain=False)}
+
+
+class Trainer:
+    """A train worker that does nothing but sync, one after the other."""
+
+    def __init__(self, model, syncs):
+        from transformers import AutoModelForCausalLM
+
+        self._syncs = syncs
+        sender = WeightSender(AutoModelForCausalLM.from_pretrained(model), bucket_mb=0.01)
+        control = RunControl(
+            buffer=None, worker=syncs, recorder=None, sync_timeout_s=SYNC_TIMEOUT_S
+        )
+        self._publisher = WeightPublisher(
+            sender, control, sync_every=1, overlaps=False, timeout_s=SYNC_TIMEOUT_S
+        )
+
+    def sync_until_replaced(self, replicas, timeout_s):
+        """Sync until one of these has been replaced, and both have the newest weights; returns
+        them and the seconds of the longest sync."""
+        longest_s, deadline = 0.0, time.monotonic() + timeout_s
+        for policy_version in itertools.count(1):
+            began = time.monotonic()
+            assert began < deadline, f"no new replica within {timeout_s} s"
+            self._publisher.publish(policy_version, timeout_s=SYNC_TIMEOUT_S)
+            longest_s = max(longest_s, time.monotonic() - began)
+            versions = ray.get(self._syncs.versions.remote(), timeout=30)
+            if set(versions) != replicas and [*versions.values()] == [policy_version] * 2:
+                return set(versions), longest_s
+
+
+def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, model):
+    """While weights are synced without a pause: its death and the new one fall into syncs."""
+    run, client, config = servers
+    before = {status.replica_id for status in run(client.status())}
+    syncs = ray.remote(Syncs).options(max_concurrency=100).remote(config)
+    trainer = ray.remote(Trainer).remote(model, syncs)
+    syncing = trainer.sync_until_replaced.remote(before, 150)
+    while max(ray.get(syncs.versions.remote(), timeout=30).values()) < 3:
+        time.sleep(0.1)
     replicas = [
         p for p in map(psutil.Process, processes_of(os.environ[MARK]))
         if "ServeReplica" in p.cmdline()[0] and any("Engine" in c.name() for c in p.children())
@@ -280,6 +340,11 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers):
         raise AssertionError("the surviving replica does not answer")
 
     assert run(body()).num_tokens == 32
+    after, longest_s = ray.get(syncing, timeout=200)
+    assert len(before & after) == 1
+    assert longest_s < SYNC_TIMEOUT_S, "nobody waits for a dead peer until the limit"
+    ray.kill(trainer)
+    ray.kill(syncs)
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_application(mark, model):

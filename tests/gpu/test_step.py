@@ -1,0 +1,78 @@
+"""A train step on CUDA: what it is given, and with its weights kept on the host."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.train.checkpoint import full_parameters
+from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.logprobs import micro_batches
+from ray_apr.train.step import train_step
+from ray_apr.weights.collective import as_tensor
+from ray_apr.weights.plan import plan_buckets
+from ray_apr.weights.sender import WeightSender
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples, process_group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_is_the_same_on_the_device(packed):
+    (row,) = make_batches(make_samples(), micro_batch_tokens=200, packed=packed)
+    here, there = (
+        micro_batches(row, torch.device(name), packed=packed) for name in ("cpu", "cuda")
+    )
+    assert len(here) > 1
+    for part, moved in zip(here, there, strict=True):
+        if packed:
+            assert torch.equal(part.packing.position_ids, moved.packing.position_ids.cpu())
+            assert torch.equal(part.packing.boundaries, moved.packing.boundaries.cpu())
+            assert part.packing.longest == moved.packing.longest
+        for name in {f.name for f in fields(part)} - {"packing"}:
+            given, found = getattr(part, name), getattr(moved, name)
+            assert found.is_cuda
+            assert found.dtype == given.dtype
+            assert torch.equal(given, found.cpu()), name
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.cuda.set_device(0)
+    with process_group(tmp_path, backend="cpu:gloo,cuda:nccl"):
+        yield
+
+
+def test_offloaded_weights_train_and_travel_like_others(tmp_path, one_rank):
+    folder = str(make_tiny_model(tmp_path / "model", hidden_size=64))
+    config = TrainConfig(learning_rate=1e-3, packing="padded", compile=False)
+    found = {}
+    for offload in (False, True):
+        train = replace(config, cpu_offload=offload)
+        model = build_model(folder, train, torch.device("cuda"))
+        optimizer = build_optimizer(model, train)
+        assert {p.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
+        sender = WeightSender(model, bucket_mb=100_000 / 2**20)
+        for row in make_batches(make_samples(), micro_batch_tokens=200):
+            figures = train_step(model, optimizer, row, AlgorithmConfig(), train)
+        sender.gather()
+        weights = {name: weight.cpu() for name, weight in full_parameters(model)}
+        for bucket, staged in zip(plan_buckets(sender.params, 100_000), sender.staged, strict=True):
+            assert staged.is_cuda
+            for piece in bucket.slices:
+                param = piece.param
+                sent = as_tensor(staged, piece.offset, param.shape, param.dtype)
+                assert torch.equal(sent.cpu(), weights[param.name])
+        found[offload] = (weights, figures["loss"], figures["grad_norm"])
+    (weights, loss, norm), (offloaded, its_loss, its_norm) = found[False], found[True]
+    assert its_loss == pytest.approx(loss, abs=1e-6)
+    assert its_norm == pytest.approx(norm, rel=1e-4)
+    for name, weight in weights.items():
+        torch.testing.assert_close(offloaded[name], weight, rtol=0, atol=2e-5)

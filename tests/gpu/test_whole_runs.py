@@ -1,0 +1,97 @@
+"""Runs on GPUs, killed and in turns: no process and no GPU memory stays behind.
+
+A cluster that lives on, as a user's does, shows what a run leaves; its own end would hide it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.processes import kill_all, marked_environment, processes_of
+from tests.whole_runs import command, living_parts, running_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+ON_GPUS = (
+    "rollout.device=cuda", "rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: true}",
+    "train.steps=1000", "train.compile=false", "train.weight_sync_timeout_s=30",
+    "rollout.engine_kwargs={max_num_seqs: 64, enforce_eager: true}",
+)  # fmt: skip
+
+
+def used_memory() -> int:
+    """MiB in use on all GPUs, whoever uses it."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    return sum(int(line) for line in found.stdout.split())
+
+
+def check_memory_is_free(before: int, mark: str) -> None:
+    deadline = time.monotonic() + 30
+    while used_memory() > before + 50 and time.monotonic() < deadline:
+        time.sleep(1)
+    assert used_memory() <= before + 50, processes_of(mark)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("victim", ["RayTrainWorker", "ServeReplica", "EngineCore"])
+def test_a_killed_part_ends_the_run_and_frees_the_gpus(tmp_path, victim):
+    mark, env = marked_environment()
+    before = used_memory()
+    try:
+        with running_cluster(env) as (address, _):
+            on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
+            run = subprocess.Popen(
+                command(tmp_path, *ON_GPUS), env=on_cluster, text=True, cwd=tmp_path,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            assert run.stdout is not None
+            seen = []
+            for line in run.stdout:
+                seen.append(line)
+                if line.startswith("step"):
+                    break
+            (pid,) = [p for p, name in processes_of(mark).items() if victim in name]
+            assert used_memory() > before + 1000, "engine and trainer are there"
+            os.kill(pid, signal.SIGKILL)
+            rest, _ = run.communicate(timeout=240)
+            assert run.returncode == 1, "".join(seen) + rest
+            final = json.loads((tmp_path / "run" / "final.json").read_text())
+            assert final["status"] == "failed"
+            check_memory_is_free(before, mark)
+            assert living_parts(address, env) == "[]"
+    finally:
+        kill_all(mark)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+def test_engines_and_train_workers_take_turns_on_all_gpus(tmp_path):
+    mark, env = marked_environment()
+    before, gpus = used_memory(), torch.cuda.device_count()
+    turns = (
+        *ON_GPUS, "mode=sync", "rollout.placement=colocated", f"rollout.num_replicas={gpus}",
+        f"scaling={{num_workers: {gpus}, use_gpu: true}}", "train.steps=4",
+        "train.checkpoint_every=2", "ray.num_cpus=16",
+    )  # fmt: skip
+    try:
+        run = subprocess.run(
+            command(tmp_path, *turns), env=env, capture_output=True, text=True, cwd=tmp_path,
+            timeout=350, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        final = json.loads((tmp_path / "run" / "final.json").read_text())
+        assert (final["status"], final["ledger_error"]) == ("ok", 0)
+        assert [engine["policy_version"] for engine in final["engines"]] == [3] * gpus
+        steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        gaps = [json.loads(row)["kl_k3"] for row in steps]
+        assert len(gaps) == 4 and max(gaps) < 1e-4, "engines generate with the trainer's weights"
+        check_memory_is_free(before, mark)
+    finally:
+        kill_all(mark)

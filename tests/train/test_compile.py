@@ -1,0 +1,53 @@
+"""Compiled layers on a CPU: attention is stood in for, as flash attention needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.train import attention, fsdp, logprobs
+from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.logprobs import warm_up
+from ray_apr.train.step import train_step
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches, make_samples, process_group
+
+CPU = torch.device("cpu")
+COMPILE = torch.compile
+TRAIN = TrainConfig(learning_rate=1e-3, packing="packed", compile=True, micro_batch_tokens=512)
+
+
+def mean_value(q, k, v, boundaries, _boundaries, longest, _longest, **_):
+    """Not attention, but with its arguments, all of which it reads."""
+    return q + (k.mean() + v.mean() + boundaries[-1]) / longest
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Packed attention and compilation as on CUDA, with a compiler that only traces."""
+    AttentionInterface.register(attention.VARLEN, attention.varlen_attention)
+    AttentionMaskInterface.register(attention.VARLEN, attention._no_mask)
+    monkeypatch.setattr(attention, "varlen_attn", mean_value)
+    monkeypatch.setattr(fsdp, "attention_name", lambda *_, **__: attention.VARLEN)
+    monkeypatch.setattr(torch, "compile", lambda f: COMPILE(f, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu, monkeypatch):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        model = build_model(str(folder), TRAIN, CPU)
+        vocabulary = model.config.vocab_size
+        monkeypatch.setattr(logprobs, "_CHUNK_LOGITS_COMPILED", 64 * vocabulary)
+        logprobs.attach_response_logprobs(model, compiled=True)
+        warm_up(model, CPU, TRAIN.micro_batch_tokens, packed=True, entropy_gradients=False)
+        optimizer = build_optimizer(model, TRAIN)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step, limit in enumerate((512, 200, 96, 512, 64)):
+                samples = make_samples(num_segments=1 + step % 3)
+                (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
+                train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)

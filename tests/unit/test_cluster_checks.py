@@ -1,0 +1,67 @@
+"""What a run wants of a cluster with GPUs (trainer.py), without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import ray.train
+
+from ray_apr import controller, trainer
+from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.exceptions import ConfigError
+from ray_apr.serve import builder
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
+
+    def check(*, replicas, workers, cpus=8, use_gpu=True, **rollout):
+        have = {"GPU": 2.0, "CPU": float(cpus)}
+        monkeypatch.setattr(trainer.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(trainer.ray, "cluster_resources", lambda: have)
+        trainer._check_scaling(
+            ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+            RolloutConfig(num_replicas=replicas, **rollout),
+            TrainConfig(batch_size=16),
+        )
+
+    return check
+
+
+def test_disaggregated_engines_and_train_workers_have_gpus_of_their_own(check):
+    check(replicas=1, workers=1)
+    check(replicas=2, workers=1, use_gpu=False)
+    with pytest.raises(ConfigError, match=r"want 3 GPUs together, the cluster has 2"):
+        check(replicas=1, workers=2)
+
+
+def test_colocated_ones_have_the_same(check):
+    check(replicas=2, workers=2, placement="colocated")
+    check(replicas=1, workers=2, tensor_parallel_size=2, placement="colocated")
+    with pytest.raises(ConfigError, match=r"want 4 GPUs together"):
+        check(replicas=4, workers=4, placement="colocated")
+    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = False: must be True"):
+        check(replicas=2, workers=2, use_gpu=False, placement="colocated")
+    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True: must be False"):
+        check(replicas=2, workers=2, device="cpu", placement="colocated")
+
+
+@pytest.mark.parametrize("given", [None, {"CPU": 2.0, "GPU": 1.0}])
+def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
+    scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
+    plan = SimpleNamespace(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
+    wanted = controller._scaling(plan).resources_per_worker
+    engine = builder._placement(plan.rollout, on_cuda=True)["placement_group_bundles"][1]
+    assert wanted.get("CPU", 0.0) == (2.0 if given else 0.0)
+    assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
+    assert 2 * engine["GPU"] > 1.0, "and no second engine"
+    plan.rollout = RolloutConfig()
+    assert controller._scaling(plan) is scaling
+
+
+def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):
+    check(replicas=1, workers=1, cpus=3)
+    with pytest.raises(ConfigError, match=r"want 2 CPUs together, the cluster has 2, and Ray Data"):
+        check(replicas=1, workers=1, cpus=2)

@@ -1,0 +1,103 @@
+"""The client of the rollout servers where replicas die and come back (serve/client.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from ray_apr.config import RolloutConfig
+from ray_apr.exceptions import EngineUnavailableError, WeightSyncError
+from ray_apr.serve import client as client_module
+from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.types import ServerStatus, WeightGroupState
+from tests.fakes import ScriptedEngine
+
+
+class Replies:
+    def __init__(self, results) -> None:
+        self._results = results
+
+    async def results_async(self, *, timeout_s, return_exceptions):
+        return self._results
+
+
+class Handle:
+    """A deployment: a status of each replica, or None for a dead one."""
+
+    def __init__(self, statuses: dict[str, ServerStatus | None]) -> None:
+        self.statuses = statuses
+        self.called: list[tuple] = []
+
+    def broadcast(self, verb, *args):
+        self.called.append((verb, *args))
+        takes_part = verb in ("join_weight_group", "receive_weights")
+        return Replies([
+            ActorDiedError() if status is None
+            else replica in args[1] if takes_part
+            else status
+            for replica, status in self.statuses.items()
+        ])  # fmt: skip
+
+
+@pytest.fixture
+async def deployment(monkeypatch):
+    (status,) = await ScriptedEngine(policy_version=3).status()
+    handle = Handle({r: dataclasses.replace(status, replica_id=r) for r in ("a", "b")})
+    monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: handle)
+    return handle, ServeRolloutClient("app", RolloutConfig(tensor_parallel_size=2))
+
+
+async def test_the_weight_group_is_whole_while_its_members_are_those_that_run(deployment):
+    handle, client = deployment
+    ranks = {"a": 1, "b": 3}
+    state = WeightGroupState(first_ranks=ranks, num_workers=4, is_whole=False)
+    assert await client.weight_group_state() == state
+    await client.join_weight_group({"world_size": 5}, ranks)
+    assert handle.called[-1] == ("join_weight_group", {"world_size": 5}, ranks)
+    assert await client.weight_group_state() == dataclasses.replace(state, is_whole=True)
+    handle.statuses["b"] = None
+    alone = WeightGroupState(first_ranks={"a": 1}, num_workers=2, is_whole=False)
+    assert await client.weight_group_state() == alone
+
+
+async def test_a_replica_that_comes_takes_no_part_before_the_next_group(deployment):
+    handle, client = deployment
+    state = await client.weight_group_state()
+    handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
+    await client.join_weight_group({}, state.first_ranks)
+    await client.receive_weights(4)
+    assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], None)
+    state = await client.weight_group_state()
+    assert (state.num_workers, state.is_whole) == (6, False)
+    await client.join_weight_group({}, state.first_ranks)
+    await client.receive_weights(5)
+    assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], None)
+
+
+async def test_a_dead_replica_counts_only_where_weights_are_concerned(deployment):
+    handle, client = deployment
+    await client.join_weight_group({}, {"a": 1, "b": 3})
+    handle.statuses["b"] = None
+    await client.pause("abort")
+    assert [status.replica_id for status in await client.status()] == ["a"]
+    with pytest.raises(WeightSyncError, match="only 1 of 2 servers live"):
+        await client.receive_weights(4)
+    with pytest.raises(WeightSyncError, match="only 1 of 2 servers live"):
+        await client.join_weight_group({}, {"a": 1, "b": 3})
+    await client.join_weight_group({}, {"a": 1})
+    await client.receive_weights(4)
+    handle.statuses["a"] = None
+    with pytest.raises(EngineUnavailableError, match="no rollout server runs"):
+        await client.pause("abort")
+
+
+async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(deployment):
+    _, client = deployment
+    await client.join_weight_group({}, {"a": 1, "b": 3})
+    await client.receive_weights(4)  # neither of them says that it has them
+    with pytest.raises(EngineUnavailableError, match=r"no rollout server has .* version 4"):
+        await client.generate(
+            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+        )

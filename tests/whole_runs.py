@@ -1,0 +1,70 @@
+"""Whole runs by the command line, and a cluster that lives on after them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.processes import MARK, kill_all
+
+CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
+_LIVING_PARTS = """
+import sys, ray
+from ray.util.state import list_actors, list_placement_groups
+ray.init(address=sys.argv[1], log_to_driver=False)
+actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
+groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
+rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor")
+print([a.class_name for a in actors if a.class_name not in rays_own]
+      + [g.placement_group_id for g in groups])
+"""
+
+
+def command(folder: Path, *overrides: str, name: str = "run") -> list[str]:
+    settings = [f"run.storage_path={folder}", f"run.name={name}", *overrides]
+    pairs = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "ray_apr", "train", str(CONFIG), *pairs]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ray_cli(env: dict[str, str], *args: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *args],
+        env=env, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def running_cluster(env: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Start a cluster with a marked environment; yields its address and its dashboard's."""
+    port, dashboard = free_port(), free_port()
+    env = {**env, "RAY_AUTH_MODE": "disabled"}
+    started = ray_cli(
+        env, "start", "--head", f"--port={port}", "--num-cpus=8", "--node-ip-address=127.0.0.1",
+        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+        f"--temp-dir=/tmp/ray-apr-{port}", "--disable-usage-stats",
+    )  # fmt: skip
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+    finally:
+        kill_all(env[MARK])  # `ray stop` would stop every cluster of this machine
+
+
+def living_parts(address: str, env: dict[str, str]) -> str:
+    """Actors and placement groups of a cluster that are not Ray's own, as the text of a list."""
+    left = subprocess.run(
+        [sys.executable, "-c", _LIVING_PARTS, address],
+        env={**env, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    return left.stdout.strip() or left.stderr
