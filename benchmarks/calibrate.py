@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import time
@@ -158,8 +159,7 @@ def measured_cluster(
     of that the same for each sample.
     """
     rows = [row for run in sync_runs for row in run["steps"][1:] if "trainer_step_s" in row]
-    tokens = [row["num_tokens"] for row in rows]
-    slope, overhead = statistics.linear_regression(tokens, [r["trainer_step_s"] for r in rows])
+    slope, overhead = _fitted([(row["num_tokens"], row["trainer_step_s"]) for row in rows])
     syncs = [r["weight_wait_s"] for r in rows if r.get("weight_wait_s")]
     idle_cores = calibration["idle_cores"]
     num_samples = args.steps * args.batch_prompts * args.group_size
@@ -171,8 +171,8 @@ def measured_cluster(
             "host_cores": None if args.gpu else (os.cpu_count() or 1) - idle_cores,
             "engine": calibration["engine"],
             "trainer": {
-                "tokens_per_s_per_gpu": 1 / (slope * args.train_workers),
-                "step_overhead_s": max(0.0, overhead),
+                "tokens_per_s_per_gpu": 1 / (slope * sync_runs[0]["num_train_workers"]),
+                "step_overhead_s": overhead,
             },
             "weight_sync_s": statistics.median(syncs),
             "reward_workers": args.reward_concurrency,
@@ -183,14 +183,25 @@ def measured_cluster(
     )
 
 
+def _fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of a token and of a step, of (tokens, seconds): medians, which a step that is slow
+    for another reason does not move."""
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(points, 2) if n != m]
+    slope = statistics.median(slopes)
+    overhead = statistics.median(seconds - slope * tokens for tokens, seconds in points)
+    if slope > 0 and overhead > 0:
+        return slope, overhead
+    return statistics.median(seconds / tokens for tokens, seconds in points), 0.0
+
+
 def predict(
-    trace: Trace, cluster: ClusterConfig, modes: dict[str, PartialRolloutConfig], seeds: int
+    trace: Trace, modes: dict[str, tuple[PartialRolloutConfig, ClusterConfig]], seeds: int
 ) -> dict[str, float]:
     """Simulated time of "sync" over that of each mode; medians over prompt orders."""
     times = {
         mode: statistics.median(
             Simulation(trace, cluster, config, seed=seed).run().wall_s for seed in range(seeds)
         )
-        for mode, config in modes.items()
+        for mode, (config, cluster) in modes.items()
     }
     return {mode: times["sync"] / seconds for mode, seconds in times.items()}

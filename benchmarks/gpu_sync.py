@@ -66,7 +66,7 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             ray.remote(Trainer).options(num_gpus=int(on_gpu)).remote(str(model), args.bucket_mb)
         )
         began = time.perf_counter()
-        ray.get(trainer.connect.remote(driver, num_workers), timeout=TIMEOUT_S)
+        ray.get(trainer.connect.remote(driver), timeout=TIMEOUT_S)
         connect_s = time.perf_counter() - began
         say(f"connected in {connect_s:.2f} s")
         responses = ray.get(driver.greedy.remote(), timeout=TIMEOUT_S)
@@ -215,14 +215,14 @@ class Trainer:
         self._model.to(self._device)
         self._sender = WeightSender(self._model, bucket_mb=bucket_mb)
 
-    def connect(self, driver: Any, num_engine_workers: int) -> None:
+    def connect(self, driver: Any) -> None:
         """Form the group."""
         from ray_apr.train.control import RunControl
 
         self._control = RunControl(
             buffer=None, worker=driver, recorder=None, sync_timeout_s=TIMEOUT_S
         )
-        self._control.connect(self._sender, num_engine_workers, timeout_s=TIMEOUT_S)
+        self._control.connect(self._sender, timeout_s=TIMEOUT_S)
 
     def sync(self, version: int) -> dict[str, float]:
         """Draw new weights, and send them."""
@@ -325,13 +325,17 @@ class Driver:
 
         return await asyncio.gather(*(one(i) for i in range(NUM_CHECKED)))
 
-    async def join_weight_group(self, group: dict[str, Any]) -> None:
+    async def weight_group_state(self) -> Any:
         """As the rollout worker does."""
-        await self._client.join_weight_group(group)
+        return await self._client.weight_group_state()
 
-    async def begin_sync(self, policy_version: int) -> None:
+    async def join_weight_group(self, group: dict[str, Any], first_ranks: dict[str, int]) -> None:
         """As the rollout worker does."""
-        await self._syncs[self._mode].begin(policy_version)
+        await self._client.join_weight_group(group, first_ranks)
+
+    async def begin_sync(self, policy_version: int, handles: None = None) -> None:
+        """As the rollout worker does."""
+        await self._syncs[self._mode].begin(policy_version, handles)
 
     async def finish_sync(self, policy_version: int) -> dict[str, float]:
         """As the rollout worker does."""

@@ -78,19 +78,19 @@ def make_model() -> Any:
 def make_batch(tokens: int, sample_tokens: int) -> MicroBatch:
     """Random samples in one row; all tokens but the first of each are in the loss."""
     count = tokens // sample_tokens
-    ids = torch.randint(0, VOCABULARY, (1, tokens), device=DEVICE)
-    targets_R = torch.arange(tokens, device=DEVICE).view(count, sample_tokens)[:, 1:].flatten()
+    ids = torch.randint(0, VOCABULARY, (1, tokens))
+    targets_R = torch.arange(tokens).view(count, sample_tokens)[:, 1:].flatten()
     shape = (count, sample_tokens - 1)
     return MicroBatch(
-        sample_index=torch.arange(count, device=DEVICE),
+        sample_index=torch.arange(count),
         input_ids=ids,
-        packing=Packing.of(np.full(count, sample_tokens), DEVICE),
+        packing=Packing.of(np.full(count, sample_tokens)),
         positions=targets_R - 1,
         targets=ids[0, targets_R],
-        places=torch.arange(len(targets_R), device=DEVICE),
-        mask=torch.ones(shape, device=DEVICE),
-        behavior_logprobs=torch.zeros(shape, device=DEVICE),
-        versions=torch.zeros(shape, dtype=torch.int64, device=DEVICE),
+        places=torch.arange(len(targets_R)),
+        mask=torch.ones(shape),
+        behavior_logprobs=torch.zeros(shape),
+        versions=torch.zeros(shape, dtype=torch.int64),
     )
 
 

@@ -5,7 +5,9 @@
 Every run trains the same number of steps and samples. Lengths are replayed: each response gets
 exactly as long as the trace says, so that the modes differ in nothing but scheduling. Modes
 alternate within each repeat, in one process tree and one Ray cluster. A run is timed from the
-moment when its engines are ready to the end of its last optimizer step.
+moment when an engine begins to generate to the end of its last optimizer step.
+
+With `--colocated sync` that mode has engines and train workers on all GPUs in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def main() -> None:
     from ray_apr.simulator.trace import Trace
 
     ray.init(
-        num_cpus=args.replicas + args.train_workers + 1,
+        num_cpus=2 * num_gpus(args) + 1,
         runtime_env=ray_environment(),
         log_to_driver=False,
         include_dashboard=True,
@@ -65,9 +67,10 @@ def main() -> None:
             result["runs"].append(run)
             print(json.dumps(run), flush=True)
             result["modes"] = figures(result["runs"])
-            if args.calibrate and "sync" in result["modes"]:
-                result["predicted"] = predicted(result, trace, args)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.calibrate and "sync" in result["modes"]:
+        result["predicted"] = predicted(result, trace, args)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result.get("predicted")))
     print(json.dumps(result["modes"], indent=1))
     ray.shutdown()
@@ -83,6 +86,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--train-workers", type=int, default=2)
+    parser.add_argument(
+        "--colocated", nargs="*", default=[], help="modes with all GPUs for both, in turns"
+    )
     parser.add_argument("--gpu", action="store_true", help="engines and train workers on GPUs")
     parser.add_argument("--model", help="model folder; without it a random one is made")
     parser.add_argument("--shape", choices=list(gpu_models.SHAPES), help="a model of this shape")
@@ -168,12 +174,20 @@ def make_reward() -> Callable[[Any], Any]:
     return reward
 
 
-def rollout_config(args: argparse.Namespace, longest: int, repeat: int = 0) -> Any:
-    """Engines as all runs have them."""
+def num_gpus(args: argparse.Namespace) -> int:
+    """GPUs of each run, whoever has them; processes, on CPU."""
+    return int(args.replicas * args.tensor_parallel + args.train_workers)
+
+
+def rollout_config(
+    args: argparse.Namespace, longest: int, repeat: int = 0, *, is_colocated: bool = False
+) -> Any:
+    """Engines as all runs of a placement have them."""
     from ray_apr import RolloutConfig
 
     return RolloutConfig(
-        num_replicas=args.replicas,
+        num_replicas=num_gpus(args) // args.tensor_parallel if is_colocated else args.replicas,
+        placement="colocated" if is_colocated else "disaggregated",
         tensor_parallel_size=args.tensor_parallel,
         group_size=args.group_size,
         max_response_tokens=longest,
@@ -202,8 +216,16 @@ def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> d
     """What the simulator says of the ratios, beside what was measured."""
     sync_runs = [run for run in result["runs"] if run["mode"] == "sync"]
     cluster = measured_cluster(result["calibration"], sync_runs, args)
-    modes = {mode: mode_config(mode, args) for mode in result["modes"]}
-    ratios = predict(trace, cluster, modes, seeds=5)
+    if "sync" in args.colocated:  # what its syncs took is the turn of the engines, too
+        switch_s = statistics.median(s for run in sync_runs for s in run["switch_s"])
+        sync_s = max(0.0, cluster.weight_sync_s - switch_s)
+        cluster = dataclasses.replace(cluster, weight_sync_s=sync_s, switch_s=switch_s)
+    takes_turns = dataclasses.replace(cluster, placement="colocated", rollout_gpus=None)
+    runs = {
+        mode: (mode_config(mode, args), takes_turns if mode in args.colocated else cluster)
+        for mode in result["modes"]
+    }
+    ratios = predict(trace, runs, seeds=5)
     measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
     return {
         "cluster": dataclasses.asdict(cluster),
@@ -220,13 +242,13 @@ def one_run(
 
     from ray_apr import APRTrainer, TrainConfig
 
-    name = f"{mode}-{repeat}"
+    name, is_colocated = f"{mode}-{repeat}", mode in args.colocated
     longest = max(max(row) for row in ray.data.read_parquet(str(prompts)).to_pandas()["lengths"])
     trainer = APRTrainer(
         model=model,
         prompts=ray.data.read_parquet(str(prompts)),
         reward=make_reward(),
-        rollout_config=rollout_config(args, int(longest), repeat),
+        rollout_config=rollout_config(args, int(longest), repeat, is_colocated=is_colocated),
         partial_rollout_config=mode_config(mode, args),
         train_config=TrainConfig(
             steps=args.steps,
@@ -236,21 +258,30 @@ def one_run(
             num_threads=None if args.gpu else 1,
             seed=repeat,
         ),
-        scaling_config=ray.train.ScalingConfig(num_workers=args.train_workers, use_gpu=args.gpu),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=num_gpus(args) if is_colocated else args.train_workers,
+            use_gpu=args.gpu,
+        ),
         run_config=ray.train.RunConfig(name=name, storage_path=str(folder)),
     )
     began, load = time.time(), os.getloadavg()[0]
     with CPUClock() as clock:
         trainer.fit()
     final = json.loads((folder / name / "final.json").read_text())
-    steps = [json.loads(x) for x in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    steps, spans = (
+        [json.loads(line) for line in (folder / name / file).read_text().splitlines()]
+        for file in ("metrics.jsonl", "timeline.jsonl")
+    )
     ends = [row["time_s"] for row in steps if "policy_version" in row]
+    generates = min(span["start_s"] for span in spans if span["what"] == "generate")
     return {
         "mode": mode,
         "repeat": repeat,
-        "seconds": ends[-1] - final["setup_s"],
-        "first_step_s": ends[0] - final["setup_s"],
-        "cpu_s": clock.between(began + final["setup_s"], began + ends[-1]),
+        "num_train_workers": final["num_train_workers"],
+        "seconds": ends[-1] - generates,
+        "first_step_s": ends[0] - generates,
+        "switch_s": [s["end_s"] - s["start_s"] for s in spans if s["what"] == "switch"],
+        "cpu_s": clock.between(began + generates, began + ends[-1]),
         "with_start_s": time.time() - began,
         "load_before": load,
         "steps": steps,
