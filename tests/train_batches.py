@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from ray_apr.data.batch import RankBatch, build_rank_batches
 from ray_apr.types import FinishReason, Prompt, Sample, Segment
 
 torch.set_num_threads(1)  # models this small only lose by more
+multiprocessing.set_forkserver_preload(["ray_apr.train.checkpoint", "ray_apr.train.step"])
 
 
 def make_samples(
@@ -96,3 +100,11 @@ def process_group(
         yield
     finally:
         dist.destroy_process_group()
+
+
+def start_ranks(work: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Run ``work(rank, world_size, *args)`` in a process a rank, and wait for all of them.
+
+    They are forked from a process that has imported what they need, and nothing more.
+    """
+    mp.start_processes(work, (world_size, *args), nprocs=world_size, start_method="forkserver")

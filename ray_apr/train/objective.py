@@ -89,22 +89,31 @@ def frozen_policies(
     parts: list[MicroBatch],
     algorithm: AlgorithmConfig,
     *,
-    num_mini_batches: int,
+    first_mini_batch: int,
 ) -> list[Frozen]:
     """Forward passes at the start of an update, where they are needed.
 
-    With one optimizer step a batch the proximal policy is the one that is optimised, so that its
-    log-probs need no pass; unless something of the whole batch depends on them.
+    In the first optimizer step of a batch the proximal policy is the one that is optimised, so that
+    its log-probs need no pass; unless something of the whole batch depends on them.
+
+    Args:
+        model: The policy.
+        reference: Of the KL term; None without one.
+        parts: This rank's micro-batches.
+        algorithm: What needs them.
+        first_mini_batch: Micro-batches of the first optimizer step.
     """
     in_reward = reference is not None and algorithm.kl_in == "reward"
-    early = num_mini_batches > 1 or algorithm.importance_normalize or in_reward
-    needs_proximal = algorithm.proximal == "forward" and early
+    of_whole_batch = algorithm.importance_normalize or in_reward
+    num_without = 0 if of_whole_batch else first_mini_batch
+    if algorithm.proximal != "forward":
+        num_without = len(parts)
     return [
         Frozen(
-            response_logprobs(model, part)[0] if needs_proximal else None,
+            response_logprobs(model, part)[0] if number >= num_without else None,
             response_logprobs(reference, part)[0] if reference is not None else None,
         )
-        for part in parts
+        for number, part in enumerate(parts)
     ]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.train.checkpoint import full_parameters
@@ -16,7 +15,7 @@ from ray_apr.weights.plan import plan_buckets
 from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
-from tests.train_batches import process_group
+from tests.train_batches import process_group, start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -63,7 +62,7 @@ def test_rank_0_has_all_rows_of_all_ranks(tmp_path, world_size, train, wire_dtyp
     """Or each rank, where each shares them with the engines of its device."""
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     train = dataclasses.replace(train, packing="padded")
-    mp.spawn(work, (world_size, folder, train, wire_dtype, shares, tmp_path), nprocs=world_size)
+    start_ranks(work, world_size, folder, train, wire_dtype, shares, tmp_path)
     for rank in range(world_size if shares else 1):
         found, expected = torch.load(tmp_path / f"found-{rank}.pt")
         assert set(found) == set(expected)

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
@@ -19,7 +18,7 @@ from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
-from tests.train_batches import make_batches, make_samples, process_group
+from tests.train_batches import make_batches, make_samples, process_group, start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -89,7 +88,7 @@ def run_ranks(tmp_path, folder, world_size, micro_batch_tokens, train=TRAIN):
     if world_size == 1:
         work(0, *args)
     else:
-        mp.spawn(work, args, nprocs=world_size)
+        start_ranks(work, *args)
     return [torch.load(results / f"{r}.pt") for r in range(world_size)]
 
 
@@ -159,7 +158,7 @@ def test_gradients_do_not_depend_on_ranks_layout_or_sharding(tmp_path, world_siz
     samples, results = make_samples(num_segments=3), tmp_path / "results"
     results.mkdir()
     train = dataclasses.replace(TRAIN, shard_ranks=shard_ranks)
-    mp.spawn(work_on_layouts, (world_size, folder, train, results), nprocs=world_size)
+    start_ranks(work_on_layouts, world_size, folder, train, results)
     found = torch.load(results / "found.pt")
     assert len(found) == 3 * len(LAYOUTS)
     with process_group(tmp_path):

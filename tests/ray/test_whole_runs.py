@@ -1,6 +1,6 @@
 """Whole runs through the real parts: vLLM, Serve, Data, Train; as a job, failing, interrupted.
 
-Each of them starts two engines and two train workers on two cores: about a minute and a half.
+Most start two engines and two train workers on two cores: more than a minute each.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess
     return job
 
 
+ONE_OF_EACH = ("rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: false}")
+
+
 def test_rewards_that_fail_end_the_run_with_their_reason(tmp_path, marked):
     _, env = marked
     (tmp_path / "broken.py").write_text(
         "def reward(sample):\n    raise KeyError('no such answer')\n"
     )
     run = subprocess.run(
-        command(tmp_path, f"reward={tmp_path}/broken.py:reward"),
+        command(tmp_path, *ONE_OF_EACH, f"reward={tmp_path}/broken.py:reward"),
         env=env, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
@@ -95,7 +98,7 @@ def test_rewards_that_fail_end_the_run_with_their_reason(tmp_path, marked):
 def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
     _, env = marked
     process = subprocess.Popen(
-        command(tmp_path), env=env, text=True, cwd=tmp_path,
+        command(tmp_path, *ONE_OF_EACH), env=env, text=True, cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     seen: list[str] = []
@@ -110,31 +113,45 @@ def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
 
 
 ONE_BY_ONE = (
-    "train.steps=5", "train.batch_size=16", "rollout.seed=7",
+    "train.steps=3", "train.batch_size=16", "rollout.seed=7",
     "rollout.engine_kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
 )  # fmt: skip
 """Each request alone in its engine: then its log-probs do not depend on who else is there."""
 
 
-def test_apr_without_staleness_and_colocated_runs_train_the_same_bits_as_sync(tmp_path, marked):
+def trained_weights(folder: Path, env: dict[str, str], *overrides: str) -> bytes:
+    """What a whole run ends with, one request at a time."""
+    run = subprocess.run(
+        command(folder, *ONE_BY_ONE, *overrides),
+        env=env, capture_output=True, text=True, timeout=300, check=False, cwd=folder,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    (model,) = (folder / "run").glob("checkpoint_*/hf/model.safetensors")
+    return model.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained_in_sync(tmp_path_factory) -> bytes:
+    mark, env = marked_environment()
+    try:
+        weights = trained_weights(tmp_path_factory.mktemp("sync"), env, "mode=sync")
+    finally:
+        kill_all(mark)
+    assert weights != (CONFIG.parent / "base_model" / "model.safetensors").read_bytes()
+    return weights
+
+
+def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked, trained_in_sync):
     """verl#6780: with a bound of 0, the asynchronous trainer did not equal the synchronous one."""
     _, env = marked
     bound = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
-    turns = ("rollout.placement=colocated", "train.checkpoint_every=2")
-    weights = []
-    runs = {
-        "sync": ("mode=sync",), "apr": ("mode=apr", *bound), "turns": ("mode=sync", *turns),
-    }  # fmt: skip
-    for name, overrides in runs.items():
-        run = subprocess.run(
-            command(tmp_path, *ONE_BY_ONE, *overrides, name=name),
-            env=env, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-        (model,) = (tmp_path / name).glob("checkpoint_*/hf/model.safetensors")
-        weights.append(model.read_bytes())
-    assert weights[0] == weights[1] == weights[2]
-    assert weights[0] != (CONFIG.parent / "base_model" / "model.safetensors").read_bytes()
+    assert trained_weights(tmp_path, env, "mode=apr", *bound) == trained_in_sync
+
+
+def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync):
+    _, env = marked
+    turns = ("mode=sync", "rollout.placement=colocated", "train.checkpoint_every=2")
+    assert trained_weights(tmp_path, env, *turns) == trained_in_sync
 
 
 def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):

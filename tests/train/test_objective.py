@@ -219,6 +219,19 @@ def test_mini_batches_keep_the_proximal_policy_of_the_batch(folder, reference_fo
         assert distance(optimizer.gradients[number], by_hand.gradients[number]) < 1e-4
 
 
+@pytest.mark.parametrize(("normalizes", "in_all"), [(False, False), (True, True)])
+def test_the_first_mini_batch_needs_no_pass_of_its_own(folder, normalizes, in_all):
+    config = AlgorithmConfig(importance_normalize=normalizes)
+    (row,) = make_batches(make_samples(), micro_batch_tokens=64, mini_batches=2)
+    first, second = row.mini_batch_sizes
+    model = load(folder)
+    passes = []
+    model.base_model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    train_step(model, Recorder(model), row, config, TRAIN)
+    assert passes.count(True) == first + second
+    assert passes.count(False) == second + (first if in_all else 0)
+
+
 def test_interpolated_proximal_is_between_behavior_and_current_by_version(folder):
     config = AlgorithmConfig(proximal="interpolated", importance=None, clip_high=10.0)
     p = Policies(make_samples())
