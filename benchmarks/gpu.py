@@ -3,6 +3,7 @@
     python benchmarks/gpu.py trainer --shape 0.6B --gpus 1 --out results/gpu-trainer.json
     python benchmarks/gpu.py sync --shape 4B --gpus 2 --out results/gpu-sync-4B.json
     python benchmarks/gpu.py rollout --shape 0.6B --out results/gpu-rollout.json
+    python benchmarks/gpu.py engine --shape 0.6B --out results/gpu-engine.json
 
 docs/performance.md says what the figures mean.
 """
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpu_engine import measure_engine
 from gpu_models import SHAPES, make_model
 from gpu_rollout import measure_rollout
 from gpu_sync import measure_sync
@@ -58,7 +60,10 @@ def _arguments() -> argparse.Namespace:
     rollout.add_argument("--inflight", type=int, default=256, help="requests at a time")
     rollout.add_argument("--samples", type=int, default=1024, help="of one step")
     rollout.add_argument("--longest", type=int, default=1536, help="tokens of a response")
-    for subject in (trainer, sync, rollout):
+    engine = subjects.add_parser("engine", help="one engine, with vLLM's scheduler and with ours")
+    engine.set_defaults(measure=measure_engine)
+    engine.add_argument("--inflight", type=int, default=256, help="requests at a time")
+    for subject in (trainer, sync, rollout, engine):
         subject.add_argument("--shape", choices=list(SHAPES), default="0.6B")
         subject.add_argument("--repeats", type=int, default=3, help="turns of each variant")
         subject.add_argument("--context", type=int, default=32768)

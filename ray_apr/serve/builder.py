@@ -19,7 +19,7 @@ from ray_apr.config import KVCache, RolloutConfig
 from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.exceptions import ResourceError
 from ray_apr.serve.ingress import build_ingress
-from ray_apr.serve.names import DEPLOYMENT
+from ray_apr.serve.names import DEPLOYMENT, SCHEDULER
 from ray_apr.serve.server import RolloutServer
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
+        "scheduler_cls": SCHEDULER,
     }
     if on_cuda:
         ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"

@@ -22,6 +22,7 @@ from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
 from ray_apr.serve.load import EngineLoad
+from ray_apr.serve.names import SCHEDULER
 from ray_apr.serve.outputs import REASONS, segments_of, vllm_params
 from ray_apr.serve.plugin import BACKEND, register, start_error
 from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
@@ -33,8 +34,17 @@ _FIRST = -1
 _KEEPS_WEIGHTS = 1
 """Level of vLLM's sleep that copies weights to the host. The other one loses what no sender knows
 of: parameters that only the engine has, and the padding that loading fills once."""
-_ABORT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Waits for the end of aborted calls before they are aborted again."""
+_ABORT_LIMIT_S = 5.0
+"""Longest wait for the tokens of aborted calls; those that do not end are then dropped."""
+
+
+class _Call:
+    """A call inside of vLLM."""
+
+    def __init__(self) -> None:
+        self.entered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done once the engine core has been sent it; its id there, or "" if it was refused."""
+        self.ended = asyncio.Event()
 
 
 class Engine:
@@ -75,8 +85,8 @@ class Engine:
         self._receiving = asyncio.Lock()
         self._running: dict[str, asyncio.Event] = {}
         """Calls under way; the event is set when one is aborted, wherever it is."""
-        self._inside: dict[str, asyncio.Event] = {}
-        """Calls that entered vLLM; the event is set when one comes out."""
+        self._inside: dict[str, _Call] = {}
+        """Calls that vLLM holds, or that are on their way into it."""
         self._policy_version = 0
         self._weights_valid = True
         self._tokens_generated = 0
@@ -203,12 +213,11 @@ class Engine:
         params = vllm_params(sampling, max_tokens)
         priority = {"priority": _FIRST} if sampling.is_evaluation else {}
         version = self._policy_version
-        last: Any = None
-        with self._inside_engine(request_id), self._dead_is_unavailable():
+        with self._inside_engine(request_id) as call, self._dead_is_unavailable():
             try:
-                outputs = self._llm.generate(prompt, params, request_id, **priority)
-                async for last in outputs:  # noqa: B007
-                    pass  # only the last output is used
+                queue = await self._llm.add_request(request_id, prompt, params, **priority)
+                call.entered.set_result(queue.request_id)
+                last = await queue.get()  # the only one: `vllm_params` asks for no other
             except self._dead_error:
                 raise
             except Exception as error:
@@ -216,8 +225,6 @@ class Engine:
             except asyncio.CancelledError:
                 await self._llm.abort(request_id)
                 raise
-        if last is None:
-            return self._generation(request_id, (), FinishReason.ABORT)
         output = last.outputs[0]
         reason = REASONS.get(output.finish_reason or "abort")
         if reason is None:
@@ -225,14 +232,16 @@ class Engine:
         return self._generation(request_id, segments_of(output, version), reason)
 
     @contextlib.contextmanager
-    def _inside_engine(self, request_id: str) -> Iterator[None]:
-        ended = self._inside[request_id] = asyncio.Event()
+    def _inside_engine(self, request_id: str) -> Iterator[_Call]:
+        call = self._inside[request_id] = _Call()
         self._activity.set_running(len(self._inside))
         try:
-            yield
+            yield call
         finally:
             del self._inside[request_id]
-            ended.set()
+            if not call.entered.done():
+                call.entered.set_result("")
+            call.ended.set()
             self._activity.set_running(len(self._inside))
 
     @property
@@ -274,20 +283,24 @@ class Engine:
         known = [i for i in ids if i in self._running]
         for request_id in known:
             self._running[request_id].set()
-        for pause_s in _ABORT_PAUSES_S:
-            inside = [i for i in known if i in self._inside]
-            if not inside:
-                break
-            # vLLM ignores an abort of a request that is still on its way in: so do it again
-            with self._dead_is_unavailable():
-                await self._llm.abort(inside)
-            ends = [
-                asyncio.create_task(self._inside[i].wait()) for i in inside if i in self._inside
-            ]
-            if ends:
-                await asyncio.wait(ends, timeout=pause_s)
-            for end in ends:
-                end.cancel()
+        calls = {i: self._inside[i] for i in known if i in self._inside}
+        if not calls:
+            return len(known)
+        with self._dead_is_unavailable():
+            ids = [await call.entered for call in calls.values()]
+            if self._kwargs.get("scheduler_cls") == SCHEDULER:
+                # the core has tokens that are not here, and ends these calls with them
+                await self._llm.engine_core.abort_requests_async([i for i in ids if i])
+            else:
+                await self._llm.abort(list(calls))
+            try:
+                async with asyncio.timeout(_ABORT_LIMIT_S):
+                    for call in calls.values():
+                        await call.ended.wait()
+            except TimeoutError:
+                left = [i for i, call in calls.items() if not call.ended.is_set()]
+                logger.warning("%d aborted calls did not end; tokens are lost", len(left))
+                await self._llm.abort(left)
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -309,20 +322,23 @@ class Engine:
                 await self._freeze("keep" if mode == "keep" else "abort")
 
     async def _freeze(self, mode: PauseMode) -> None:
-        """vLLM's pause, without the 20 ms that it sleeps afterwards to look more orderly."""
+        """vLLM's pause, without the 20 ms that it sleeps afterwards to look more orderly.
+
+        Aborted calls may come out after it: their ends are on their way.
+        """
+        for call in list(self._inside.values()):
+            await call.entered  # or it would go in afterwards, and run under other weights
         clear_cache = not self._keep_kv_cache
         core: Any = getattr(self._llm, "engine_core", None)
         if hasattr(core, "pause_scheduler_async") and not self._is_multimodal:
             await core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
         else:
             await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
-        if mode == "abort" and self._inside:  # one that was on its way in would go on afterwards
-            await self._llm.abort(list(self._inside))
 
     async def _drain(self) -> None:
         """Wait until all calls have come out of vLLM, or the engine is resumed."""
         while self._inside and self.is_paused:
-            ends = [asyncio.create_task(ended.wait()) for ended in self._inside.values()]
+            ends = [asyncio.create_task(call.ended.wait()) for call in self._inside.values()]
             resumed = asyncio.create_task(self._gate.wait())
             try:
                 await asyncio.wait({*ends, resumed}, return_when=asyncio.FIRST_COMPLETED)

@@ -37,6 +37,8 @@ def register() -> None:
         logger.debug("weight transfer backend %s is registered already", BACKEND)
     # The reload reports layers without weights of their own (a tied head) as if they were missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # And it warns of any scheduler that is not vLLM's.
+    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
     _end_with_parent()
     _keep_start_error()
 

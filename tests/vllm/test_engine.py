@@ -139,6 +139,43 @@ def test_aborts_at_any_moment(parts):
     run(body())
 
 
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_tokens_leave_the_core_in_pieces_and_an_abort_brings_the_rest(parts, how, monkeypatch):
+    run, engine, _ = parts
+    processor = engine._llm.output_processor
+    process, pieces = processor.process_outputs, []
+
+    def recorded(outputs, *args, **kwargs):
+        pieces.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_outputs", recorded)
+
+    async def body():
+        whole = await generate(engine, max_tokens=100)
+        assert pieces == [1, *[16] * 6, 2, 1]
+        for tries in range(5):
+            pieces.clear()
+            task = start(engine, max_tokens=400)
+            async with asyncio.timeout(20):
+                while len(pieces) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001 * tries)
+            if how == "abort":
+                assert await engine.abort(None) == 1
+            else:
+                await engine.pause("abort")
+                await engine.resume()
+            part = await task
+            assert part.finish_reason is FinishReason.ABORT
+            assert ids_of(part)[:17] == ids_of(whole)[:17]
+            assert part.num_tokens == sum(pieces)
+            if pieces[-1] > 0:
+                return
+        pytest.fail("each time the core had no more than whole pieces")
+
+    run(body())
+
+
 def test_a_cancelled_call_frees_the_engine(parts):
     run, engine, _ = parts
 

@@ -1,0 +1,135 @@
+"""One engine: what a token costs its processes, with vLLM's scheduler and with ours.
+
+    python benchmarks/gpu.py engine --shape 0.6B --out engine.json
+    python benchmarks/gpu.py engine --shape tiny --context 2048 --out engine.json  # on a CPU
+
+Both schedule alike; ours hands tokens over in pieces (ray_apr/serve/scheduler.py). In turns, each
+starts an engine that generates `--inflight` responses at a time, and is interrupted in the midst of
+them: until `pause` returns, and until all partial responses are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 64, 512
+NUM_INTERRUPTIONS = 12
+
+
+def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates, CPU time and interruptions of each turn, and their medians."""
+    turns: dict[str, list[dict[str, float]]] = {"vllm": [], "ours": []}
+    for _ in range(args.repeats):
+        for name, found in turns.items():
+            found.append(asyncio.run(_turn(model, args, name == "ours")))
+            print(name, found[-1], flush=True)
+    medians = {
+        name: {key: statistics.median(turn[key] for turn in found) for key in found[0]}
+        for name, found in turns.items()
+    }
+    return {
+        "turns": turns,
+        "medians": medians,
+        "ours_over_vllm": {
+            key: medians["ours"][key] / value for key, value in medians["vllm"].items()
+        },
+    }
+
+
+async def _turn(model: Path, args: argparse.Namespace, in_pieces: bool) -> dict[str, float]:
+    engine = _make_engine(model, args, in_pieces)
+    await engine.start()
+    try:
+        await _generate(engine, args.inflight, 32)
+        before, began = _cpu_seconds(), time.perf_counter()
+        tokens = await _generate(engine, args.inflight, RESPONSE_TOKENS)
+        seconds, after = time.perf_counter() - began, _cpu_seconds()
+        stops = [await _interrupt(engine, args.inflight) for _ in range(NUM_INTERRUPTIONS)]
+    finally:
+        engine.shutdown()
+    return {
+        "tokens_per_s": tokens / seconds,
+        **{f"{p}_cpu_us_per_token": (after[p] - before[p]) / tokens * 1e6 for p in after},
+        "pause_s": statistics.median(pause for pause, _ in stops),
+        "handed_over_s": statistics.median(handed_over for _, handed_over in stops),
+    }
+
+
+def _make_engine(model: Path, args: argparse.Namespace, in_pieces: bool) -> Any:
+    import torch
+
+    from ray_apr import RolloutConfig
+    from ray_apr.serve.builder import CPU_ENVIRONMENT, engine_arguments
+    from ray_apr.serve.engine import Engine
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.update(CPU_ENVIRONMENT)
+    config = RolloutConfig(
+        device="cuda" if on_gpu else "cpu",
+        dtype="bfloat16" if on_gpu else "float32",
+        engine_kwargs={
+            "max_num_seqs": args.inflight,
+            **({"distributed_executor_backend": "uni"} if on_gpu else {}),
+            **({} if in_pieces else {"scheduler_cls": None}),
+        },
+    )
+    return Engine(
+        str(model),
+        replica_id="engine",
+        engine_kwargs=engine_arguments(config, args.context, on_cuda=on_gpu),
+        keep_kv_cache=True,
+    )
+
+
+def _start(engine: Any, count: int, length: int) -> list[asyncio.Task[Any]]:
+    from ray_apr.types import SamplingParams
+
+    rng = random.Random(0)
+    return [
+        asyncio.create_task(
+            engine.generate(
+                request_id=f"{time.monotonic()}-{i}",
+                session_id=f"{i}",
+                token_ids=[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)],
+                sampling=SamplingParams(ignore_eos=True),
+                max_tokens=length,
+            )
+        )
+        for i in range(count)
+    ]
+
+
+async def _generate(engine: Any, count: int, length: int) -> int:
+    """Tokens of `count` responses of this length."""
+    return sum(g.num_tokens for g in await asyncio.gather(*_start(engine, count, length)))
+
+
+async def _interrupt(engine: Any, count: int) -> tuple[float, float]:
+    """Seconds until the engine is paused, and until the last partial response is there."""
+    calls = _start(engine, count, RESPONSE_TOKENS)
+    await asyncio.sleep(1.0)
+    began = time.perf_counter()
+    await engine.pause("abort")
+    paused = time.perf_counter()
+    await asyncio.gather(*calls)
+    handed_over = time.perf_counter()
+    await engine.resume()
+    return paused - began, handed_over - began
+
+
+def _cpu_seconds() -> dict[str, float]:
+    """CPU time of this process, which serves, and of the engine core below it."""
+    this = psutil.Process()
+    core = [p for p in this.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    times = {"server": this.cpu_times(), "core": core[0].cpu_times()}
+    return {part: spent.user + spent.system for part, spent in times.items()}

@@ -1,0 +1,158 @@
+"""vLLM's scheduler, which hands tokens over in pieces.
+
+    model ─► token, log-prob ─► piece of a request ─16 tokens, end or pause─► the server's process
+
+vLLM's engine core sends each new token of each request by itself. Only the last output of a request
+is used here, yet to take in a token with its log-prob costs the server's process ten times as much
+as one in a piece, and it falls behind engines that are fast; what waits there is waited for at each
+weight sync. docs/performance.md has the figures.
+
+Invariants:
+    * A request's tokens leave in their order, all of them before its end; also where it is aborted.
+    * A paused engine holds none: weights change only then, so a piece has tokens of one version.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
+
+_PIECE_TOKENS = 16
+"""Tokens of a piece: few enough that a pause, which waits for all pieces, does not get long."""
+_OWN = ("request_id", "new_token_ids", "new_logprobs")
+_OTHERS = [
+    (name, default)
+    for name, default in zip(
+        reversed(EngineCoreOutput.__struct_fields__),
+        reversed(EngineCoreOutput.__struct_defaults__),
+        strict=False,
+    )
+    if name not in _OWN
+]
+"""Fields that an output with nothing but tokens and log-probs leaves at their defaults."""
+
+
+class _Piece:
+    """Tokens of one request that have not left."""
+
+    __slots__ = ("client", "logprobs", "token_ids")
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+
+    def output(self, request_id: str) -> EngineCoreOutput:
+        logprobs = None
+        if self.logprobs:
+            columns = zip(*(found[:3] for found in self.logprobs), strict=True)
+            logprobs = LogprobsLists(*map(np.concatenate, columns))
+        return EngineCoreOutput(request_id, self.token_ids, new_logprobs=logprobs)
+
+
+class _InPieces:
+    """What is added to either of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pieces: dict[str, _Piece] = {}
+        self._aborted: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        """Ends of requests, with the rest of their tokens; by client."""
+
+    def has_requests(self) -> bool:
+        """Whether there is something to do: also to hand over, of which vLLM does not know."""
+        to_hand_over = self._aborted or (self._pieces and self._is_paused)
+        return bool(to_hand_over) or super().has_requests()  # type: ignore[misc]
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        """The step's outputs of each client, without those that wait for the rest of a piece."""
+        by_client = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for client, step in list(by_client.items()):
+            step.outputs = [kept for o in step.outputs for kept in self._take(o, client)]
+            if not (step.outputs or step.finished_requests or step.scheduler_stats):
+                del by_client[client]
+        if self._is_paused:
+            for request_id, piece in self._pieces.items():
+                _of(by_client, piece.client).outputs.append(piece.output(request_id))
+            self._pieces.clear()
+        for client, outputs in self._aborted.items():
+            _of(by_client, client).outputs.extend(outputs)
+        self._aborted.clear()
+        return by_client
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """End requests from outside. Those that are aborted end in the next step's outputs, so that
+        vLLM has no end to send for them."""
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        is_abort = finished_status == RequestStatus.FINISHED_ABORTED
+        for request in ended:
+            piece = self._pieces.pop(request.request_id, None)
+            if is_abort:
+                piece = piece or _Piece(request.client_index)
+                end = piece.output(request.request_id)
+                end.finish_reason = FinishReason.ABORT
+                self._aborted[piece.client].append(end)
+        return [] if is_abort else ended
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined,no-any-return]
+
+    def _take(self, output: EngineCoreOutput, client: int) -> list[EngineCoreOutput]:
+        """What leaves now that this output has come."""
+        request_id = output.request_id
+        piece = self._pieces.get(request_id)
+        if self._may_wait(output):
+            if piece is None:
+                piece = self._pieces[request_id] = _Piece(client)
+            piece.add(output)
+            if len(piece.token_ids) < _PIECE_TOKENS:
+                return []
+            del self._pieces[request_id]
+            return [piece.output(request_id)]
+        if piece is None:
+            return [output]
+        del self._pieces[request_id]
+        return [piece.output(request_id), output]
+
+    def _may_wait(self, output: EngineCoreOutput) -> bool:
+        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+        params = None if request is None else request.sampling_params
+        if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
+            return False
+        return all(getattr(output, name) is default for name, default in _OTHERS)
+
+
+def _of(by_client: dict[int, EngineCoreOutputs], client: int) -> EngineCoreOutputs:
+    """The outputs of one client, made where there are none."""
+    if client not in by_client:
+        by_client[client] = EngineCoreOutputs(outputs=[])
+    return by_client[client]
+
+
+class _SyncScheduler(_InPieces, Scheduler):  # type: ignore[misc]
+    pass
+
+
+class _AsyncScheduler(_InPieces, AsyncScheduler):  # type: ignore[misc]
+    pass
+
+
+def make_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler of an engine core (``scheduler_cls``), of the kind that vLLM would take."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (_AsyncScheduler if is_async else _SyncScheduler)(vllm_config=vllm_config, **kwargs)

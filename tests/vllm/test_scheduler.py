@@ -1,0 +1,179 @@
+"""Tokens that leave vLLM's engine core in pieces (serve/scheduler.py), without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+
+from ray_apr.serve.scheduler import _PIECE_TOKENS, _InPieces
+
+pytestmark = pytest.mark.vllm
+
+
+class VLLM:
+    """As much of vLLM's scheduler as is overridden: each request gets a token in each step."""
+
+    def __init__(self):
+        self.requests = {}
+        self.pause_state = PauseState.UNPAUSED
+        self.made = {}
+
+    def add(self, name, *, client=0, kind=RequestOutputKind.FINAL_ONLY):
+        params = SimpleNamespace(output_kind=kind)
+        self.requests[name] = SimpleNamespace(
+            request_id=name, client_index=client, sampling_params=params
+        )
+        self.made[name] = []
+
+    def has_requests(self):
+        return bool(self.requests) and self.pause_state == PauseState.UNPAUSED
+
+    def finish_requests(self, names, status):
+        names = list(self.requests) if names is None else names
+        return [self.requests.pop(name) for name in names if name in self.requests]
+
+    def update_from_output(self, ending=()):
+        outputs = {}
+        for name, request in list(self.requests.items()):
+            if self.pause_state != PauseState.UNPAUSED:
+                continue
+            token = len(self.made[name])
+            self.made[name].append(token)
+            column = np.array([[token]], np.int32), np.array([[-token / 7]], np.float32)
+            output = EngineCoreOutput(
+                name, [token], new_logprobs=LogprobsLists(*column, np.array([1]))
+            )
+            if name in ending:
+                output.finish_reason = FinishReason.STOP
+                del self.requests[name]
+            outputs.setdefault(request.client_index, []).append(output)
+        return {client: EngineCoreOutputs(outputs=found) for client, found in outputs.items()}
+
+
+class Scheduler(_InPieces, VLLM):
+    pass
+
+
+class Reader:
+    """What reaches the servers' processes, by client and request."""
+
+    def __init__(self):
+        self.tokens, self.ends, self.pieces = {}, {}, {}
+
+    def take(self, by_client):
+        for client, step in by_client.items():
+            assert step.outputs or step.finished_requests or step.scheduler_stats
+            for output in step.outputs:
+                key = output.request_id
+                assert key not in self.ends, "nothing comes after the end"
+                self.tokens.setdefault(key, []).extend(output.new_token_ids)
+                self.pieces.setdefault(key, []).append(len(output.new_token_ids))
+                if output.new_token_ids:
+                    logprobs = output.new_logprobs.logprobs[:, 0]
+                    expected = [-t / 7 for t in output.new_token_ids]
+                    np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
+                    assert output.new_logprobs.sampled_token_ranks.tolist() == [1] * len(logprobs)
+                if output.finish_reason is not None:
+                    self.ends[key] = (client, output.finish_reason)
+
+
+def test_tokens_come_in_pieces_and_the_rest_with_the_end():
+    scheduler, reader = Scheduler(), Reader()
+    scheduler.add("a")
+    for _ in range(2 * _PIECE_TOKENS + 3):
+        reader.take(scheduler.update_from_output())
+    reader.take(scheduler.update_from_output(ending=["a"]))
+    assert reader.pieces["a"] == [_PIECE_TOKENS, _PIECE_TOKENS, 3, 1]
+    assert reader.tokens == scheduler.made
+    assert reader.ends == {"a": (0, FinishReason.STOP)}
+
+
+def test_who_reads_a_stream_gets_each_token():
+    scheduler, reader = Scheduler(), Reader()
+    scheduler.add("a", kind=RequestOutputKind.DELTA)
+    for _ in range(5):
+        reader.take(scheduler.update_from_output())
+    assert reader.pieces["a"] == [1] * 5
+
+
+def test_an_output_with_more_than_tokens_does_not_wait():
+    scheduler = Scheduler()
+    scheduler.add("a")
+    scheduler.update_from_output()
+    more = EngineCoreOutput("a", [1], prefill_stats=object())
+    held, kept = scheduler._take(more, 0)
+    assert held.new_token_ids == [0] and kept is more
+
+
+def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
+    scheduler, reader = Scheduler(), Reader()
+    for name in "abc":
+        scheduler.add(name, client=int(name == "c"))
+    for _ in range(3):
+        reader.take(scheduler.update_from_output())
+    assert reader.tokens == {}
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    assert scheduler.has_requests(), "or nobody would ask for the outputs"
+    reader.take(scheduler.update_from_output())
+    assert reader.tokens == scheduler.made
+    assert not scheduler.has_requests()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("steps"), st.integers(1, 2 * _PIECE_TOKENS)),
+        st.tuples(st.just("add"), st.integers(0, 2)),
+        st.tuples(st.just("end"), st.integers(0, 5)),
+        st.tuples(st.just("abort"), st.integers(0, 5)),
+        st.tuples(st.just("abort all"), st.just(0)),
+        st.tuples(st.just("pause"), st.just(0)),
+        st.tuples(st.just("resume"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS)
+def test_every_token_comes_once_in_order_and_before_its_end(events):
+    scheduler, reader, clients = Scheduler(), Reader(), {}
+    for event, n in events:
+        alive = sorted(scheduler.requests)
+        chosen = alive[n % len(alive)] if alive else None
+        if event == "add":
+            name = f"r{len(clients)}"
+            clients[name] = n
+            scheduler.add(name, client=n)
+        elif event == "steps":
+            for _ in range(n):
+                reader.take(scheduler.update_from_output())
+        elif event == "end" and chosen and scheduler.pause_state == PauseState.UNPAUSED:
+            reader.take(scheduler.update_from_output(ending=[chosen]))
+        elif event == "abort" and chosen:
+            assert scheduler.finish_requests([chosen], RequestStatus.FINISHED_ABORTED) == []
+        elif event == "abort all":
+            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        elif event == "pause":
+            scheduler.pause_state = PauseState.PAUSED_ALL
+            while scheduler.has_requests():
+                reader.take(scheduler.update_from_output())
+            assert all(reader.tokens.get(name, []) == made for name, made in scheduler.made.items())
+        elif event == "resume":
+            scheduler.pause_state = PauseState.UNPAUSED
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    reader.take(scheduler.update_from_output())
+    assert all(reader.tokens.get(name, []) == made for name, made in scheduler.made.items())
+    assert {name: client for name, (client, _) in reader.ends.items()} == clients
+    assert not scheduler.has_requests()
