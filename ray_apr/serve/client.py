@@ -259,7 +259,10 @@ class ServeRolloutClient:
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
     ) -> None:
-        """Receive one broadcast on all replicas of the group, or read shared weights there."""
+        """Receive one broadcast on all replicas of the group, or read shared weights there.
+
+        After a broadcast each replica goes on by itself, also one that took no part.
+        """
         members = sorted(self._members)
         await self._all_members(members, "receive_weights", policy_version, members, handles)
         self._policy_version = policy_version

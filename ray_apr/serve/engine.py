@@ -42,8 +42,10 @@ class _Call:
     """A call inside of vLLM."""
 
     def __init__(self) -> None:
-        self.entered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done once the engine core has been sent it; its id there, or "" if it was refused."""
+        self.core_id = ""
+        """Its id in the engine core; none before it has entered, or if it was refused."""
+        self.entered = asyncio.Event()
+        """Set once the core has been sent it."""
         self.ended = asyncio.Event()
 
 
@@ -216,7 +218,8 @@ class Engine:
         with self._inside_engine(request_id) as call, self._dead_is_unavailable():
             try:
                 queue = await self._llm.add_request(request_id, prompt, params, **priority)
-                call.entered.set_result(queue.request_id)
+                call.core_id = queue.request_id
+                call.entered.set()
                 last = await queue.get()  # the only one: `vllm_params` asks for no other
             except self._dead_error:
                 raise
@@ -239,8 +242,7 @@ class Engine:
             yield call
         finally:
             del self._inside[request_id]
-            if not call.entered.done():
-                call.entered.set_result("")
+            call.entered.set()
             call.ended.set()
             self._activity.set_running(len(self._inside))
 
@@ -287,10 +289,12 @@ class Engine:
         if not calls:
             return len(known)
         with self._dead_is_unavailable():
-            ids = [await call.entered for call in calls.values()]
+            for call in calls.values():
+                await call.entered.wait()
             if self._kwargs.get("scheduler_cls") == SCHEDULER:
                 # the core has tokens that are not here, and ends these calls with them
-                await self._llm.engine_core.abort_requests_async([i for i in ids if i])
+                ids = [call.core_id for call in calls.values() if call.core_id]
+                await self._llm.engine_core.abort_requests_async(ids)
             else:
                 await self._llm.abort(list(calls))
             try:
@@ -327,7 +331,7 @@ class Engine:
         Aborted calls may come out after it: their ends are on their way.
         """
         for call in list(self._inside.values()):
-            await call.entered  # or it would go in afterwards, and run under other weights
+            await call.entered.wait()  # or it would go in afterwards, and run under other weights
         clear_cache = not self._keep_kv_cache
         core: Any = getattr(self._llm, "engine_core", None)
         if hasattr(core, "pause_scheduler_async") and not self._is_multimodal:
