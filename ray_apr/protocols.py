@@ -117,9 +117,8 @@ class RolloutClient(Protocol):
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
     ) -> None:
-        """Receive one broadcast of all weights in the group, and go on; or read them where
-        `handles` say (`weights.shared`), and go on when told to `resume`. From then on the members'
-        tokens carry `policy_version`."""
+        """Receive one broadcast of all weights in the group, or read them where `handles` say
+        (`weights.shared`); from then on its members' tokens carry `policy_version`."""
         ...
 
 

@@ -182,9 +182,6 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         """Unfreeze."""
-        self._go_on()
-
-    def _go_on(self) -> None:
         self.is_paused = False
         self._resumed.set()
 
@@ -231,14 +228,12 @@ class ScriptedEngine:
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
     ) -> None:
-        """Take a new version at once and go on, or break as `fail_next_sync` says."""
+        """Take a new version at once, or break as `fail_next_sync` says."""
         error, self.fail_next_sync = self.fail_next_sync, None
         self.weights_valid = error is None
         if error is not None:
             raise error
         self.policy_version = policy_version
-        if handles is None:
-            self._go_on()
 
     def _request(
         self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int

@@ -259,10 +259,7 @@ class ServeRolloutClient:
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
     ) -> None:
-        """Receive one broadcast on all replicas of the group, or read shared weights there.
-
-        After a broadcast each replica goes on by itself, also one that took no part.
-        """
+        """Receive one broadcast on all replicas of the group, or read shared weights there."""
         members = sorted(self._members)
         await self._all_members(members, "receive_weights", policy_version, members, handles)
         self._policy_version = policy_version

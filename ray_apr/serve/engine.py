@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
@@ -34,8 +34,9 @@ _FIRST = -1
 _KEEPS_WEIGHTS = 1
 """Level of vLLM's sleep that copies weights to the host. The other one loses what no sender knows
 of: parameters that only the engine has, and the padding that loading fills once."""
-_ABORT_LIMIT_S = 5.0
-"""Longest wait for the tokens of aborted calls; those that do not end are then dropped."""
+_CORE_LIMIT_S = 20.0
+"""Longest wait for the engine core to take calls in, and for what it has of those that are aborted;
+it takes much less than a second, unless the core is busy with weights or a long prefill."""
 
 
 class _Call:
@@ -289,8 +290,7 @@ class Engine:
         if not calls:
             return len(known)
         with self._dead_is_unavailable():
-            for call in calls.values():
-                await call.entered.wait()
+            await self._until_entered(calls.values())
             if self._kwargs.get("scheduler_cls") == SCHEDULER:
                 # the core has tokens that are not here, and ends these calls with them
                 ids = [call.core_id for call in calls.values() if call.core_id]
@@ -298,14 +298,29 @@ class Engine:
             else:
                 await self._llm.abort(list(calls))
             try:
-                async with asyncio.timeout(_ABORT_LIMIT_S):
+                async with asyncio.timeout(_CORE_LIMIT_S):
                     for call in calls.values():
                         await call.ended.wait()
             except TimeoutError:
                 left = [i for i, call in calls.items() if not call.ended.is_set()]
-                logger.warning("%d aborted calls did not end; tokens are lost", len(left))
+                logger.warning("%d aborted calls end without what the core has of them", len(left))
                 await self._llm.abort(left)
         return len(known)
+
+    async def _until_entered(self, calls: Iterable[_Call]) -> None:
+        """Wait until the core has been sent these calls.
+
+        Raises:
+            EngineUnavailableError: If vLLM does not take one.
+        """
+        try:
+            async with asyncio.timeout(_CORE_LIMIT_S):
+                for call in list(calls):
+                    await call.entered.wait()
+        except TimeoutError as error:
+            raise EngineUnavailableError(
+                f"{self.replica_id}: a call did not get into vLLM within {_CORE_LIMIT_S:g} s"
+            ) from error
 
     async def pause(self, mode: PauseMode) -> None:
         """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it, "wait"
@@ -330,8 +345,8 @@ class Engine:
 
         Aborted calls may come out after it: their ends are on their way.
         """
-        for call in list(self._inside.values()):
-            await call.entered.wait()  # or it would go in afterwards, and run under other weights
+        # what goes in afterwards would run under other weights
+        await self._until_entered(self._inside.values())
         clear_cache = not self._keep_kv_cache
         core: Any = getattr(self._llm, "engine_core", None)
         if hasattr(core, "pause_scheduler_async") and not self._is_multimodal:

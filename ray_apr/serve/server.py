@@ -142,17 +142,11 @@ class RolloutServer:
         members: Collection[str],
         handles: Mapping[str, list[Any]] | None = None,
     ) -> bool:
-        """Take one set of weights, if this replica is a member; see `Engine.receive_weights`.
-
-        The engine then goes on at once, unless the weights are shared: their memory is to be free
-        first.
-        """
-        is_member = self._engine.replica_id in members
-        if is_member:
-            await self._engine.receive_weights(policy_version, handles)
-        if handles is None:
-            await self._engine.resume()
-        return is_member
+        """Take one set of weights, if this replica is a member; see `Engine.receive_weights`."""
+        if self._engine.replica_id not in members:
+            return False
+        await self._engine.receive_weights(policy_version, handles)
+        return True
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

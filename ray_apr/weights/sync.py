@@ -1,8 +1,7 @@
 """One weight sync: pause -> receive -> resume, which no error leaves half done.
 
 Invariants, kept by `WeightSync`:
-    * Engines go on as soon as they have their weights, and after an error they are resumed in a
-      ``finally``; a sync whose `finish` never comes ends by its limit.
+    * Engines are resumed in a ``finally``; a sync whose `finish` never comes ends by its limit.
     * One sync at a time.
     * A replica that did not get all of its weights refuses to generate until the next sync, rather
       than answer under a version that it does not have (the server keeps that).
@@ -30,9 +29,8 @@ class SyncTimes:
     pause_s: float
     receive_s: float
     resume_s: float
-    """After shared weights only: other engines go on by themselves, within `receive_s`."""
     stopped_s: float
-    """From the first pause until the last engine is known to go on."""
+    """From the first pause to the last resume."""
 
 
 class WeightSync:
@@ -110,7 +108,6 @@ class WeightSync:
     ) -> SyncTimes:
         begin = time.monotonic()
         paused = received = begin
-        goes_on = False
         errors: list[Exception] = []
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -119,7 +116,6 @@ class WeightSync:
                 listening.set_result(None)
                 await self._client.receive_weights(policy_version, handles)
                 received = time.monotonic()
-                goes_on = handles is None
                 if handles is not None:
                     self._read.set_result(None)
                     await self._released.wait()
@@ -128,8 +124,7 @@ class WeightSync:
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
-            if not goes_on:
-                errors += await self._resume()
+            errors += await self._resume()
         if errors:
             reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
             message = f"weight sync to version {policy_version}: {reasons}"

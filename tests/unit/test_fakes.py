@@ -36,6 +36,7 @@ async def test_scripted_lengths_and_versions_over_a_sync():
     await engine.pause("keep")
     engine.advance(3)  # frozen
     await engine.receive_weights(1)
+    await engine.resume()
     engine.advance(9)
     made = await task
     assert [(s.policy_version, len(s.token_ids)) for s in made.segments] == [(0, 2), (1, 3)]

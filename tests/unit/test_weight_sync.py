@@ -51,7 +51,7 @@ def make(mode="abort", timeout_s=LIMIT_S):
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-async def test_a_sync_pauses_and_receives_and_the_engines_go_on_by_themselves(mode):
+async def test_a_sync_pauses_receives_and_resumes(mode):
     engine, sync = make(mode)
     await sync.begin(1)
     assert engine.is_paused, "the sender may send: the engines are stopped"
@@ -60,7 +60,7 @@ async def test_a_sync_pauses_and_receives_and_the_engines_go_on_by_themselves(mo
     assert engine.verbs == [f"pause {mode}", "receive"]
     engine.sent.set()
     times = await sync.finish()
-    assert engine.verbs == [f"pause {mode}", "receive"]
+    assert engine.verbs == [f"pause {mode}", "receive", "resume"]
     assert engine.policy_version == 1
     assert not engine.is_paused
     parts = times.pause_s + times.receive_s + times.resume_s
@@ -167,7 +167,7 @@ async def test_a_resume_that_fails_is_a_failed_sync():
     engine, sync = make()
     engine.sent.set()
     engine.errors["resume"] = EngineUnavailableError("replica b is dead")
-    await sync.begin(1, {"gpu": []})
+    await sync.begin(1)
     with pytest.raises(WeightSyncError, match="could not be resumed: replica b is dead"):
         await sync.finish()
 

@@ -176,6 +176,35 @@ def test_tokens_leave_the_core_in_pieces_and_an_abort_brings_the_rest(parts, how
     run(body())
 
 
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_a_call_on_its_way_in_is_interrupted_too(parts, how, monkeypatch, caplog):
+    run, engine, _ = parts
+    add_request, reached, may_enter = engine._llm.add_request, asyncio.Event(), asyncio.Event()
+
+    async def add_later(*args, **kwargs):
+        reached.set()
+        await may_enter.wait()
+        return await add_request(*args, **kwargs)
+
+    monkeypatch.setattr(engine._llm, "add_request", add_later)
+
+    async def body():
+        task = start(engine, max_tokens=400)
+        await reached.wait()
+        stopping = asyncio.create_task(engine.pause("abort") if how == "pause" else engine.abort())
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        may_enter.set()
+        await stopping
+        await engine.resume()
+        generation = await task
+        assert generation.finish_reason is FinishReason.ABORT
+        assert generation.num_tokens < 400
+
+    run(body())
+    assert "without what the core has" not in caplog.text
+
+
 def test_a_cancelled_call_frees_the_engine(parts):
     run, engine, _ = parts
 
