@@ -36,7 +36,9 @@ _KEEPS_WEIGHTS = 1
 of: parameters that only the engine has, and the padding that loading fills once."""
 _CORE_LIMIT_S = 20.0
 """Longest wait for the engine core to take calls in, and for what it has of those that are aborted;
-it takes much less than a second, unless the core is busy with weights or a long prefill."""
+it takes much less than a second, unless it is busy with a long prefill."""
+_FROZEN_LIMIT_S = 0.2
+"""The same where calls are frozen: the core may be busy with weights, and has nothing of theirs."""
 
 
 class _Call:
@@ -79,6 +81,8 @@ class Engine:
         self._reports_load = reports_load
         self._takes_turns = takes_turns
         self._is_asleep = False
+        self._is_frozen = False
+        """Whether calls stay inside while the engine is paused."""
         self._load = EngineLoad()
         self.replica_id = replica_id
         self._llm: Any = None
@@ -298,12 +302,13 @@ class Engine:
             else:
                 await self._llm.abort(list(calls))
             try:
-                async with asyncio.timeout(_CORE_LIMIT_S):
+                async with asyncio.timeout(_FROZEN_LIMIT_S if self._is_frozen else _CORE_LIMIT_S):
                     for call in calls.values():
                         await call.ended.wait()
             except TimeoutError:
                 left = [i for i, call in calls.items() if not call.ended.is_set()]
-                logger.warning("%d aborted calls end without what the core has of them", len(left))
+                if not self._is_frozen:
+                    logger.warning("%d calls end without what the core has of them", len(left))
                 await self._llm.abort(left)
         return len(known)
 
@@ -339,6 +344,7 @@ class Engine:
             self._activity.set_paused(True)
             with self._dead_is_unavailable():
                 await self._freeze("keep" if mode == "keep" else "abort")
+            self._is_frozen = mode == "keep"
 
     async def _freeze(self, mode: PauseMode) -> None:
         """vLLM's pause, without the 20 ms that it sleeps afterwards to look more orderly.
@@ -377,6 +383,7 @@ class Engine:
                     if self._is_asleep:
                         await self._llm.wake_up(["kv_cache"])
                         self._is_asleep = False
+                    self._is_frozen = False
                     await self._llm.resume_generation()
             finally:
                 self._activity.set_paused(False)
