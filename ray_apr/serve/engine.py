@@ -399,7 +399,7 @@ class Engine:
             EngineUnavailableError: If the engine is dead, or was resumed meanwhile.
         """
         await self.pause(mode)
-        await self.abort(list(self._inside))  # also what was on its way in
+        await self.abort(list(self._inside))  # waits for the ends that are on their way
         async with self._control:
             if not self.is_paused:
                 raise EngineUnavailableError(f"{self.replica_id} was resumed before it slept")

@@ -3,9 +3,8 @@
     model ─► token, log-prob ─► piece of a request ─16 tokens, end or pause─► the server's process
 
 vLLM's engine core sends each new token of each request by itself. Only the last output of a request
-is used here, yet to take in a token with its log-prob costs the server's process ten times as much
-as one in a piece, and it falls behind engines that are fast; what waits there is waited for at each
-weight sync. docs/performance.md has the figures.
+is used here, yet to take in a token with its log-prob costs the server's process more than five
+times as much CPU as one in a piece: docs/performance.md, "Generation".
 
 Invariants:
     * A request's tokens leave in their order, all of them before its end; also where it is aborted.
