@@ -107,8 +107,9 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """Settings of both engines."""
     import torch
 
-    on_cpu = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
-    device = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else on_cpu
+    from ray_apr.serve.builder import CPU_ARGUMENTS
+
+    device = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else CPU_ARGUMENTS
     return {"max_num_seqs": args.inflight, "enable_prefix_caching": True, **device}
 
 

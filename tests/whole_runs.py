@@ -30,6 +30,14 @@ def command(folder: Path, *overrides: str, name: str = "run") -> list[str]:
     return [sys.executable, "-m", "ray_apr", "train", str(CONFIG), *pairs]
 
 
+def start_run(folder: Path, env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
+    """Start a run in a session of its own; all that it says comes out of its `stdout`."""
+    return subprocess.Popen(
+        command(folder, *overrides), env=env, text=True, cwd=folder,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

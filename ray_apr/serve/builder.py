@@ -44,6 +44,9 @@ CPU_ENVIRONMENT = {
 """A worker inside the engine core, little memory, one thread: engines share the cores with the
 trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
 variable that is set outside wins."""
+CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
+"""vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
+has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
 
 
 def build_rollout_app(
@@ -136,9 +139,7 @@ def engine_arguments(
         if config.is_colocated:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:
-        # a prompt that is prefilled in two steps kills vLLM on CPU, if its request has a seed:
-        # vLLM turns the generator back, and those of the CPU have no offset
-        ours |= {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
+        ours |= CPU_ARGUMENTS
     return {**ours, **config.engine_kwargs}
 
 

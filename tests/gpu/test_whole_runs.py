@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.processes import kill_all, marked_environment, processes_of
-from tests.whole_runs import command, living_parts, running_cluster
+from tests.whole_runs import command, living_parts, running_cluster, start_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -48,10 +48,7 @@ def test_a_killed_part_ends_the_run_and_frees_the_gpus(tmp_path, victim):
     try:
         with running_cluster(env) as (address, _):
             on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
-            run = subprocess.Popen(
-                command(tmp_path, *ON_GPUS), env=on_cluster, text=True, cwd=tmp_path,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            run = start_run(tmp_path, on_cluster, *ON_GPUS)
             assert run.stdout is not None
             seen = []
             for line in run.stdout:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import kill_all, marked_environment, processes_of, wait_until_none
-from tests.whole_runs import CONFIG, command, living_parts, ray_cli, running_cluster
+from tests.whole_runs import CONFIG, command, living_parts, ray_cli, running_cluster, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -97,10 +97,7 @@ def test_rewards_that_fail_end_the_run_with_their_reason(tmp_path, marked):
 
 def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
     _, env = marked
-    process = subprocess.Popen(
-        command(tmp_path, *ONE_OF_EACH), env=env, text=True, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    process = start_run(tmp_path, env, *ONE_OF_EACH)
     seen: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
@@ -160,10 +157,7 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
         "train.steps=1000", "train.weight_sync_timeout_s=30",
         "scaling={num_workers: 1, use_gpu: false}",
     )  # fmt: skip
-    process = subprocess.Popen(
-        command(tmp_path, *overrides), env=env, text=True, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    process = start_run(tmp_path, env, *overrides)
     seen: list[str] = []
     assert process.stdout is not None
     timeline = tmp_path / "run" / "timeline.jsonl"
