@@ -77,7 +77,8 @@ def offline_turns(
 def _offline(
     model: str, prompts: list[list[int]], lengths: list[list[int]], args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
     from vllm import LLM, SamplingParams
 

@@ -5,7 +5,10 @@
 #   TRACE=trace.jsonl.gz GPUS=2 benchmarks/gpu_session.sh results modes colocated
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
-# which did. PYTHON is the interpreter (python3), SHAPE the model (0.6B), GPUS how many are used (2).
+# which did. PYTHON is the interpreter (python3), SHAPE the model (0.6B), GPUS how many are used (2),
+# REPLICAS how many of them generate in a disaggregated run (half), STEPS those of `modes` (8); an
+# empty CALIBRATE leaves the simulator's prediction out. Two calls with other CUDA_VISIBLE_DEVICES
+# and TMPDIR may run beside each other.
 set -uo pipefail
 
 out=$(realpath -m "${1:?usage: gpu_session.sh FOLDER PART...}")
@@ -14,16 +17,19 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 shape=${SHAPE:-0.6B}
 gpus=${GPUS:-2}
+replicas=${REPLICAS:-$((gpus / 2))}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 cd "$out" || exit 1
 
 part() { # NAME SECONDS COMMAND...
-	local name=$1 limit=$2 began=$SECONDS
+	local name=$1 limit=$2 began=$SECONDS mark=GPU_SESSION_PART=$1-$$
 	shift 2
-	timeout --kill-after=10 "$limit" "$@" >"$name.log" 2>&1
+	env "$mark" timeout --kill-after=10 "$limit" "$@" >"$name.log" 2>&1
 	summary+=("$name: exit $? after $((SECONDS - began)) s")
 	tail -n 25 "$name.log"
+	# what a part leaves that was cut off; /proc/PID/environ tells whose a process is
+	grep -lsaz "^$mark" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9
 }
 tests() { "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -m gpu "$root/tests/gpu" "$@"; }
 export -f tests
@@ -31,9 +37,9 @@ export root python
 gpu() { part "$1" "$2" "$python" "$root/benchmarks/gpu.py" "${@:3}" --out "$out/gpu-$1.json"; }
 modes() {
 	part "$1" "$2" "$python" "$root/benchmarks/modes.py" --gpu --shape "$shape" \
-		--trace "${TRACE:?the parts modes and colocated need TRACE}" --scale 0.5 --repeats 1 \
-		--steps 8 --batch-prompts 32 --group-size 8 --max-num-seqs 256 --modes sync apr \
-		--replicas $((gpus / 2)) --train-workers $((gpus - gpus / 2)) \
+		--trace "${TRACE:?the parts modes and colocated need TRACE}" --scale 0.25 --repeats 1 \
+		--steps "${STEPS:-8}" --batch-prompts $((64 * gpus)) --group-size 8 --max-num-seqs 256 --modes sync apr \
+		--replicas "$replicas" --train-workers $((gpus - replicas)) ${CALIBRATE---calibrate} \
 		--out "$out/gpu-$1.json" "${@:3}"
 }
 
@@ -42,13 +48,18 @@ for name in "$@"; do
 	case $name in
 	step) part step 150 bash -c 'tests -k "not whole_runs"' ;;
 	kills) part kills 300 bash -c 'tests -k killed' ;;
-	turns) part turns 200 bash -c 'tests -k turns' ;;
+	turns) part turns 300 bash -c 'tests -k turns' ;;
 	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
 	rollout) gpu rollout 300 rollout --shape "$shape" ;;
-	modes) modes modes 560 --calibrate ;;
+	modes) modes modes 560 ;;
 	colocated) modes colocated 560 --colocated sync ;;
+	learning)
+		part learning 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
+			--num-layers 10 --set train.steps=96 --set train.batch_size=256 \
+			--set train.learning_rate=3e-5 --set train.lr_schedule=linear --out "$out/gpu-learning.json"
+		;;
 	*) summary+=("$name: unknown") ;;
 	esac
 done

@@ -31,6 +31,8 @@ PROMPT_TOKENS, RESPONSE_TOKENS, CHECKED_TOKENS = 64, 1024, 32
 NUM_CHECKED = 8
 MODES = ("abort", "keep")
 TIMEOUT_S = 120.0
+STOPPED = r"generation stopped for ([\d.]+) ms"
+"""What an engine core logs, from its last step before a pause to the first one after it."""
 
 
 def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +86,9 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             gap = ray.get(trainer.check.remote(responses), timeout=TIMEOUT_S)
             syncs.append({"mode": mode, **row, **gap})
             say(json.dumps(syncs[-1]))
-        load_ms = worker_times()
+        load_ms = logged(r"bytes of weights: loaded ([\d.]+) ms")
+        for row, stopped_ms in zip(syncs, logged(STOPPED), strict=False):
+            row["stopped_in_core_s"] = stopped_ms / 1e3
         return {
             "raw": raw,
             "connect_s": connect_s,
@@ -109,18 +113,18 @@ def summary(raw: dict[str, Any], syncs: list[dict[str, Any]]) -> dict[str, Any]:
     for mode in MODES:
         rows = [row for row in syncs[1:] if row["mode"] == mode]
         names = ("gather_s", "send_s", "pause_s", "receive_s", "resume_s", "stopped_s")
+        names += ("stopped_in_core_s",) if "stopped_in_core_s" in rows[-1] else ()
         found[mode] = {name: statistics.median(row[name] for row in rows) for name in names}
         found[mode]["raw_over_send"] = raw["median_s"] / found[mode]["send_s"]
         found[mode]["log_prob_gap"] = max(row["mean_gap"] for row in rows)
     return found
 
 
-def worker_times() -> list[float]:
-    """What a receiver logged of each sync: ms from its first bucket to the last copy."""
-    pattern = re.compile(r"bytes of weights: loaded ([\d.]+) ms")
+def logged(pattern: str) -> list[float]:
+    """What one replica's processes logged of each sync."""
     logs = Path(tempfile.gettempdir(), "ray/session_latest/logs").glob("worker-*.*")
-    found = [pattern.findall(path.read_text(errors="ignore")) for path in logs]
-    return [float(ms) for ms in max(found, key=len, default=[])]
+    found = [re.findall(pattern, path.read_text(errors="ignore")) for path in logs]
+    return [float(number) for number in max(found, key=len, default=[])]
 
 
 def worker_summary(raw: dict[str, Any], load_ms: list[float]) -> dict[str, float]:

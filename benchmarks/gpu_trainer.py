@@ -210,6 +210,7 @@ def our_step(
     from ray_apr.config import AlgorithmConfig, TrainConfig
     from ray_apr.data.batch import RankBatch, build_rank_batches
     from ray_apr.train.fsdp import build_model, build_optimizer
+    from ray_apr.train.logprobs import warm_up
     from ray_apr.train.step import train_step
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -224,6 +225,8 @@ def our_step(
         learning_rate=1e-6,
     )
     sharded = build_model(str(model), train, device)
+    if device.type == "cuda":  # kernels for batches of all sizes, as in a run
+        warm_up(sharded, device, args.tokens, packed=True, entropy_gradients=False)
     optimizer = build_optimizer(sharded, train)
     samples = make_samples(
         args.tokens * world_size, args.samples * world_size, sharded.config.vocab_size

@@ -40,7 +40,7 @@ def main() -> None:
     from ray_apr.simulator.trace import Trace
 
     ray.init(
-        num_cpus=2 * num_gpus(args) + 1,
+        num_cpus=(8 if args.gpu else 2) * num_gpus(args) + 1,
         runtime_env=ray_environment(),
         log_to_driver=False,
         include_dashboard=True,
@@ -267,23 +267,33 @@ def one_run(
     began, load = time.time(), os.getloadavg()[0]
     with CPUClock() as clock:
         trainer.fit()
-    final = json.loads((folder / name / "final.json").read_text())
+    times = times_of(folder / name)
+    generates = times["generates_at_s"]
+    return {
+        "mode": mode,
+        "repeat": repeat,
+        "num_train_workers": times["final"]["num_train_workers"],
+        "cpu_s": clock.between(began + generates, began + generates + times["seconds"]),
+        "with_start_s": time.time() - began,
+        "load_before": load,
+        **times,
+    }
+
+
+def times_of(run: Path) -> dict[str, Any]:
+    """Of a run folder: times from its first generated token on, and what it wrote of its steps."""
+    final = json.loads((run / "final.json").read_text())
     steps, spans = (
-        [json.loads(line) for line in (folder / name / file).read_text().splitlines()]
+        [json.loads(line) for line in (run / file).read_text().splitlines()]
         for file in ("metrics.jsonl", "timeline.jsonl")
     )
     ends = [row["time_s"] for row in steps if "policy_version" in row]
     generates = min(span["start_s"] for span in spans if span["what"] == "generate")
     return {
-        "mode": mode,
-        "repeat": repeat,
-        "num_train_workers": final["num_train_workers"],
+        "generates_at_s": generates,
         "seconds": ends[-1] - generates,
         "first_step_s": ends[0] - generates,
         "switch_s": [s["end_s"] - s["start_s"] for s in spans if s["what"] == "switch"],
-        "cpu_s": clock.between(began + generates, began + ends[-1]),
-        "with_start_s": time.time() - began,
-        "load_before": load,
         "steps": steps,
         "final": final,
     }

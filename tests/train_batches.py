@@ -21,9 +21,14 @@ multiprocessing.set_forkserver_preload(["ray_apr.train.checkpoint", "ray_apr.tra
 
 
 def make_samples(
-    *, num_groups: int = 4, group_size: int = 4, seed: int = 0, num_segments: int = 1
+    *,
+    num_groups: int = 4,
+    group_size: int = 4,
+    seed: int = 0,
+    num_segments: int = 1,
+    longest: int = 24,
 ) -> list[Sample]:
-    """Random scored samples of the vocabulary 1..40, of unequal lengths.
+    """Random scored samples of the vocabulary 1..40, of unequal lengths up to `longest` tokens.
 
     With one segment, a sample is of version 0, 1 or 2; with several, of as many versions from 0 on
     as it has tokens for.
@@ -34,13 +39,13 @@ def make_samples(
         prompt_ids = tuple(rng.randrange(1, 41) for _ in range(rng.randrange(1, 9)))
         prompt = Prompt(prompt_id=f"p{g}", token_ids=prompt_ids)
         for i in range(group_size):
-            length = rng.randrange(1, 25)
+            length = rng.randrange(1, longest + 1)
             samples.append(
                 Sample(
                     sample_id=f"p{g}-{i}",
                     group_id=f"p{g}",
                     prompt=prompt,
-                    max_response_tokens=32,
+                    max_response_tokens=longest + 8,
                     segments=_make_segments(rng, length, num_segments),
                     finish_reason=FinishReason.STOP,
                     reward=rng.random(),

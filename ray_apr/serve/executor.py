@@ -1,4 +1,4 @@
-"""vLLM's Ray executor, in the namespace of the run; for engines on GPUs.
+"""vLLM's Ray executor, in the namespace of the run and beside others; for engines on GPUs.
 
 vLLM's engine core opens Ray again, in an anonymous namespace. The members of an NCCL group of
 ray.util.collective meet at a named actor, which they find only from one namespace.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import ray
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 NAMESPACE = "RAY_APR_NAMESPACE"
@@ -22,3 +23,9 @@ class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
         if not ray.is_initialized():
             ray.init(address="auto", namespace=os.environ[NAMESPACE])
         super()._init_executor()
+
+    @staticmethod
+    def _select_tcpstore_port(*_: object) -> int:
+        """A random port: vLLM 0.26 looks from port 100 on, where engines of one host collide."""
+        port: int = get_open_port()
+        return port

@@ -13,10 +13,12 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -24,6 +26,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger("vllm.ray_apr")
+"""Under vLLM's, whose settings it has."""
 
 _PIECE_TOKENS = 16
 """Tokens of a piece: few enough that a pause, which waits for all pieces, does not get long."""
@@ -71,6 +76,10 @@ class _InPieces:
         self._pieces: dict[str, _Piece] = {}
         self._aborted: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         """Ends of requests, with the rest of their tokens; by client."""
+        self._last_step_s = 0.0
+        """When tokens were made last."""
+        self._is_stopped = False
+        """Whether a pause has come between, while there were requests."""
 
     def has_requests(self) -> bool:
         """Whether there is something to do: also to hand over, of which vLLM does not know."""
@@ -80,6 +89,8 @@ class _InPieces:
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """The step's outputs of each client, without those that wait for the rest of a piece."""
         by_client = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if any(step.outputs for step in by_client.values()):
+            self._last_step_s = time.perf_counter()
         for client, step in list(by_client.items()):
             step.outputs = [kept for o in step.outputs for kept in self._take(o, client)]
             if not (step.outputs or step.finished_requests or step.scheduler_stats):
@@ -106,6 +117,21 @@ class _InPieces:
                 end.finish_reason = FinishReason.ABORT
                 self._aborted[piece.client].append(end)
         return [] if is_abort else ended
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Begin or end a pause."""
+        is_stop = pause_state != PauseState.UNPAUSED and self.has_requests()
+        self._is_stopped = self._is_stopped or is_stop
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step; the first one after a stop says how long that was."""
+        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._is_stopped and step.total_num_scheduled_tokens:
+            self._is_stopped = False
+            stopped_s = time.perf_counter() - self._last_step_s
+            logger.info("generation stopped for %.2f ms", 1e3 * stopped_s)
+        return step
 
     @property
     def _is_paused(self) -> bool:

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
+from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.logprobs import attach_response_logprobs
 from ray_apr.weights.gather import local_tensor
 
@@ -90,7 +91,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     compiles = train.compiles(device.type)
     if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
         for layer in _layers(loaded):
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = compile_for_all_sizes(layer.forward)  # type: ignore[method-assign]
     offloads = train.cpu_offload and device.type != "cpu"
     is_uniform = train.param_dtype == train.master_dtype == train.reduce_dtype
     if dist.get_world_size() == 1 and is_uniform and not offloads:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from ray_apr.train.attention import Packing
+from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 _CHUNK_LOGITS = 2**26
 _CHUNK_LOGITS_COMPILED = 2**28
 """A compiled chunk makes no float32 copies of its logits, and large ones keep a GPU busier."""
-_WARM_UP_TOKENS = 4096
-"""Enough for several chunks of a large vocabulary."""
 _METHOD = "response_logprobs"
 
 
@@ -202,7 +201,7 @@ def attach_response_logprobs(model: nn.Module, *, compiled: bool = False) -> Non
     """
     score, chunk_logits = _score, _CHUNK_LOGITS
     if compiled:
-        score, chunk_logits = torch.compile(_score), _CHUNK_LOGITS_COMPILED
+        score, chunk_logits = compile_for_all_sizes(_score), _CHUNK_LOGITS_COMPILED
     method = partial(_response_logprobs, score, chunk_logits)
     setattr(model, _METHOD, types.MethodType(method, model))
     register_fsdp_forward_method(model, _METHOD)
@@ -243,18 +242,28 @@ def warm_up(
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
-    Two shapes that differ in all sizes, so that the compiler learns that each of them changes. A
+    Shapes that differ in all sizes, so that the compiler learns that each of them changes: a full
+    micro-batch, which also shows at the start whether it fits the device, and smaller ones. A
     collective of all ranks.
 
     Args:
         model: A model that `attach_response_logprobs` has compiled.
         device: Where it computes.
-        num_tokens: Most tokens of a micro-batch; no more than `_WARM_UP_TOKENS` are made up.
+        num_tokens: Most tokens of a micro-batch.
         packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
     """
-    longest = max(8, min(num_tokens, _WARM_UP_TOKENS) // 8)
-    for count, length in ((8, longest), (7, longest * 3 // 4)):
+    config: Any = model.config
+    context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
+    longest = max(64, min(num_tokens // 8, context))
+    whole = max(8, num_tokens // longest)
+    shapes = (
+        (whole, longest),
+        (whole - 1, longest * 3 // 4),
+        (3, longest // 4),
+        (2, longest // 16),
+    )
+    for count, length in shapes:
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
             sample_index=np.arange(count),

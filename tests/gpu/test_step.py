@@ -10,7 +10,7 @@ import torch
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
-from ray_apr.train.logprobs import micro_batches
+from ray_apr.train.logprobs import micro_batches, warm_up
 from ray_apr.train.step import train_step
 from ray_apr.weights.collective import as_tensor
 from ray_apr.weights.plan import plan_buckets
@@ -76,3 +76,21 @@ def test_offloaded_weights_train_and_travel_like_others(tmp_path, one_rank):
     assert its_norm == pytest.approx(norm, rel=1e-4)
     for name, weight in weights.items():
         torch.testing.assert_close(offloaded[name], weight, rtol=0, atol=2e-5)
+
+
+def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, one_rank):
+    """Of a width at which Inductor makes other kernels for batches of other sizes, if it may."""
+    folder = str(make_tiny_model(tmp_path / "model", hidden_size=1024))
+    train = TrainConfig(packing="packed", compile=True, param_dtype="bfloat16")
+    device = torch.device("cuda")
+    model = build_model(folder, train, device)
+    warm_up(model, device, train.micro_batch_tokens, packed=True, entropy_gradients=False)
+    optimizer = build_optimizer(model, train)
+    tokens = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_groups, longest in ((16, 900), (8, 400), (4, 250), (2, 200), (1, 40), (1, 3)):
+            samples = make_samples(num_groups=num_groups, longest=longest, seed=longest)
+            limit = train.micro_batch_tokens
+            (row,) = make_batches(samples, micro_batch_tokens=limit, packed=True)
+            tokens.add(train_step(model, optimizer, row, AlgorithmConfig(), train)["num_tokens"])
+    assert len(tokens) == 6

@@ -27,8 +27,10 @@ ON_GPUS = (
 
 
 def used_memory() -> int:
-    """MiB in use on all GPUs, whoever uses it."""
+    """MiB in use on all GPUs that are visible here, whoever uses it."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query.append(f"--id={visible}")
     found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     return sum(int(line) for line in found.stdout.split())
 

@@ -31,7 +31,7 @@ def as_on_a_gpu(monkeypatch):
     AttentionMaskInterface.register(attention.VARLEN, attention._no_mask)
     monkeypatch.setattr(attention, "varlen_attn", mean_value)
     monkeypatch.setattr(fsdp, "attention_name", lambda *_, **__: attention.VARLEN)
-    monkeypatch.setattr(torch, "compile", lambda f: COMPILE(f, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: COMPILE(f, backend="eager"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -136,7 +136,7 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
     # the compiler's own backend needs a minute for C++; what is ours is what it is given
     compiled = []
 
-    def eager(function):
+    def eager(function, **_):
         compiled.append(function)
         return COMPILE(function, backend="eager")
 

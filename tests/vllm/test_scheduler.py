@@ -40,6 +40,13 @@ class VLLM:
     def has_requests(self):
         return bool(self.requests) and self.pause_state == PauseState.UNPAUSED
 
+    def set_pause_state(self, pause_state):
+        self.pause_state = pause_state
+
+    def schedule(self):
+        is_idle = not self.requests or self.pause_state != PauseState.UNPAUSED
+        return SimpleNamespace(total_num_scheduled_tokens=0 if is_idle else len(self.requests))
+
     def finish_requests(self, names, status):
         names = list(self.requests) if names is None else names
         return [self.requests.pop(name) for name in names if name in self.requests]
@@ -129,6 +136,36 @@ def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
     reader.take(scheduler.update_from_output())
     assert reader.tokens == scheduler.made
     assert not scheduler.has_requests()
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_the_first_step_after_a_pause_tells_how_long_nothing_was_made(mode, monkeypatch):
+    clock, told = [100.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("ray_apr.serve.scheduler.logger.info", lambda _, ms: told.append(ms))
+    scheduler = Scheduler()
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    scheduler.add("a")
+    scheduler.schedule()
+    assert told == [], "there was nothing to stop"
+    scheduler.update_from_output()
+    clock[0] += 0.005
+    if mode == "keep":
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    else:
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.schedule()
+    clock[0] += 0.02
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    if mode == "abort":
+        scheduler.schedule()
+        scheduler.add("a")
+    clock[0] += 0.001
+    scheduler.schedule()
+    scheduler.schedule()
+    assert told == pytest.approx([26.0])
 
 
 EVENTS = st.lists(

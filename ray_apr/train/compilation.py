@@ -1,0 +1,29 @@
+"""Compilation of what batches of many sizes go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+_SIZE_GUARD = "triton.mix_order_reduction_non_strict_mode"
+
+
+def compile_for_all_sizes(function: Function) -> Function:
+    """`torch.compile`, without the guards by which a batch of another size is compiled for again.
+
+    Inductor fuses the two reductions of a normalization's backward pass where a batch is large
+    enough for it to pay (`MixOrderReduction.can_fuse`), and compiles anew for each side of three
+    limits. Here they are fused always.
+    """
+    return torch.compile(function, options=_options())  # type: ignore[return-value]
+
+
+@lru_cache
+def _options() -> dict[str, bool]:
+    known = _SIZE_GUARD in torch._inductor.list_options()
+    return {_SIZE_GUARD: True} if known else {}
