@@ -11,13 +11,13 @@ _STYLE = """
   --line: #e1e5ea; --axis: #9aa4b2; --s1: #2f6fde; --s2: #e07b18; --s3: #2b9a66; --s4: #8452cf;
   --s5: #8f7f55; --bad: #d1343f; --generate: #2f6fde; --paused: #d1343f;
   --train: #2b9a66; --sync: #e07b18; --checkpoint: #8452cf;
-  --wait: #c9d0d9; --idle: #c9d0d9; --other: #8f7f55; --back: #f0f2f5; --warn: #fff3d6;
-  --warn-line: #e3b341; }
+  --wait: #c9d0d9; --idle: #c9d0d9; --other: #8f7f55; --start: #9a86b8; --back: #f0f2f5;
+  --warn: #fff3d6; --warn-line: #e3b341; }
 @media (prefers-color-scheme: dark) { :root { --bg: #0f1319; --panel: #181e27; --text: #e6eaf0;
   --soft: #97a3b4; --line: #2a323e; --axis: #66717f; --s1: #6aa0ff; --s2: #f2a14a; --s3: #4fc38a;
   --s4: #ab86ee; --s5: #b8a66f; --bad: #f0636d; --generate: #5b93f5; --paused: #f0636d;
   --train: #43b97f; --sync: #f2a14a; --checkpoint: #ab86ee;
-  --wait: #465060; --idle: #465060; --other: #b8a66f; --back: #212936;
+  --wait: #465060; --idle: #465060; --other: #b8a66f; --start: #ab98c9; --back: #212936;
   --warn: #35290f; --warn-line: #8a6a1f; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--bg); color: var(--text);
@@ -65,7 +65,7 @@ svg text.note { font-size: 11px; paint-order: stroke; stroke: var(--panel); stro
 .train { color: var(--train); } .sync { color: var(--sync); }
 .checkpoint { color: var(--checkpoint); } .wait { color: var(--wait); }
 .idle { color: var(--idle); }
-.other { color: var(--other); }
+.other { color: var(--other); } .start { color: var(--start); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; }

@@ -76,7 +76,11 @@ def training_window(run: RunData) -> tuple[float, float] | None:
     if not run.steps:
         return None
     first, end = run.steps[0], run.steps[-1]["time_s"]
-    spans = [row["start_s"] for row in run.timeline if row["actor"] == "trainer"]
+    spans = [
+        row["start_s"]
+        for row in run.timeline
+        if row["actor"] == "trainer" and row["what"] not in ("load", "compile")
+    ]
     took = sum(first.get(key) or 0.0 for key in ("trainer_wait_s", "trainer_step_s"))
     start = max(0.0, min(spans, default=first["time_s"] - took))
     setup_s = (run.final or {}).get("setup_s")

@@ -25,6 +25,9 @@ STATES = {
     "wait": ("trainer waits for a batch", "wait"),
     "switch": ("trainer takes its turn on shared GPUs", "other"),
     "idle": ("engine idle", "idle"),
+    "start": ("engine starts", "start"),
+    "load": ("trainer loads the model", "start"),
+    "compile": ("trainer compiles", "start"),
 }
 """State -> (legend, CSS class), in the order of stacking from the bottom."""
 

@@ -1,11 +1,11 @@
-"""What an engine was doing when: generate, paused or idle, as spans and as sums."""
+"""What an engine was doing when: start, generate, paused or idle, as spans and as sums."""
 
 from __future__ import annotations
 
 import time
 from typing import Literal
 
-What = Literal["generate", "paused", "idle"]
+What = Literal["start", "generate", "paused", "idle"]
 
 
 class Activity:
@@ -13,15 +13,17 @@ class Activity:
 
     def __init__(self) -> None:
         self.seconds: dict[What, float] = {"generate": 0.0, "paused": 0.0, "idle": 0.0}
-        """Time spent so far, in seconds; up to date after `drain`."""
+        """Time spent since the start, in seconds; up to date after `drain`."""
         self._started_at = self._since = time.time()
         self._num_running = 0
         self._is_paused = False
         self._spans: list[tuple[What, float, float]] = []
 
     def start(self) -> None:
-        """Begin now; what was before does not count."""
-        self._started_at = self._since = time.time()
+        """The engine answers now; what was before is its start, and in no sum."""
+        now = time.time()
+        self._spans = [("start", self._since, now)]
+        self._started_at = self._since = now
 
     @property
     def uptime_s(self) -> float:

@@ -20,13 +20,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
+from ray_apr.serve.exchange import Exchange, reply, translated
 from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.types import Generation, SamplingParams, ServerStatus, WeightGroupState
 
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 60.0
 _NUM_SLOTS_TRIED = 64
-_GATHER_S = 0.001
-"""Requests that begin within this time go to their replica in one call."""
 
 
 class ServeRolloutClient:
@@ -60,7 +59,10 @@ class ServeRolloutClient:
         self._config = config
         self._weight_sync_timeout_s = weight_sync_timeout_s
         self._slots: dict[str, Any] = {}
-        """A handle for each replica, by replica id."""
+        """A handle for each replica that gets requests, by replica id."""
+        self._handles: dict[str, Any] = {}
+        """The same, with those of replicas that have other weights."""
+        self._exchange = Exchange(self._find, timeout_s=config.request_timeout_s)
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight
@@ -70,10 +72,6 @@ class ServeRolloutClient:
         """Newest version that is known to be with the servers."""
         self._placed: dict[str, str] = {}
         """Replica of each request under way."""
-        self._outboxes: dict[str, dict[str, tuple[Mapping[str, Any], asyncio.Future[Generation]]]]
-        self._outboxes = {}
-        """Requests that will be sent in a moment, by replica."""
-        self._streams: set[asyncio.Task[None]] = set()
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -103,6 +101,7 @@ class ServeRolloutClient:
             "sampling": sampling,
             "max_tokens": max_tokens,
             "session_id": session_id,
+            "min_policy_version": self._policy_version,
         }
         try:
             generation = await self._outcome(replica_id, slots[replica_id], request)
@@ -119,46 +118,27 @@ class ServeRolloutClient:
         return generation
 
     async def _outcome(self, replica_id: str, slot: Any, request: Mapping[str, Any]) -> Generation:
-        """Send a request together with all others of this moment, and wait for its end."""
+        """Send a request, and wait for its end."""
         limit_s, request_id = self._config.request_timeout_s, request["request_id"]
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        outbox = self._outboxes.setdefault(replica_id, {})
-        if not outbox:
-            stream = asyncio.create_task(self._stream(replica_id, slot))
-            self._streams.add(stream)
-            stream.add_done_callback(self._streams.discard)
-        outbox[request_id] = (request, future)
+        future = self._exchange.post(replica_id, request)
         try:
             async with asyncio.timeout(limit_s):
                 return await future
         except TimeoutError as error:
             raise RolloutError(f"request {request_id}: no answer within {limit_s:g} s") from error
         finally:
-            if future.cancelled() and outbox.pop(request_id, None) is None:
+            if future.cancelled() and not self._exchange.withdraw(replica_id, request_id):
                 slot.abort.remote([request_id])
 
-    async def _stream(self, replica_id: str, slot: Any) -> None:
-        """Send what has gathered for a replica in one call, and hand out its answers.
-
-        Waits for: the end of these requests. Unblocked by: the replica, or its death; who waits
-        for one of them has a limit of its own.
-        """
-        await asyncio.sleep(_GATHER_S)
-        outbox = self._outboxes[replica_id]
-        requests = [request for request, _ in outbox.values()]
-        futures = {request_id: future for request_id, (_, future) in outbox.items()}
-        outbox.clear()
-        error: APRError = EngineUnavailableError(f"{replica_id} ended a call without its answers")
-        try:
-            stream = slot.options(stream=True).generate_many
-            async for piece in stream.remote(requests, self._policy_version):
-                for request_id, outcome in piece:
-                    _settle(futures.pop(request_id), outcome)
-        except (RayError, RayServeException) as broken:
-            error = _translated(broken, f"{len(futures)} requests on {replica_id}")
-        finally:
-            for future in futures.values():
-                _settle(future, error)
+    async def _find(self, replica_id: str, is_elsewhere: bool) -> Any:
+        """A handle that leads to a replica; see `Exchange`."""
+        if is_elsewhere:
+            self._slots = {}  # the replicas have changed, and the slots with them
+        if not self._slots:
+            await self._learn()
+        if replica_id not in self._handles:
+            raise EngineUnavailableError(f"{replica_id} is gone")
+        return self._handles[replica_id]
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Give each replica at most this many requests from now on; unknown ones are left out."""
@@ -173,23 +153,24 @@ class ServeRolloutClient:
                 return
             running = await self.status(drain=False)
             # one that Serve has started again has the base model until the next sync
-            replicas = {s.replica_id for s in running if s.policy_version >= self._policy_version}
-            if not replicas:
+            ready = {s.replica_id for s in running if s.policy_version >= self._policy_version}
+            if not ready:
                 raise EngineUnavailableError(
                     f"no rollout server has the weights of version {self._policy_version}"
                 )
+            replicas = {status.replica_id for status in running}
             found: dict[str, Any] = {}
             for number in range(_NUM_SLOTS_TRIED * len(replicas)):
                 if replicas <= set(found):
                     break
                 handle = self._handle.options(session_id=f"slot-{number}")
-                replica_id = await _reply(handle.replica_id.remote(), "replica_id")
-                if replica_id in replicas:
-                    found.setdefault(replica_id, handle)
+                asked = handle.replica_id.remote()
+                found.setdefault(await reply(asked, "replica_id", _CONTROL_TIMEOUT_S), handle)
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
-            self._slots = found
-            self._placement = Placement(found, limit=self._max_inflight)
+            self._handles = found
+            self._slots = {r: handle for r, handle in found.items() if r in ready}
+            self._placement = Placement(self._slots, limit=self._max_inflight)
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -203,8 +184,9 @@ class ServeRolloutClient:
                 by_replica.setdefault(self._placed[request_id], []).append(request_id)
         if not set(by_replica) <= set(self._slots):
             return await self.abort_anywhere(request_ids)
-        calls = [_reply(self._slots[r].abort.remote(i), "abort") for r, i in by_replica.items()]
-        return sum(await asyncio.gather(*calls))
+        calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
+        replies = [reply(call, "abort", _CONTROL_TIMEOUT_S) for call in calls]
+        return sum(await asyncio.gather(*replies))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""
@@ -281,40 +263,11 @@ class ServeRolloutClient:
         try:
             results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
-            raise _translated(error, verb) from error
+            raise translated(error, verb) from error
         results = [result for result in results if not isinstance(result, RayActorError)]
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
-            raise _translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")
+            raise translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")
         if not results:
             raise EngineUnavailableError(f"{verb}: no rollout server runs")
         return results
-
-
-def _settle(future: asyncio.Future[Generation], outcome: Generation | APRError) -> None:
-    """Give a future its result or error, unless its caller has gone."""
-    if future.done():
-        return
-    if isinstance(outcome, APRError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-async def _reply(response: Any, what: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
-    """Await one replica's answer; every error is one of ours."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await response
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise _translated(error, what) from error
-
-
-def _translated(error: BaseException, what: str) -> APRError:
-    """The error of ours inside of a Ray error; others become a `RolloutError`."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, APRError):
-        return cause
-    if isinstance(cause, TimeoutError):
-        return RolloutError(f"{what}: no answer within the time limit")
-    return EngineUnavailableError(f"{what}: {type(cause).__name__}: {cause}")

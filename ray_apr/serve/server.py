@@ -9,15 +9,13 @@ from typing import Any
 
 from ray import serve
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
+from ray_apr.serve.exchange import Mailboxes
 from ray_apr.types import Generation, ServerStatus
 
 logger = logging.getLogger(__name__)
-
-_TOGETHER_S = 0.003
-"""What ends within this time of another request travels with it."""
 
 
 class RolloutServer:
@@ -48,48 +46,56 @@ class RolloutServer:
             reports_load=reports_load,
             takes_turns=takes_turns,
         )
+        self._mailboxes = Mailboxes()
+        self._calls: set[asyncio.Task[None]] = set()
         await self._engine.start()
 
-    async def generate_many(
-        self, requests: Sequence[Mapping[str, Any]], min_policy_version: int = 0
-    ) -> AsyncIterator[list[tuple[str, Generation | RolloutError]]]:
-        """Run several calls at once, and hand over each as it ends.
-
-        A Serve call costs milliseconds of CPU on both sides, whatever it does. Here a call holds
-        all requests that begin together, and a piece of its answer all that end together.
+    async def submit(self, client_id: str, requests: Sequence[Mapping[str, Any]]) -> str:
+        """Begin calls, whose outcomes this client asks for (`outcomes`).
 
         Args:
-            requests: Arguments of `Engine.generate`.
-            min_policy_version: What the caller knows to be here; a replica that Serve has started
-                again refuses, as it has the base model until the next weight sync.
+            client_id: Who asks.
+            requests: Arguments of `Engine.generate`, and `min_policy_version`, what the client
+                knows to be here: a replica that Serve has started again refuses, as it has the base
+                model until the next weight sync.
+
+        Returns:
+            Which replica this is.
+        """
+        self._mailboxes.expect(client_id, len(requests))
+        for request in requests:
+            call = asyncio.create_task(self._call(client_id, **request))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+        return self._engine.replica_id
+
+    async def _call(self, client_id: str, *, min_policy_version: int, **request: Any) -> None:
+        outcome: Generation | APRError
+        try:
+            if self._engine.policy_version < min_policy_version:
+                raise EngineUnavailableError(
+                    f"{self._engine.replica_id} does not have version {min_policy_version} yet"
+                )
+            outcome = await self._engine.generate(**request)
+        except APRError as error:
+            outcome = error
+        except Exception as error:  # the client waits for an outcome, whatever it is
+            logger.exception("request %s", request["request_id"])
+            outcome = RolloutError(f"request {request['request_id']}: {error!r}")
+        self._mailboxes.put(client_id, request["request_id"], outcome)
+
+    async def outcomes(
+        self, client_id: str
+    ) -> AsyncIterator[tuple[str, list[tuple[str, Generation | APRError]]]]:
+        """Stream the outcomes of a client's calls; see `Mailboxes.stream`.
 
         Yields:
-            Request id and outcome of those that have ended.
+            Which replica this is, at once and each time, and request id and outcome of those calls
+            that have ended.
         """
-        ended: asyncio.Queue[tuple[str, Generation | RolloutError]] = asyncio.Queue()
-
-        async def run(request: Mapping[str, Any]) -> None:
-            try:
-                if self._engine.policy_version < min_policy_version:
-                    raise EngineUnavailableError(
-                        f"{self._engine.replica_id} does not have version {min_policy_version} yet"
-                    )
-                outcome: Generation | RolloutError = await self._engine.generate(**request)
-            except RolloutError as error:
-                outcome = error
-            ended.put_nowait((request["request_id"], outcome))
-
-        async with asyncio.TaskGroup() as tasks:
-            for request in requests:
-                tasks.create_task(run(request))
-            num_left = len(requests)
-            while num_left:
-                piece = [await ended.get()]
-                await asyncio.sleep(_TOGETHER_S)
-                while not ended.empty():
-                    piece.append(ended.get_nowait())
-                num_left -= len(piece)
-                yield piece
+        yield self._engine.replica_id, []
+        async for outcomes in self._mailboxes.stream(client_id):
+            yield self._engine.replica_id, outcomes
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Stop calls; see `Engine.abort`."""

@@ -130,21 +130,23 @@ class _TrainLoop:
         self._started_at = settings.get("started_at", time.time())
         self._control = _make_control(settings) if self._rank == 0 else None
         device = ray.train.torch.get_device()
-        self._model = build_model(settings["model"], self._train, device)
-        self._optimizer = build_optimizer(self._model, self._train)
         self._reference = None
-        if settings["algorithm"].needs_reference:
-            plain = replace(self._train, lora=None)  # adapters begin without any effect
-            self._reference = build_model(settings["model"], plain, device)
-            self._reference.requires_grad_(False)
-        if self._train.compiles(device.type):  # while the engines start
-            warm_up(
-                self._model,
-                device,
-                self._train.micro_batch_tokens,
-                packed=self._train.packs(device.type),
-                entropy_gradients=settings["algorithm"].entropy_coef > 0,
-            )
+        with self._span("load"):  # while the engines start
+            self._model = build_model(settings["model"], self._train, device)
+            self._optimizer = build_optimizer(self._model, self._train)
+            if settings["algorithm"].needs_reference:
+                plain = replace(self._train, lora=None)  # adapters begin without any effect
+                self._reference = build_model(settings["model"], plain, device)
+                self._reference.requires_grad_(False)
+        if self._train.compiles(device.type):
+            with self._span("compile"):
+                warm_up(
+                    self._model,
+                    device,
+                    self._train.micro_batch_tokens,
+                    packed=self._train.packs(device.type),
+                    entropy_gradients=settings["algorithm"].entropy_coef > 0,
+                )
         self._offload: Offload | None = None
         if settings.get("takes_turns", False):
             models = [self._model] if self._reference is None else [self._model, self._reference]

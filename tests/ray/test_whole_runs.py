@@ -174,6 +174,8 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=90)
     assert process.returncode == 130, "".join(seen)[-6000:] + rest
+    started = {(s["actor"], s["what"]) for s in map(json.loads, timeline.read_text().splitlines())}
+    assert {("trainer", "load"), *((f"engine-{i}", "start") for i in range(3))} <= started
     final = json.loads((tmp_path / "run" / "final.json").read_text())
     assert final["ledger_error"] == 0
     gone, new, old = sorted(engine["policy_version"] for engine in final["engines"])

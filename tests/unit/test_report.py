@@ -322,6 +322,18 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
+def test_what_starts_is_shown_and_is_no_part_of_the_training(make_run: Callable[..., Path]) -> None:
+    folder = make_run(setup_s=0.5)
+    before = training_window(load_run(folder))
+    started = [("engine-0", "start"), ("trainer", "load"), ("trainer", "compile")]
+    rows = [{"actor": a, "what": w, "start_s": 1.0, "end_s": 9.0} for a, w in started]
+    (folder / "timeline.jsonl").write_text(lines([*rows, *TIMELINE]))
+    assert training_window(load_run(folder)) == before
+    text = write_report(folder).html_path.read_text()
+    for part in ("engine starts", "trainer loads the model", "trainer compiles"):
+        assert part in text
+
+
 def test_the_page_stands_alone_and_escapes_text(make_run: Callable[..., Path]) -> None:
     folder = make_run(status="failed", error=EVIL)
     rows = [*TIMELINE, {"actor": EVIL, "what": EVIL, "start_s": 10.0, "end_s": 16.0}]

@@ -1,0 +1,261 @@
+"""Requests to rollout servers and their outcomes, many of each in one Serve call.
+
+    client                                     server
+    requests of a moment ─────── submit ─────► calls of the engine
+    futures ◄─ all outcomes that are there ─── mailbox of this client
+                      (one stream)
+
+A Serve call costs milliseconds of CPU on both sides, and an item of a streamed answer about one.
+Outcomes therefore travel with others that are there, not with those whose requests began together:
+an interruption ends all of a replica's requests at once.
+
+Invariants:
+    * A request has one outcome: its own, or an error when its replica is gone.
+    * A client has one stream from a replica at a time, as long as that has requests of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.types import Generation
+
+Outcome = Generation | APRError
+Request = Mapping[str, Any]
+
+_GATHER_S = 0.001
+"""Requests that begin within this time go to their replica in one call."""
+_TOGETHER_S = 0.003
+"""What ends within this time of another request travels with it."""
+_LINGER_S = 0.2
+"""A stream ends when it has owed nothing for so long."""
+_STREAM_S = 60.0
+"""It also ends when it is so old; a client that lives asks for the next one."""
+_ABANDONED_S = 300.0
+"""A client that has not asked for so long is gone."""
+
+
+# -- server ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Mailbox:
+    num_owed: int = 0
+    outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    asked_at: float = field(default_factory=time.monotonic)
+
+
+class Mailboxes:
+    """Outcomes of each client's requests, until it asks for them."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, _Mailbox] = {}
+
+    def expect(self, client_id: str, count: int) -> None:
+        """So many more outcomes will come for a client, which has asked for them."""
+        box = self._box(client_id)
+        box.num_owed += count
+        box.asked_at = time.monotonic()
+
+    def put(self, client_id: str, request_id: str, outcome: Outcome) -> None:
+        """Keep an outcome for a client; those of one that is gone are dropped."""
+        box = self._box(client_id)
+        if time.monotonic() - box.asked_at > _ABANDONED_S:
+            box.num_owed -= len(box.outcomes)
+            box.outcomes.clear()
+        box.outcomes.append((request_id, outcome))
+        box.arrived.set()
+
+    async def stream(self, client_id: str) -> AsyncIterator[list[tuple[str, Outcome]]]:
+        """Outcomes of a client, all that are there at a time, as long as it is owed any.
+
+        Waits for: the next outcome. Unblocked by: `_STREAM_S`.
+        """
+        box = self._box(client_id)
+        box.asked_at = time.monotonic()
+        left_s = _STREAM_S
+        while left_s > 0:
+            try:
+                async with asyncio.timeout(left_s if box.num_owed else _LINGER_S):
+                    await box.arrived.wait()
+            except TimeoutError:
+                if not box.num_owed:
+                    return
+            else:
+                await asyncio.sleep(_TOGETHER_S)
+                outcomes, box.outcomes = box.outcomes, []
+                box.arrived.clear()
+                box.num_owed -= len(outcomes)
+                yield outcomes
+            left_s = box.asked_at + _STREAM_S - time.monotonic()
+
+    def _box(self, client_id: str) -> _Mailbox:
+        return self._boxes.setdefault(client_id, _Mailbox())
+
+
+# -- client ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    replica_id: str
+    future: asyncio.Future[Generation]
+
+
+class Exchange:
+    """The client's side.
+
+    Args:
+        find: Returns a handle that leads to a replica; the second argument tells that the last one
+            led elsewhere. Raises `EngineUnavailableError` for a replica that is gone.
+        timeout_s: Limit of one Serve call.
+    """
+
+    def __init__(self, find: Callable[[str, bool], Awaitable[Any]], *, timeout_s: float) -> None:
+        self._id = uuid.uuid4().hex
+        self._find = find
+        self._timeout_s = timeout_s
+        self._calls: dict[str, _Call] = {}
+        self._num_calls: Counter[str] = Counter()
+        """Of each replica."""
+        self._outboxes: dict[str, dict[str, Request]] = {}
+        """Requests that will be sent in a moment, by replica."""
+        self._streams: set[str] = set()
+        """Replicas that a stream comes from."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def post(self, replica_id: str, request: Request) -> asyncio.Future[Generation]:
+        """Send a request together with all others of this moment; returns its outcome's future."""
+        request_id = request["request_id"]
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._calls[request_id] = _Call(replica_id, future)
+        self._num_calls[replica_id] += 1
+        if replica_id not in self._outboxes:
+            self._outboxes[replica_id] = {}
+            self._begin(self._send(replica_id))
+        self._outboxes[replica_id][request_id] = request
+        return future
+
+    def withdraw(self, replica_id: str, request_id: str) -> bool:
+        """Do not send a request.
+
+        Returns:
+            Whether it has not been sent.
+        """
+        if self._outboxes.get(replica_id, {}).pop(request_id, None) is None:
+            return False
+        self._end(request_id)
+        return True
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, replica_id: str) -> None:
+        """Send what has gathered for a replica, and see to it that somebody asks for outcomes."""
+        await asyncio.sleep(_GATHER_S)
+        outbox = self._outboxes.pop(replica_id)
+        requests = [request for request_id, request in outbox.items() if request_id in self._calls]
+        if not requests:
+            return
+        try:
+            handle = await self._find(replica_id, False)
+            with ours("submit"):
+                async with asyncio.timeout(self._timeout_s):
+                    there: str = await handle.submit.remote(self._id, requests)
+        except APRError as error:
+            self._fail(outbox, error)
+            return
+        for request_id in outbox if there != replica_id else ():
+            if request_id in self._calls:
+                self._calls[request_id].replica_id = there
+                self._num_calls[replica_id] -= 1
+                self._num_calls[there] += 1
+        if there not in self._streams:
+            self._streams.add(there)
+            self._begin(self._receive(there))
+
+    async def _receive(self, replica_id: str) -> None:
+        """Hand out what a replica streams, as long as it owes an outcome.
+
+        Waits for: outcomes. Unblocked by: the stream's end, the replica's death, the time limit.
+        """
+        there = replica_id
+        try:
+            while self._num_calls[replica_id]:
+                handle = await self._find(replica_id, there != replica_id)
+                with ours(f"outcomes of {replica_id}"):
+                    async with asyncio.timeout(_STREAM_S + self._timeout_s):
+                        streamed = handle.options(stream=True).outcomes
+                        async for piece in streamed.remote(self._id):
+                            there, outcomes = piece
+                            for request_id, outcome in outcomes:
+                                self._end(request_id, outcome)
+        except APRError as error:
+            self._fail([i for i, c in self._calls.items() if c.replica_id == replica_id], error)
+        finally:
+            self._streams.discard(replica_id)
+
+    def _fail(self, request_ids: Collection[str], error: APRError) -> None:
+        for request_id in list(request_ids):
+            self._end(request_id, error)
+
+    def _end(self, request_id: str, outcome: Outcome | None = None) -> None:
+        """Hand out an outcome, unless its caller has gone."""
+        call = self._calls.pop(request_id, None)
+        if call is None:
+            return
+        self._num_calls[call.replica_id] -= 1
+        if call.future.done() or outcome is None:
+            return
+        if isinstance(outcome, APRError):
+            call.future.set_exception(outcome)
+        else:
+            call.future.set_result(outcome)
+
+
+async def reply(response: Any, what: str, timeout_s: float) -> Any:
+    """Await one replica's answer; every error is one of ours."""
+    with ours(what):
+        async with asyncio.timeout(timeout_s):
+            return await response
+
+
+@contextlib.contextmanager
+def ours(what: str) -> Iterator[None]:
+    """Turn errors of Ray and of time limits into ours."""
+    try:
+        yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        raise translated(error, what) from error
+
+
+def translated(error: BaseException, what: str) -> APRError:
+    """The error of ours inside of a Ray error; others become a `RolloutError`."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, APRError):
+        return cause
+    if isinstance(cause, TimeoutError):
+        return RolloutError(f"{what}: no answer within the time limit")
+    return EngineUnavailableError(f"{what}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,188 @@
+"""Requests and outcomes that share Serve calls (serve/exchange.py), with servers that are none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.serve import exchange
+from ray_apr.serve.exchange import Exchange, Mailboxes
+from ray_apr.types import FinishReason, Generation
+
+
+def generation(request_id: str, replica_id: str) -> Generation:
+    return Generation(
+        request_id=request_id, segments=(), finish_reason=FinishReason.STOP, replica_id=replica_id
+    )
+
+
+class Method:
+    def __init__(self, work) -> None:
+        self.remote = work
+
+
+class Server:
+    """A replica whose calls end when the test says so, and what leads to it."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.mailboxes = Mailboxes()
+        self.submitted: list[list[str]] = []
+        self.num_asked = 0
+        self.pieces: list[int] = []
+        self.is_dead = False
+        self.clients: dict[str, str] = {}
+        self.submit, self.outcomes = Method(self._submit), Method(self._outcomes)
+
+    def options(self, *, stream):
+        assert stream
+        return self
+
+    async def _submit(self, client_id, requests):
+        self._check()
+        self.submitted.append([request["request_id"] for request in requests])
+        self.mailboxes.expect(client_id, len(requests))
+        self.clients |= dict.fromkeys(self.submitted[-1], client_id)
+        return self.replica_id
+
+    async def _outcomes(self, client_id):
+        self._check()
+        self.num_asked += 1
+        yield self.replica_id, []
+        async for outcomes in self.mailboxes.stream(client_id):
+            self._check()
+            self.pieces.append(len(outcomes))
+            yield self.replica_id, outcomes
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_dead:
+            raise ActorDiedError()
+
+    def end(self, request_id: str, outcome=None) -> None:
+        outcome = outcome or generation(request_id, self.replica_id)
+        self.mailboxes.put(self.clients[request_id], request_id, outcome)
+
+    async def until_submitted(self, number: int) -> None:
+        async with asyncio.timeout(5):
+            while sum(map(len, self.submitted)) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(exchange, "_LINGER_S", 0.02)
+    return {name: Server(name) for name in ("a", "b")}
+
+
+@pytest.fixture
+def client(servers):
+    async def find(replica_id, is_elsewhere):
+        if replica_id not in servers:
+            raise EngineUnavailableError(f"{replica_id} is gone")
+        return servers[replica_id]
+
+    return Exchange(find, timeout_s=5.0)
+
+
+async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
+    client, servers
+):
+    futures = [client.post("a", {"request_id": f"{i}"}) for i in range(50)]
+    await servers["a"].until_submitted(50)
+    futures += [client.post("a", {"request_id": f"{i}"}) for i in range(50, 100)]
+    await servers["a"].until_submitted(100)
+    assert [len(call) for call in servers["a"].submitted] == [50, 50]
+    for i in reversed(range(100)):
+        servers["a"].end(f"{i}")
+    found = await asyncio.wait_for(asyncio.gather(*futures), 5)
+    assert [g.request_id for g in found] == [f"{i}" for i in range(100)]
+    assert servers["a"].pieces == [100], "although they have begun in two calls"
+    await asyncio.sleep(0.05)
+    assert servers["a"].num_asked == 1 and not client._streams, "it owes nothing"
+
+
+async def test_a_replica_is_asked_again_while_it_owes_an_outcome(client, servers, monkeypatch):
+    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+    future = client.post("a", {"request_id": "x"})
+    await servers["a"].until_submitted(1)
+    await asyncio.sleep(0.1)
+    assert servers["a"].num_asked > 2
+    servers["a"].end("x")
+    assert (await asyncio.wait_for(future, 5)).replica_id == "a"
+
+
+async def test_errors_are_outcomes(client, servers):
+    future = client.post("a", {"request_id": "x"})
+    await servers["a"].until_submitted(1)
+    servers["a"].end("x", RolloutError("too long"))
+    with pytest.raises(RolloutError, match="too long"):
+        await asyncio.wait_for(future, 5)
+
+
+async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, servers, monkeypatch):
+    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+    dying, living = client.post("a", {"request_id": "x"}), client.post("b", {"request_id": "y"})
+    await asyncio.gather(*(server.until_submitted(1) for server in servers.values()))
+    servers["a"].is_dead = True
+    with pytest.raises(EngineUnavailableError):
+        await asyncio.wait_for(dying, 5)
+    late = client.post("a", {"request_id": "z"})
+    with pytest.raises(EngineUnavailableError):
+        await asyncio.wait_for(late, 5)
+    servers["b"].end("y")
+    assert (await asyncio.wait_for(living, 5)).replica_id == "b"
+
+
+async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, servers, monkeypatch):
+    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+    first = client.post("a", {"request_id": "x"})
+    await servers["a"].until_submitted(1)
+    old, servers["a"] = servers["a"], servers["b"]  # Serve leads there now
+    second = client.post("a", {"request_id": "y"})
+    await servers["b"].until_submitted(1)
+    servers["b"].end("y")
+    assert (await asyncio.wait_for(second, 5)).replica_id == "b"
+    servers["a"] = old
+    old.end("x")
+    assert (await asyncio.wait_for(first, 5)).replica_id == "a"
+
+
+async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers):
+    futures = {i: client.post("a", {"request_id": i}) for i in ("x", "y")}
+    assert client.withdraw("a", "x")
+    await servers["a"].until_submitted(1)
+    assert servers["a"].submitted == [["y"]]
+    assert not client.withdraw("a", "y"), "it is there already"
+    futures["y"].cancel()
+    servers["a"].end("y")
+    await asyncio.sleep(0.02)
+    assert futures["y"].cancelled() and not futures["x"].done()
+    assert not client._calls and not +client._num_calls
+
+
+async def test_a_client_that_comes_back_after_a_long_time_gets_all_its_outcomes(monkeypatch):
+    mailboxes = Mailboxes()
+    mailboxes.expect("late", 1)
+    mailboxes.put("late", "x", generation("x", "a"))
+    assert [outcomes async for outcomes in mailboxes.stream("late")]
+    mailboxes._boxes["late"].asked_at -= 2 * exchange._ABANDONED_S
+    mailboxes.expect("late", 2)
+    for i in range(2):
+        mailboxes.put("late", f"{i}", generation(f"{i}", "a"))
+    ((first, second),) = [outcomes async for outcomes in mailboxes.stream("late")]
+    assert (first[0], second[0]) == ("0", "1")
+
+
+async def test_outcomes_of_a_client_that_is_gone_are_not_kept(monkeypatch):
+    mailboxes = Mailboxes()
+    mailboxes.expect("gone", 4)
+    mailboxes.put("gone", "x", generation("x", "a"))
+    monkeypatch.setattr(exchange, "_ABANDONED_S", -1.0)
+    for i in range(3):
+        mailboxes.put("gone", f"{i}", generation(f"{i}", "a"))
+    found = [outcomes async for outcomes in mailboxes.stream("gone")]
+    assert [[request_id for request_id, _ in outcomes] for outcomes in found] == [["2"]]
