@@ -29,7 +29,7 @@ part() { # NAME SECONDS COMMAND...
 	summary+=("$name: exit $? after $((SECONDS - began)) s")
 	tail -n 25 "$name.log"
 	# what a part leaves that was cut off; /proc/PID/environ tells whose a process is
-	grep -lsaz "^$mark" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9
+	grep -lsaz "^$mark\$" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9
 }
 tests() { "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -m gpu "$root/tests/gpu" "$@"; }
 export -f tests

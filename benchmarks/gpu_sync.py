@@ -87,8 +87,7 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             syncs.append({"mode": mode, **row, **gap})
             say(json.dumps(syncs[-1]))
         load_ms = logged(r"bytes of weights: loaded ([\d.]+) ms")
-        for row, stopped_ms in zip(syncs, logged(STOPPED), strict=False):
-            row["stopped_in_core_s"] = stopped_ms / 1e3
+        add_core_stops(syncs)
         return {
             "raw": raw,
             "connect_s": connect_s,
@@ -118,6 +117,14 @@ def summary(raw: dict[str, Any], syncs: list[dict[str, Any]]) -> dict[str, Any]:
         found[mode]["raw_over_send"] = raw["median_s"] / found[mode]["send_s"]
         found[mode]["log_prob_gap"] = max(row["mean_gap"] for row in rows)
     return found
+
+
+def add_core_stops(syncs: list[dict[str, Any]]) -> None:
+    """Add what an engine core logged of each sync, where it logged one line of each."""
+    stops_ms = logged(STOPPED)
+    if len(stops_ms) == len(syncs):
+        for row, stopped_ms in zip(syncs, stops_ms, strict=True):
+            row["stopped_in_core_s"] = stopped_ms / 1e3
 
 
 def logged(pattern: str) -> list[float]:

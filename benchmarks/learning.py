@@ -109,9 +109,10 @@ ON_GPUS = (
 def figures(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Median time and final reward of each mode."""
     found: dict[str, Any] = {}
-    for mode in dict.fromkeys(run["mode"] for run in runs):
-        of_mode = [run for run in runs if run["mode"] == mode]
-        seconds = statistics.median(run["seconds"] for run in of_mode)
+    by_mode = {m: [r for r in runs if r["mode"] == m] for m in dict.fromkeys(args.modes)}
+    medians = {m: statistics.median(r["seconds"] for r in of) for m, of in by_mode.items() if of}
+    for mode, seconds in medians.items():
+        of_mode = by_mode[mode]
         rewards = [step["reward_mean"] for run in of_mode for step in run["steps"][-args.last :]]
         found[mode] = {
             "median_s": seconds,
@@ -119,10 +120,8 @@ def figures(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
             "reward_last": statistics.fmean(rewards),
             "staleness_max": max(s["staleness_max"] for run in of_mode for s in run["steps"]),
             "ledger_error": [run["final"]["ledger_error"] for run in of_mode],
-            "sync_over_this": found["sync"]["median_s"] / seconds if "sync" in found else None,
+            "sync_over_this": medians["sync"] / seconds if "sync" in medians else None,
         }
-    if "sync" in found:
-        found["sync"]["sync_over_this"] = 1.0
     return found
 
 

@@ -2,8 +2,8 @@
 
 The training window reaches from the start of the first step to the end of the last one. The
 trainer may be up before the rollout servers are, so the first step starts at the trainer's first
-span or when the servers were ready (`setup_s`), whichever is later. Ratios of idle time are taken
-over that window: starting up counts for neither side.
+span after loading and compiling, or when the servers were ready (`setup_s`), whichever is later.
+Ratios of idle time are taken over that window: starting up counts for neither side.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
-from ray_apr.serve.exchange import Exchange, reply, translated
+from ray_apr.serve.exchange import Exchange, ours, translated
 from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.types import Generation, SamplingParams, ServerStatus, WeightGroupState
 
@@ -87,8 +87,11 @@ class ServeRolloutClient:
         """Continue `token_ids`; see `RolloutClient`.
 
         Raises:
-            RolloutError: If the call fails or exceeds ``request_timeout_s``.
+            RolloutError: If the call fails, exceeds ``request_timeout_s``, or has the id of another
+                one that is under way.
         """
+        if request_id in self._placed:
+            raise RolloutError(f"request {request_id} is under way already")
         if not self._slots:
             await self._learn()
         placement, slots = self._placement, self._slots
@@ -132,9 +135,8 @@ class ServeRolloutClient:
 
     async def _find(self, replica_id: str, is_elsewhere: bool) -> Any:
         """A handle that leads to a replica; see `Exchange`."""
-        if is_elsewhere:
+        if is_elsewhere or replica_id not in self._handles:
             self._slots = {}  # the replicas have changed, and the slots with them
-        if not self._slots:
             await self._learn()
         if replica_id not in self._handles:
             raise EngineUnavailableError(f"{replica_id} is gone")
@@ -164,8 +166,9 @@ class ServeRolloutClient:
                 if replicas <= set(found):
                     break
                 handle = self._handle.options(session_id=f"slot-{number}")
-                asked = handle.replica_id.remote()
-                found.setdefault(await reply(asked, "replica_id", _CONTROL_TIMEOUT_S), handle)
+                with ours("replica_id"):
+                    async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                        found.setdefault(await handle.replica_id.remote(), handle)
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
             self._handles = found
@@ -184,9 +187,10 @@ class ServeRolloutClient:
                 by_replica.setdefault(self._placed[request_id], []).append(request_id)
         if not set(by_replica) <= set(self._slots):
             return await self.abort_anywhere(request_ids)
-        calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
-        replies = [reply(call, "abort", _CONTROL_TIMEOUT_S) for call in calls]
-        return sum(await asyncio.gather(*replies))
+        with ours("abort"):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
+                return sum(await asyncio.gather(*calls))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""

@@ -10,8 +10,9 @@ Outcomes therefore travel with others that are there, not with those whose reque
 an interruption ends all of a replica's requests at once.
 
 Invariants:
-    * A request has one outcome: its own, or an error when its replica is gone.
-    * A client has one stream from a replica at a time, as long as that has requests of it.
+    * A request has one outcome: its own, or an error when its replica cannot be reached; then it is
+      aborted where it may still run.
+    * A mailbox has one reader, the newest: what it hands to an older one might reach nobody.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
 )
@@ -60,6 +61,7 @@ _ABANDONED_S = 300.0
 @dataclass
 class _Mailbox:
     num_owed: int = 0
+    reader: object = None
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     asked_at: float = field(default_factory=time.monotonic)
@@ -73,6 +75,9 @@ class Mailboxes:
 
     def expect(self, client_id: str, count: int) -> None:
         """So many more outcomes will come for a client, which has asked for them."""
+        for other, box in list(self._boxes.items()):
+            if _is_abandoned(box) and box.num_owed == len(box.outcomes):
+                del self._boxes[other]
         box = self._box(client_id)
         box.num_owed += count
         box.asked_at = time.monotonic()
@@ -80,7 +85,7 @@ class Mailboxes:
     def put(self, client_id: str, request_id: str, outcome: Outcome) -> None:
         """Keep an outcome for a client; those of one that is gone are dropped."""
         box = self._box(client_id)
-        if time.monotonic() - box.asked_at > _ABANDONED_S:
+        if _is_abandoned(box):
             box.num_owed -= len(box.outcomes)
             box.outcomes.clear()
         box.outcomes.append((request_id, outcome))
@@ -89,28 +94,34 @@ class Mailboxes:
     async def stream(self, client_id: str) -> AsyncIterator[list[tuple[str, Outcome]]]:
         """Outcomes of a client, all that are there at a time, as long as it is owed any.
 
-        Waits for: the next outcome. Unblocked by: `_STREAM_S`.
+        Waits for: the next outcome. Unblocked by: `_STREAM_S`, or a newer stream.
         """
         box = self._box(client_id)
-        box.asked_at = time.monotonic()
-        left_s = _STREAM_S
-        while left_s > 0:
+        box.asked_at = began = time.monotonic()
+        box.reader = reader = object()
+        box.arrived.set()  # for an older reader, which ends then
+        while (left_s := began + _STREAM_S - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left_s if box.num_owed else _LINGER_S):
                     await box.arrived.wait()
             except TimeoutError:
                 if not box.num_owed:
                     return
-            else:
-                await asyncio.sleep(_TOGETHER_S)
-                outcomes, box.outcomes = box.outcomes, []
-                box.arrived.clear()
-                box.num_owed -= len(outcomes)
+            await asyncio.sleep(_TOGETHER_S)
+            if box.reader is not reader:
+                return
+            outcomes, box.outcomes = box.outcomes, []
+            box.arrived.clear()
+            box.num_owed -= len(outcomes)
+            if outcomes:
                 yield outcomes
-            left_s = box.asked_at + _STREAM_S - time.monotonic()
 
     def _box(self, client_id: str) -> _Mailbox:
         return self._boxes.setdefault(client_id, _Mailbox())
+
+
+def _is_abandoned(box: _Mailbox) -> bool:
+    return time.monotonic() - box.asked_at > _ABANDONED_S
 
 
 # -- client ----------------------------------------------------------------------------------------
@@ -120,6 +131,7 @@ class Mailboxes:
 class _Call:
     replica_id: str
     future: asyncio.Future[Generation]
+    is_sent: bool = False
 
 
 class Exchange:
@@ -127,7 +139,7 @@ class Exchange:
 
     Args:
         find: Returns a handle that leads to a replica; the second argument tells that the last one
-            led elsewhere. Raises `EngineUnavailableError` for a replica that is gone.
+            led elsewhere. Raises an `APRError` for a replica that is gone.
         timeout_s: Limit of one Serve call.
     """
 
@@ -145,8 +157,14 @@ class Exchange:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, replica_id: str, request: Request) -> asyncio.Future[Generation]:
-        """Send a request together with all others of this moment; returns its outcome's future."""
+        """Send a request together with all others of this moment; returns its outcome's future.
+
+        Raises:
+            RolloutError: If one with this id has not ended.
+        """
         request_id = request["request_id"]
+        if request_id in self._calls:
+            raise RolloutError(f"request {request_id} is under way already")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._calls[request_id] = _Call(replica_id, future)
         self._num_calls[replica_id] += 1
@@ -173,25 +191,28 @@ class Exchange:
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self, replica_id: str) -> None:
-        """Send what has gathered for a replica, and see to it that somebody asks for outcomes."""
+        """Send what has gathered for a replica, and see to it that a stream brings the outcomes."""
         await asyncio.sleep(_GATHER_S)
-        outbox = self._outboxes.pop(replica_id)
-        requests = [request for request_id, request in outbox.items() if request_id in self._calls]
-        if not requests:
-            return
         try:
             handle = await self._find(replica_id, False)
+        except BaseException as broken:  # noqa: BLE001  (callers get it)
+            self._fail(self._outboxes.pop(replica_id), broken)
+            return
+        outbox = self._outboxes.pop(replica_id)
+        if not outbox:
+            return
+        try:
             with ours("submit"):
                 async with asyncio.timeout(self._timeout_s):
-                    there: str = await handle.submit.remote(self._id, requests)
-        except APRError as error:
-            self._fail(outbox, error)
+                    there: str = await handle.submit.remote(self._id, list(outbox.values()))
+        except BaseException as broken:  # noqa: BLE001  (callers get it)
+            self._fail(outbox, broken, handle)
             return
-        for request_id in outbox if there != replica_id else ():
-            if request_id in self._calls:
-                self._calls[request_id].replica_id = there
-                self._num_calls[replica_id] -= 1
+        for request_id in outbox:
+            if call := self._calls.get(request_id):  # it may have ended already
+                self._num_calls[call.replica_id] -= 1
                 self._num_calls[there] += 1
+                call.replica_id, call.is_sent = there, True
         if there not in self._streams:
             self._streams.add(there)
             self._begin(self._receive(there))
@@ -201,25 +222,40 @@ class Exchange:
 
         Waits for: outcomes. Unblocked by: the stream's end, the replica's death, the time limit.
         """
-        there = replica_id
+        there, handle = replica_id, None
         try:
             while self._num_calls[replica_id]:
                 handle = await self._find(replica_id, there != replica_id)
                 with ours(f"outcomes of {replica_id}"):
                     async with asyncio.timeout(_STREAM_S + self._timeout_s):
                         streamed = handle.options(stream=True).outcomes
-                        async for piece in streamed.remote(self._id):
+                        async for piece in streamed.remote(self._id, replica_id):
                             there, outcomes = piece
                             for request_id, outcome in outcomes:
                                 self._end(request_id, outcome)
-        except APRError as error:
-            self._fail([i for i, c in self._calls.items() if c.replica_id == replica_id], error)
+        except BaseException as broken:  # noqa: BLE001  (callers get it)
+            calls = self._calls.items()
+            owed = [i for i, call in calls if call.replica_id == replica_id and call.is_sent]
+            self._fail(owed, broken, handle)
         finally:
             self._streams.discard(replica_id)
 
-    def _fail(self, request_ids: Collection[str], error: APRError) -> None:
-        for request_id in list(request_ids):
+    def _fail(self, request_ids: Iterable[str], broken: BaseException, handle: Any = None) -> None:
+        """End requests with an error, also on the server if it can be reached.
+
+        Raises:
+            BaseException: `broken` itself, if it ends this task from outside.
+        """
+        ids = [i for i in request_ids if i in self._calls]
+        error = broken if isinstance(broken, APRError) else EngineUnavailableError(repr(broken))
+        for request_id in ids:
             self._end(request_id, error)
+        task = asyncio.current_task()
+        if not isinstance(broken, Exception) and (task is None or task.cancelling()):
+            raise broken
+        if handle is not None and ids:
+            with contextlib.suppress(RayError, RayServeException):
+                handle.abort.remote(ids)
 
     def _end(self, request_id: str, outcome: Outcome | None = None) -> None:
         """Hand out an outcome, unless its caller has gone."""
@@ -233,13 +269,6 @@ class Exchange:
             call.future.set_exception(outcome)
         else:
             call.future.set_result(outcome)
-
-
-async def reply(response: Any, what: str, timeout_s: float) -> Any:
-    """Await one replica's answer; every error is one of ours."""
-    with ours(what):
-        async with asyncio.timeout(timeout_s):
-            return await response
 
 
 @contextlib.contextmanager

@@ -125,7 +125,8 @@ class _InPieces:
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """The next step; the first one after a stop says how long that was."""
+        """The next step; the first one after a stop says how long none was made, for whatever
+        reason: a pause, or requests that came late."""
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._is_stopped and step.total_num_scheduled_tokens:
             self._is_stopped = False

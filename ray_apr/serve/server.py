@@ -85,15 +85,21 @@ class RolloutServer:
         self._mailboxes.put(client_id, request["request_id"], outcome)
 
     async def outcomes(
-        self, client_id: str
+        self, client_id: str, replica_id: str
     ) -> AsyncIterator[tuple[str, list[tuple[str, Generation | APRError]]]]:
         """Stream the outcomes of a client's calls; see `Mailboxes.stream`.
+
+        Args:
+            client_id: Who asks.
+            replica_id: Whom it asks; another one only says who it is.
 
         Yields:
             Which replica this is, at once and each time, and request id and outcome of those calls
             that have ended.
         """
         yield self._engine.replica_id, []
+        if replica_id != self._engine.replica_id:
+            return
         async for outcomes in self._mailboxes.stream(client_id):
             yield self._engine.replica_id, outcomes
 

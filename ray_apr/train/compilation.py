@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
@@ -9,6 +10,8 @@ from typing import TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+logger = logging.getLogger(__name__)
 
 _SIZE_GUARD = "triton.mix_order_reduction_non_strict_mode"
 
@@ -25,5 +28,7 @@ def compile_for_all_sizes(function: Function) -> Function:
 
 @lru_cache
 def _options() -> dict[str, bool]:
-    known = _SIZE_GUARD in torch._inductor.list_options()
-    return {_SIZE_GUARD: True} if known else {}
+    if _SIZE_GUARD in torch._inductor.list_options():
+        return {_SIZE_GUARD: True}
+    logger.warning("this PyTorch has no option %s; some batches are compiled for", _SIZE_GUARD)
+    return {}

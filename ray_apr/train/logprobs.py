@@ -243,8 +243,8 @@ def warm_up(
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
     Shapes that differ in all sizes, so that the compiler learns that each of them changes: a full
-    micro-batch, which also shows at the start whether it fits the device, and smaller ones. A
-    collective of all ranks.
+    micro-batch and smaller ones, one of a single sample and the empty one. A collective of all
+    ranks.
 
     Args:
         model: A model that `attach_response_logprobs` has compiled.
@@ -255,14 +255,16 @@ def warm_up(
     """
     config: Any = model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
-    longest = max(64, min(num_tokens // 8, context))
+    longest = min(context, max(64, num_tokens // 8))
     whole = max(8, num_tokens // longest)
     shapes = (
         (whole, longest),
         (whole - 1, longest * 3 // 4),
         (3, longest // 4),
+        (1, longest // 2),
         (2, longest // 16),
     )
+    parts = [_empty_micro_batch()]
     for count, length in shapes:
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
@@ -274,8 +276,10 @@ def warm_up(
             loss_mask=np.ones(responses, dtype=bool),
             versions=np.zeros(responses, dtype=np.int64),
             packed=packed,
-        ).to(device)
-        logprobs, _ = response_logprobs(model, part, entropy_gradients=entropy_gradients)
+        )
+        parts.insert(-1, part)
+    for part in parts:
+        logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
 

@@ -131,7 +131,7 @@ class _TrainLoop:
         self._control = _make_control(settings) if self._rank == 0 else None
         device = ray.train.torch.get_device()
         self._reference = None
-        with self._span("load"):  # while the engines start
+        with self._span("load"):  # beside the engines, unless they share the device
             self._model = build_model(settings["model"], self._train, device)
             self._optimizer = build_optimizer(self._model, self._train)
             if settings["algorithm"].needs_reference:

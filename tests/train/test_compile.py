@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.train import attention, fsdp, logprobs
+from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.step import train_step
@@ -47,7 +48,15 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
         warm_up(model, CPU, TRAIN.micro_batch_tokens, packed=True, entropy_gradients=False)
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
+            logprobs.response_logprobs(model, logprobs._empty_micro_batch())[0].sum().backward()
             for step, limit in enumerate((512, 200, 96, 512, 64)):
                 samples = make_samples(num_segments=1 + step % 3)
                 (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
                 train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+
+
+def test_the_compiler_is_told_not_to_guard_sizes(monkeypatch):
+    told = {}
+    monkeypatch.setattr(torch, "compile", lambda function, options: told.update(options))
+    compile_for_all_sizes(len)
+    assert told == {"triton.mix_order_reduction_non_strict_mode": True}

@@ -35,7 +35,9 @@ class Server:
         self.pieces: list[int] = []
         self.is_dead = False
         self.clients: dict[str, str] = {}
+        self.aborted: list[str] = []
         self.submit, self.outcomes = Method(self._submit), Method(self._outcomes)
+        self.abort = Method(self.aborted.extend)
 
     def options(self, *, stream):
         assert stream
@@ -48,10 +50,12 @@ class Server:
         self.clients |= dict.fromkeys(self.submitted[-1], client_id)
         return self.replica_id
 
-    async def _outcomes(self, client_id):
+    async def _outcomes(self, client_id, replica_id):
         self._check()
         self.num_asked += 1
         yield self.replica_id, []
+        if replica_id != self.replica_id:
+            return
         async for outcomes in self.mailboxes.stream(client_id):
             self._check()
             self.pieces.append(len(outcomes))
@@ -78,14 +82,31 @@ def servers(monkeypatch):
     return {name: Server(name) for name in ("a", "b")}
 
 
-@pytest.fixture
-def client(servers):
-    async def find(replica_id, is_elsewhere):
-        if replica_id not in servers:
-            raise EngineUnavailableError(f"{replica_id} is gone")
-        return servers[replica_id]
+class Finder:
+    """Knows where Serve led a while ago, and looks again when that was wrong."""
 
-    return Exchange(find, timeout_s=5.0)
+    def __init__(self, servers) -> None:
+        self.servers, self.known = servers, dict(servers)
+        self.may_find = asyncio.Event()
+        self.may_find.set()
+
+    async def __call__(self, replica_id, is_elsewhere):
+        await self.may_find.wait()
+        if is_elsewhere:
+            self.known = dict(self.servers)
+        if replica_id not in self.known:
+            raise EngineUnavailableError(f"{replica_id} is gone")
+        return self.known[replica_id]
+
+
+@pytest.fixture
+async def finder(servers):
+    return Finder(servers)
+
+
+@pytest.fixture
+async def client(finder):
+    return Exchange(finder, timeout_s=5.0)
 
 
 async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
@@ -137,18 +158,85 @@ async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, server
     assert (await asyncio.wait_for(living, 5)).replica_id == "b"
 
 
-async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, servers, monkeypatch):
-    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, servers, finder):
+    finder.known["a"] = servers["b"]
+    future = client.post("a", {"request_id": "x"})
+    await servers["b"].until_submitted(1)
+    servers["b"].end("x")
+    assert (await asyncio.wait_for(future, 5)).replica_id == "b"
+    assert servers["a"].num_asked == 0
+
+
+async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
+    client, servers, finder, monkeypatch
+):
+    monkeypatch.setattr(exchange, "_STREAM_S", 0.05)
     first = client.post("a", {"request_id": "x"})
     await servers["a"].until_submitted(1)
-    old, servers["a"] = servers["a"], servers["b"]  # Serve leads there now
-    second = client.post("a", {"request_id": "y"})
+    monkeypatch.setattr(exchange, "_STREAM_S", 60.0)
+    finder.known["a"] = servers["b"]  # whom this client's requests keep busy all the time
+    second = client.post("b", {"request_id": "y"})
     await servers["b"].until_submitted(1)
-    servers["b"].end("y")
-    assert (await asyncio.wait_for(second, 5)).replica_id == "b"
-    servers["a"] = old
-    old.end("x")
+    await asyncio.sleep(0.1)
+    servers["a"].end("x")
     assert (await asyncio.wait_for(first, 5)).replica_id == "a"
+    assert not second.done()
+    servers["b"].end("y")
+    await asyncio.wait_for(second, 5)
+
+
+async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch):
+    monkeypatch.setattr(exchange, "_STREAM_S", 0.1)
+    client = Exchange(finder, timeout_s=0.1)
+    futures = []
+    for i in range(40):
+        futures.append(client.post("a", {"request_id": f"{i}"}))
+        await servers["a"].until_submitted(i + 1)
+        await asyncio.sleep(0.01)
+        if i:
+            servers["a"].end(f"{i - 1}")
+    servers["a"].end("39")
+    found = await asyncio.wait_for(asyncio.gather(*futures), 5)
+    assert [g.request_id for g in found] == [f"{i}" for i in range(40)]
+    assert servers["a"].num_asked > 3
+
+
+async def test_any_error_on_the_way_ends_the_request_there_and_here(client, servers, finder):
+    finder.known["a"] = None
+    with pytest.raises(EngineUnavailableError, match="NoneType"):
+        await asyncio.wait_for(client.post("a", {"request_id": "x"}), 5)
+    finder.known["a"] = servers["a"]
+    future = client.post("a", {"request_id": "y"})
+    await servers["a"].until_submitted(1)
+    servers["a"].is_dead = True
+    servers["a"].end("y")  # it dies with the outcome in its hands
+    with pytest.raises(EngineUnavailableError):
+        await asyncio.wait_for(future, 5)
+    assert servers["a"].aborted == ["y"]
+    assert not client._calls and not +client._num_calls
+
+
+async def test_an_id_that_is_under_way_is_refused(client, servers):
+    future = client.post("a", {"request_id": "x"})
+    with pytest.raises(RolloutError, match="x is under way already"):
+        client.post("b", {"request_id": "x"})
+    await servers["a"].until_submitted(1)
+    servers["a"].end("x")
+    assert (await asyncio.wait_for(future, 5)).replica_id == "a"
+
+
+async def test_a_caller_that_goes_before_its_replica_is_found_sends_nothing(
+    client, servers, finder
+):
+    finder.may_find.clear()
+    futures = {i: client.post("a", {"request_id": i}) for i in ("x", "y")}
+    await asyncio.sleep(0.02)
+    assert client.withdraw("a", "x")
+    finder.may_find.set()
+    await servers["a"].until_submitted(1)
+    assert servers["a"].submitted == [["y"]]
+    servers["a"].end("y")
+    await asyncio.wait_for(futures["y"], 5)
 
 
 async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers):
@@ -164,7 +252,25 @@ async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers)
     assert not client._calls and not +client._num_calls
 
 
-async def test_a_client_that_comes_back_after_a_long_time_gets_all_its_outcomes(monkeypatch):
+async def test_the_newest_reader_of_a_mailbox_gets_what_comes():
+    mailboxes, found = Mailboxes(), {"old": [], "new": []}
+    mailboxes.expect("client", 3)
+
+    async def read(name):
+        async for outcomes in mailboxes.stream("client"):
+            found[name] += [request_id for request_id, _ in outcomes]
+
+    readers = []
+    for name in found:
+        readers.append(asyncio.create_task(read(name)))
+        await asyncio.sleep(0.02)
+    for i in range(3):
+        mailboxes.put("client", f"{i}", generation(f"{i}", "a"))
+    await asyncio.wait_for(asyncio.gather(*readers), 5)
+    assert found == {"old": [], "new": ["0", "1", "2"]}
+
+
+async def test_a_client_that_comes_back_after_a_long_time_gets_all_its_outcomes():
     mailboxes = Mailboxes()
     mailboxes.expect("late", 1)
     mailboxes.put("late", "x", generation("x", "a"))
@@ -186,3 +292,5 @@ async def test_outcomes_of_a_client_that_is_gone_are_not_kept(monkeypatch):
         mailboxes.put("gone", f"{i}", generation(f"{i}", "a"))
     found = [outcomes async for outcomes in mailboxes.stream("gone")]
     assert [[request_id for request_id, _ in outcomes] for outcomes in found] == [["2"]]
+    mailboxes.expect("other", 1)
+    assert list(mailboxes._boxes) == ["other"]
