@@ -15,6 +15,7 @@ replies; a slot stands for a replica as long as the set of replicas does not cha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -90,10 +91,10 @@ class ServeRolloutClient:
             RolloutError: If the call fails, exceeds ``request_timeout_s``, or has the id of another
                 one that is under way.
         """
-        if request_id in self._placed:
-            raise RolloutError(f"request {request_id} is under way already")
         if not self._slots:
             await self._learn()
+        if request_id in self._placed:
+            raise RolloutError(f"request {request_id} is under way already")
         placement, slots = self._placement, self._slots
         replica_id = self._placed[request_id] = placement.enter(
             request_id.partition("#")[0], session_id
@@ -131,7 +132,8 @@ class ServeRolloutClient:
             raise RolloutError(f"request {request_id}: no answer within {limit_s:g} s") from error
         finally:
             if future.cancelled() and not self._exchange.withdraw(replica_id, request_id):
-                slot.abort.remote([request_id])
+                with contextlib.suppress(RayError, RayServeException):
+                    slot.abort.remote([request_id])
 
     async def _find(self, replica_id: str, is_elsewhere: bool) -> Any:
         """A handle that leads to a replica; see `Exchange`."""
@@ -182,15 +184,19 @@ class ServeRolloutClient:
         if request_ids is None:
             return await self.abort_anywhere(None)
         by_replica: dict[str, list[str]] = {}
+        num_unsent = 0
         for request_id in request_ids:
-            if request_id in self._placed:
-                by_replica.setdefault(self._placed[request_id], []).append(request_id)
+            replica_id = self._placed.get(request_id)
+            if replica_id is not None and self._exchange.withdraw(replica_id, request_id):
+                num_unsent += 1
+            elif replica_id is not None:
+                by_replica.setdefault(replica_id, []).append(request_id)
         if not set(by_replica) <= set(self._slots):
             return await self.abort_anywhere(request_ids)
         with ours("abort"):
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
-                return sum(await asyncio.gather(*calls))
+                return num_unsent + sum(await asyncio.gather(*calls))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""

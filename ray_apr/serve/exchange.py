@@ -38,7 +38,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
-from ray_apr.types import Generation
+from ray_apr.types import FinishReason, Generation
 
 Outcome = Generation | APRError
 Request = Mapping[str, Any]
@@ -75,12 +75,12 @@ class Mailboxes:
 
     def expect(self, client_id: str, count: int) -> None:
         """So many more outcomes will come for a client, which has asked for them."""
-        for other, box in list(self._boxes.items()):
-            if _is_abandoned(box) and box.num_owed == len(box.outcomes):
-                del self._boxes[other]
         box = self._box(client_id)
         box.num_owed += count
         box.asked_at = time.monotonic()
+        for other, box in list(self._boxes.items()):
+            if _is_abandoned(box) and box.num_owed == len(box.outcomes):
+                del self._boxes[other]
 
     def put(self, client_id: str, request_id: str, outcome: Outcome) -> None:
         """Keep an outcome for a client; those of one that is gone are dropped."""
@@ -91,8 +91,8 @@ class Mailboxes:
         box.outcomes.append((request_id, outcome))
         box.arrived.set()
 
-    async def stream(self, client_id: str) -> AsyncIterator[list[tuple[str, Outcome]]]:
-        """Outcomes of a client, all that are there at a time, as long as it is owed any.
+    async def stream(self, client_id: str) -> AsyncIterator[list[tuple[str, Outcome]] | None]:
+        """Outcomes of a client, all that are there at a time; None once it is owed none.
 
         Waits for: the next outcome. Unblocked by: `_STREAM_S`, or a newer stream.
         """
@@ -106,6 +106,7 @@ class Mailboxes:
                     await box.arrived.wait()
             except TimeoutError:
                 if not box.num_owed:
+                    yield None
                     return
             await asyncio.sleep(_TOGETHER_S)
             if box.reader is not reader:
@@ -175,14 +176,20 @@ class Exchange:
         return future
 
     def withdraw(self, replica_id: str, request_id: str) -> bool:
-        """Do not send a request.
+        """Do not send a request; it ends as an aborted one does.
 
         Returns:
             Whether it has not been sent.
         """
         if self._outboxes.get(replica_id, {}).pop(request_id, None) is None:
             return False
-        self._end(request_id)
+        aborted = Generation(
+            request_id=request_id,
+            segments=(),
+            finish_reason=FinishReason.ABORT,
+            replica_id=replica_id,
+        )
+        self._end(request_id, aborted)
         return True
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -192,8 +199,8 @@ class Exchange:
 
     async def _send(self, replica_id: str) -> None:
         """Send what has gathered for a replica, and see to it that a stream brings the outcomes."""
-        await asyncio.sleep(_GATHER_S)
         try:
+            await asyncio.sleep(_GATHER_S)
             handle = await self._find(replica_id, False)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             self._fail(self._outboxes.pop(replica_id), broken)
@@ -215,30 +222,40 @@ class Exchange:
                 call.replica_id, call.is_sent = there, True
         if there not in self._streams:
             self._streams.add(there)
-            self._begin(self._receive(there))
+            led_there = handle if there == replica_id else None
+            self._begin(self._receive(there, led_there))
 
-    async def _receive(self, replica_id: str) -> None:
+    async def _receive(self, replica_id: str, handle: Any) -> None:
         """Hand out what a replica streams, as long as it owes an outcome.
 
         Waits for: outcomes. Unblocked by: the stream's end, the replica's death, the time limit.
         """
-        there, handle = replica_id, None
+        there = replica_id
         try:
             while self._num_calls[replica_id]:
-                handle = await self._find(replica_id, there != replica_id)
+                if there != replica_id or handle is None:
+                    handle = None
+                    handle = await self._find(replica_id, there != replica_id)
+                owed = self._owed_by(replica_id)
                 with ours(f"outcomes of {replica_id}"):
                     async with asyncio.timeout(_STREAM_S + self._timeout_s):
                         streamed = handle.options(stream=True).outcomes
                         async for piece in streamed.remote(self._id, replica_id):
                             there, outcomes = piece
-                            for request_id, outcome in outcomes:
+                            if outcomes is None:  # an older stream was cut off with them
+                                lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
+                                self._fail(owed, lost)
+                            for request_id, outcome in outcomes or ():
                                 self._end(request_id, outcome)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
-            calls = self._calls.items()
-            owed = [i for i, call in calls if call.replica_id == replica_id and call.is_sent]
-            self._fail(owed, broken, handle)
+            self._fail(self._owed_by(replica_id), broken, handle)
         finally:
             self._streams.discard(replica_id)
+
+    def _owed_by(self, replica_id: str) -> list[str]:
+        """Requests that a replica has, and that have not ended here."""
+        calls = self._calls.items()
+        return [i for i, call in calls if call.replica_id == replica_id and call.is_sent]
 
     def _fail(self, request_ids: Iterable[str], broken: BaseException, handle: Any = None) -> None:
         """End requests with an error, also on the server if it can be reached.
@@ -250,20 +267,21 @@ class Exchange:
         error = broken if isinstance(broken, APRError) else EngineUnavailableError(repr(broken))
         for request_id in ids:
             self._end(request_id, error)
-        task = asyncio.current_task()
-        if not isinstance(broken, Exception) and (task is None or task.cancelling()):
-            raise broken
+        if not isinstance(broken, Exception):
+            task = asyncio.current_task()  # Serve cancels, too: what it has lost
+            if not isinstance(broken, asyncio.CancelledError) or (task and task.cancelling()):
+                raise broken
         if handle is not None and ids:
             with contextlib.suppress(RayError, RayServeException):
                 handle.abort.remote(ids)
 
-    def _end(self, request_id: str, outcome: Outcome | None = None) -> None:
+    def _end(self, request_id: str, outcome: Outcome) -> None:
         """Hand out an outcome, unless its caller has gone."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return
         self._num_calls[call.replica_id] -= 1
-        if call.future.done() or outcome is None:
+        if call.future.done():
             return
         if isinstance(outcome, APRError):
             call.future.set_exception(outcome)

@@ -86,7 +86,7 @@ class RolloutServer:
 
     async def outcomes(
         self, client_id: str, replica_id: str
-    ) -> AsyncIterator[tuple[str, list[tuple[str, Generation | APRError]]]]:
+    ) -> AsyncIterator[tuple[str, list[tuple[str, Generation | APRError]] | None]]:
         """Stream the outcomes of a client's calls; see `Mailboxes.stream`.
 
         Args:
@@ -95,7 +95,7 @@ class RolloutServer:
 
         Yields:
             Which replica this is, at once and each time, and request id and outcome of those calls
-            that have ended.
+            that have ended; None once all have.
         """
         yield self._engine.replica_id, []
         if replica_id != self._engine.replica_id:
