@@ -19,8 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from host import describe_call, gpu_names, package_versions
-from modes import times_of
+import modes
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 MAKING_LIMIT_S, RUN_LIMIT_S = 400, 900
@@ -29,10 +28,7 @@ MAKING_LIMIT_S, RUN_LIMIT_S = 400, 900
 def main() -> None:
     """Run all that is asked for, and write the JSON."""
     args = _arguments()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    called = describe_call()
-    called["machine"]["gpus"] = gpu_names() if args.gpu else []
-    result = {**called, "versions": package_versions(), "runs": [], "modes": {}}
+    result = modes.describe(args)
     with tempfile.TemporaryDirectory(prefix="apr-learning-") as folder:
         model = make_base_model(Path(folder) / "model", args)
         result["parameters"] = num_parameters(model)
@@ -94,8 +90,7 @@ def one_run(
     config = str(EXAMPLE / "quickstart.yaml")
     command = [sys.executable, "-m", "ray_apr", "train", config, *pairs]
     subprocess.run(command, check=True, timeout=RUN_LIMIT_S)
-    times = times_of(folder / name)
-    return {"mode": mode, "repeat": repeat, **times}
+    return {"mode": mode, "repeat": repeat, **modes.times_of(folder / name)}
 
 
 ON_GPUS = (
@@ -107,20 +102,16 @@ ON_GPUS = (
 
 
 def figures(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Median time and final reward of each mode."""
-    found: dict[str, Any] = {}
-    by_mode = {m: [r for r in runs if r["mode"] == m] for m in dict.fromkeys(args.modes)}
-    medians = {m: statistics.median(r["seconds"] for r in of) for m, of in by_mode.items() if of}
-    for mode, seconds in medians.items():
-        of_mode = by_mode[mode]
+    """Times and rewards of each mode."""
+    found = modes.figures(runs)
+    for mode, row in found.items():
+        of_mode = [run for run in runs if run["mode"] == mode]
         rewards = [step["reward_mean"] for run in of_mode for step in run["steps"][-args.last :]]
-        found[mode] = {
-            "median_s": seconds,
+        row |= {
             "reward_first": statistics.fmean(r["steps"][0]["reward_mean"] for r in of_mode),
             "reward_last": statistics.fmean(rewards),
             "staleness_max": max(s["staleness_max"] for run in of_mode for s in run["steps"]),
             "ledger_error": [run["final"]["ledger_error"] for run in of_mode],
-            "sync_over_this": medians["sync"] / seconds if "sync" in medians else None,
         }
     return found
 

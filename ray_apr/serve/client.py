@@ -168,9 +168,8 @@ class ServeRolloutClient:
                 if replicas <= set(found):
                     break
                 handle = self._handle.options(session_id=f"slot-{number}")
-                with ours("replica_id"):
-                    async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                        found.setdefault(await handle.replica_id.remote(), handle)
+                async with ours("replica_id", _CONTROL_TIMEOUT_S):
+                    found.setdefault(await handle.replica_id.remote(), handle)
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
             self._handles = found
@@ -193,10 +192,9 @@ class ServeRolloutClient:
                 by_replica.setdefault(replica_id, []).append(request_id)
         if not set(by_replica) <= set(self._slots):
             return await self.abort_anywhere(request_ids)
-        with ours("abort"):
-            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
-                return num_unsent + sum(await asyncio.gather(*calls))
+        async with ours("abort", _CONTROL_TIMEOUT_S):
+            calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
+            return num_unsent + sum(await asyncio.gather(*calls))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""
@@ -269,11 +267,9 @@ class ServeRolloutClient:
 
         A replica that has died is none any more, though Serve knows it for some seconds.
         """
-        response = self._handle.broadcast(verb, *args)
-        try:
+        async with ours(verb, None):  # the answers have the limit
+            response = self._handle.broadcast(verb, *args)
             results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise translated(error, verb) from error
         results = [result for result in results if not isinstance(result, RayActorError)]
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:

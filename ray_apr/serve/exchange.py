@@ -28,7 +28,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
 )
 from dataclasses import dataclass, field
@@ -209,9 +208,8 @@ class Exchange:
         if not outbox:
             return
         try:
-            with ours("submit"):
-                async with asyncio.timeout(self._timeout_s):
-                    there: str = await handle.submit.remote(self._id, list(outbox.values()))
+            async with ours("submit", self._timeout_s):
+                there: str = await handle.submit.remote(self._id, list(outbox.values()))
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             self._fail(outbox, broken, handle)
             return
@@ -237,16 +235,15 @@ class Exchange:
                     handle = None
                     handle = await self._find(replica_id, there != replica_id)
                 owed = self._owed_by(replica_id)
-                with ours(f"outcomes of {replica_id}"):
-                    async with asyncio.timeout(_STREAM_S + self._timeout_s):
-                        streamed = handle.options(stream=True).outcomes
-                        async for piece in streamed.remote(self._id, replica_id):
-                            there, outcomes = piece
-                            if outcomes is None:  # an older stream was cut off with them
-                                lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
-                                self._fail(owed, lost)
-                            for request_id, outcome in outcomes or ():
-                                self._end(request_id, outcome)
+                async with ours(f"outcomes of {replica_id}", _STREAM_S + self._timeout_s):
+                    streamed = handle.options(stream=True).outcomes
+                    async for piece in streamed.remote(self._id, replica_id):
+                        there, outcomes = piece
+                        if outcomes is None:  # an older stream was cut off with them
+                            lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
+                            self._fail(owed, lost)
+                        for request_id, outcome in outcomes or ():
+                            self._end(request_id, outcome)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             self._fail(self._owed_by(replica_id), broken, handle)
         finally:
@@ -289,11 +286,12 @@ class Exchange:
             call.future.set_result(outcome)
 
 
-@contextlib.contextmanager
-def ours(what: str) -> Iterator[None]:
-    """Turn errors of Ray and of time limits into ours."""
+@contextlib.asynccontextmanager
+async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
+    """A time limit, and Ray's errors as ours."""
     try:
-        yield
+        async with asyncio.timeout(timeout_s):
+            yield
     except (RayError, RayServeException, TimeoutError) as error:
         raise translated(error, what) from error
 

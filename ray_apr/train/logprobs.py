@@ -264,7 +264,7 @@ def warm_up(
         (1, longest // 2),
         (2, longest // 16),
     )
-    parts = [_empty_micro_batch()]
+    parts = []
     for count, length in shapes:
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
@@ -277,8 +277,8 @@ def warm_up(
             versions=np.zeros(responses, dtype=np.int64),
             packed=packed,
         )
-        parts.insert(-1, part)
-    for part in parts:
+        parts.append(part)
+    for part in (*parts, _empty_micro_batch()):
         logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import EngineUnavailableError, WeightSyncError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.types import ServerStatus, WeightGroupState
+from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine
 
 
@@ -101,3 +103,22 @@ async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(
         await client.generate(
             request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
         )
+
+
+async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):
+    _, client = deployment
+    client._slots = client._handles = {"a": None}  # nothing can be sent there
+    client._placement = Placement(["a"], limit=8)
+
+    def generate():
+        return client.generate(
+            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+        )
+
+    first = asyncio.create_task(generate())
+    await asyncio.sleep(0)
+    with pytest.raises(RolloutError, match="s#0 is under way already"):
+        await generate()
+    assert await client.abort(["s#0", "unknown"]) == 1
+    generation = await asyncio.wait_for(first, 5)
+    assert (generation.finish_reason, generation.num_tokens) == (FinishReason.ABORT, 0)
