@@ -1,11 +1,13 @@
-"""One engine: what a token costs its processes, with vLLM's scheduler and with ours.
+"""One engine: its rate and what a token costs its processes, with vLLM's scheduler and with ours.
 
     python benchmarks/gpu.py engine --shape 0.6B --out engine.json
     python benchmarks/gpu.py engine --shape tiny --context 2048 --out engine.json  # on a CPU
 
-Both schedule alike; ours hands tokens over in pieces (ray_apr/serve/scheduler.py). In turns, each
-starts an engine that generates `--inflight` responses at a time, and is interrupted in the midst of
-them: until `pause` returns, and until all partial responses are there.
+Ours takes requests in together, where steps that do are dear, and hands tokens over in pieces
+(ray_apr/serve/scheduler.py); "ours, at once" only the latter. In turns, each starts an engine that
+generates `--inflight` responses of one length, then as many short ones at a time for a while, and
+is interrupted in the midst of them: until `pause` returns, and until all partial responses are
+there.
 """
 
 from __future__ import annotations
@@ -23,14 +25,21 @@ import psutil
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 64, 512
 NUM_INTERRUPTIONS = 12
+SHORT_TOKENS, SHORT_TURNS = 64, 16
+"""Median of the short responses, and how many follow on each other."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "vllm": {"scheduler_cls": None},
+    "ours": {},
+    "ours, at once": {"additional_config": {"ray_apr_prefill_interval_s": 0}},
+}
 
 
 def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Rates, CPU time and interruptions of each turn, and their medians."""
-    turns: dict[str, list[dict[str, float]]] = {"vllm": [], "ours": []}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.repeats):
         for name, found in turns.items():
-            found.append(asyncio.run(_turn(model, args, name == "ours")))
+            found.append(asyncio.run(_turn(model, args, VARIANTS[name])))
             print(name, found[-1], flush=True)
     medians = {
         name: {key: statistics.median(turn[key] for turn in found) for key in found[0]}
@@ -39,32 +48,35 @@ def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "turns": turns,
         "medians": medians,
-        "ours_over_vllm": {
-            key: medians["ours"][key] / value for key, value in medians["vllm"].items()
+        "over_vllm": {
+            name: {key: value / medians["vllm"][key] for key, value in found.items()}
+            for name, found in medians.items()
         },
     }
 
 
-async def _turn(model: Path, args: argparse.Namespace, in_pieces: bool) -> dict[str, float]:
-    engine = _make_engine(model, args, in_pieces)
+async def _turn(model: Path, args: argparse.Namespace, variant: dict[str, Any]) -> dict[str, float]:
+    engine = _make_engine(model, args, variant)
     await engine.start()
     try:
         await _generate(engine, args.inflight, 32)
         before, began = _cpu_seconds(), time.perf_counter()
         tokens = await _generate(engine, args.inflight, RESPONSE_TOKENS)
         seconds, after = time.perf_counter() - began, _cpu_seconds()
+        short = await _steady(engine, args.inflight)
         stops = [await _interrupt(engine, args.inflight) for _ in range(NUM_INTERRUPTIONS)]
     finally:
         engine.shutdown()
     return {
         "tokens_per_s": tokens / seconds,
+        "short_tokens_per_s": short,
         **{f"{p}_cpu_us_per_token": (after[p] - before[p]) / tokens * 1e6 for p in after},
         "pause_s": statistics.median(pause for pause, _ in stops),
         "handed_over_s": statistics.median(handed_over for _, handed_over in stops),
     }
 
 
-def _make_engine(model: Path, args: argparse.Namespace, in_pieces: bool) -> Any:
+def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any]) -> Any:
     import torch
 
     from ray_apr import RolloutConfig
@@ -80,7 +92,7 @@ def _make_engine(model: Path, args: argparse.Namespace, in_pieces: bool) -> Any:
         engine_kwargs={
             "max_num_seqs": args.inflight,
             **({"distributed_executor_backend": "uni"} if on_gpu else {}),
-            **({} if in_pieces else {"scheduler_cls": None}),
+            **variant,
         },
     )
     return Engine(
@@ -92,26 +104,45 @@ def _make_engine(model: Path, args: argparse.Namespace, in_pieces: bool) -> Any:
 
 
 def _start(engine: Any, count: int, length: int) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(_request(engine, i, length)) for i in range(count)]
+
+
+async def _request(engine: Any, index: int, length: int) -> Any:
     from ray_apr.types import SamplingParams
 
-    rng = random.Random(0)
-    return [
-        asyncio.create_task(
-            engine.generate(
-                request_id=f"{time.monotonic()}-{i}",
-                session_id=f"{i}",
-                token_ids=[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)],
-                sampling=SamplingParams(ignore_eos=True),
-                max_tokens=length,
-            )
-        )
-        for i in range(count)
-    ]
+    rng = random.Random(index)
+    return await engine.generate(
+        request_id=f"{time.monotonic()}-{index}",
+        session_id=f"{index}",
+        token_ids=[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)],
+        sampling=SamplingParams(ignore_eos=True),
+        max_tokens=length,
+    )
 
 
 async def _generate(engine: Any, count: int, length: int) -> int:
     """Tokens of `count` responses of this length."""
     return sum(g.num_tokens for g in await asyncio.gather(*_start(engine, count, length)))
+
+
+async def _steady(engine: Any, count: int) -> float:
+    """Tokens per second of short responses of many lengths, `count` at a time, until the last one
+    begins."""
+    rng = random.Random(0)
+    lengths = [rng.lognormvariate(0, 0.6) * SHORT_TOKENS for _ in range(SHORT_TURNS * count)]
+    left = iter(enumerate(min(RESPONSE_TOKENS, max(4, round(n))) for n in lengths))
+    tokens, began, ended = 0, time.perf_counter(), 0.0
+
+    async def one_after_another() -> None:
+        nonlocal tokens, ended
+        for index, length in left:
+            generation = await _request(engine, index, length)
+            if not ended:
+                tokens += generation.num_tokens
+        ended = ended or time.perf_counter()
+
+    await asyncio.gather(*(one_after_another() for _ in range(count)))
+    return tokens / (ended - began)
 
 
 async def _interrupt(engine: Any, count: int) -> tuple[float, float]:

@@ -47,7 +47,7 @@ summary=()
 for name in "$@"; do
 	case $name in
 	step) part step 150 bash -c 'tests -k "not whole_runs"' ;;
-	kills) part kills 300 bash -c 'tests -k killed' ;;
+	kills) part kills 450 bash -c 'tests -k killed' ;;
 	turns) part turns 300 bash -c 'tests -k turns' ;;
 	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;

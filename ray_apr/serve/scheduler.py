@@ -1,14 +1,22 @@
-"""vLLM's scheduler, which hands tokens over in pieces.
+"""vLLM's scheduler, which takes requests in together, and hands tokens over in pieces.
 
-    model ─► token, log-prob ─► piece of a request ─16 tokens, end or pause─► the server's process
+    requests ─► together, every 100 ms ─► steps of the model ─► token, log-prob
+                                                                        │
+           the server's process ◄─ 16 tokens, end or pause ─ piece of a request
+
+vLLM takes in a request with the next step. A step that only decodes is one CUDA graph; one that
+also takes in a prompt, of however few tokens, is launched piece by piece. Where responses are
+short, some request ends and another one begins in nearly every step, so that nearly none is a
+graph.
 
 vLLM's engine core sends each new token of each request by itself. Only the last output of a request
 is used here, yet to take in a token with its log-prob costs the server's process more than five
-times as much CPU as one in a piece: docs/performance.md, "Generation".
+times as much CPU as one in a piece. Figures of both: docs/performance.md, "Generation".
 
 Invariants:
     * A request's tokens leave in their order, all of them before its end; also where it is aborted.
     * A paused engine holds none: weights change only then, so a piece has tokens of one version.
+    * A request waits for others no longer than the interval, and only where many others decode.
 """
 
 from __future__ import annotations
@@ -32,6 +40,12 @@ logger = init_logger("vllm.ray_apr")
 
 _PIECE_TOKENS = 16
 """Tokens of a piece: few enough that a pause, which waits for all pieces, does not get long."""
+_PREFILL_INTERVAL_S = 0.1
+"""Requests are taken in at most so often, unless many wait."""
+_MANY = 1 / 16
+"""So many: a share of those that decode."""
+PREFILL_INTERVAL = "ray_apr_prefill_interval_s"
+"""Key of vLLM's ``additional_config`` that sets another interval; 0 takes in each one at once."""
 _OWN = ("request_id", "new_token_ids", "new_logprobs")
 _OTHERS = [
     (name, default)
@@ -80,6 +94,11 @@ class _InPieces:
         """When tokens were made last."""
         self._is_stopped = False
         """Whether a pause has come between, while there were requests."""
+        self._interval_s = _prefill_interval_s(self.vllm_config)  # type: ignore[attr-defined]
+        self._last_prefill_s = 0.0
+        """When requests were taken in last."""
+        self._num_gathered = 0
+        """Requests that have to wait for others, of which vLLM says that they queue."""
 
     def has_requests(self) -> bool:
         """Whether there is something to do: also to hand over, of which vLLM does not know."""
@@ -124,15 +143,41 @@ class _InPieces:
         self._is_stopped = self._is_stopped or is_stop
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> Any:
         """The next step; the first one after a stop says how long none was made, for whatever
         reason: a pause, or requests that came late."""
-        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._num_gathered = self._num_to_gather()
+        if self._num_gathered:
+            throttle_prefills = True
+            self.prefill_capacity_bound = False  # vLLM would not hold requests where others queue
+        step = super().schedule(throttle_prefills)  # type: ignore[misc]
+        if step.scheduled_new_reqs:
+            self._last_prefill_s = time.perf_counter()
         if self._is_stopped and step.total_num_scheduled_tokens:
             self._is_stopped = False
             stopped_s = time.perf_counter() - self._last_step_s
             logger.info("generation stopped for %.2f ms", 1e3 * stopped_s)
         return step
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's figures; a request that waits for others is none that the engine has no room
+        for."""
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            stats.num_waiting_reqs = max(0, stats.num_waiting_reqs - self._num_gathered)
+        return stats
+
+    def _num_to_gather(self) -> int:
+        """How many requests wait for others to be taken in with; 0 once it is worth a step."""
+        if time.perf_counter() - self._last_prefill_s >= self._interval_s:
+            return 0
+        num_running, num_waiting = self.get_request_counts()  # type: ignore[attr-defined]
+        num_free = self.max_num_running_reqs - num_running  # type: ignore[attr-defined]
+        num_ready = min(num_waiting, num_free)
+        if num_ready <= 0 or num_ready >= num_running * _MANY:
+            return 0
+        running: list[Request] = self.running  # type: ignore[attr-defined]
+        return 0 if any(request.is_prefill_chunk for request in running) else num_ready
 
     @property
     def _is_paused(self) -> bool:
@@ -161,6 +206,16 @@ class _InPieces:
         if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
             return False
         return all(getattr(output, name) is default for name, default in _OTHERS)
+
+
+def _prefill_interval_s(vllm_config: Any) -> float:
+    """As it was set; else 0 where a step that takes requests in is like any other."""
+    given = vllm_config.additional_config
+    if isinstance(given, dict) and PREFILL_INTERVAL in given:
+        return float(given[PREFILL_INTERVAL])
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    is_costly = graphs is not None and graphs.decode_mode() != graphs.mixed_mode()
+    return _PREFILL_INTERVAL_S if is_costly else 0.0
 
 
 def _of(by_client: dict[int, EngineCoreOutputs], client: int) -> EngineCoreOutputs:

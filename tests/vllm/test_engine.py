@@ -479,6 +479,31 @@ def test_status_tells_the_queue_and_the_kv_use(parts):
     assert after.num_ended == before.num_ended + 100
 
 
+def test_requests_that_come_late_are_taken_in_together(tmp_path):
+    from ray_apr.serve.scheduler import PREFILL_INTERVAL
+
+    many = 17  # of which the 17th is the last one that goes in alone
+    interval = {PREFILL_INTERVAL: 60}
+    engine = make_engine(make_tiny_model(tmp_path / "model"), additional_config=interval)
+
+    async def body(num_late):
+        others = [start(engine, max_tokens=400) for _ in range(many)]
+        await asyncio.sleep(0.2)
+        late = [start(engine, max_tokens=2) for _ in range(num_late)]
+        done, _ = await asyncio.wait((*others, *late), return_when=asyncio.FIRST_COMPLETED)
+        queued = engine.status().num_queued
+        await asyncio.gather(*others, *late)
+        return len(done & set(late)), queued
+
+    async def both():
+        async with running(engine):
+            return [await body(num_late) for num_late in (1, 2)]
+
+    (alone, queued), (together, _) = asyncio.run(both())
+    assert (alone, queued) == (0, 0), "it waits, but for no room in the engine"
+    assert together == 2
+
+
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
 def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, num_arrived):
     """AReaL#1160, OpenRLHF#1262, trl#5892: an error left engines paused for good."""

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from vllm.config import CUDAGraphMode
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from ray_apr.serve.scheduler import _PIECE_TOKENS, _InPieces
+from ray_apr.serve.scheduler import _PIECE_TOKENS, PREFILL_INTERVAL, _InPieces
 
 pytestmark = pytest.mark.vllm
 
@@ -25,10 +26,18 @@ pytestmark = pytest.mark.vllm
 class VLLM:
     """As much of vLLM's scheduler as is overridden: each request gets a token in each step."""
 
-    def __init__(self):
+    max_num_running_reqs = 100
+
+    def __init__(self, interval_s=None, graphs="NONE"):
         self.requests = {}
         self.pause_state = PauseState.UNPAUSED
         self.made = {}
+        self.running, self.waiting = [], []
+        self.prefill_capacity_bound = False
+        self.vllm_config = SimpleNamespace(
+            additional_config={} if interval_s is None else {PREFILL_INTERVAL: interval_s},
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs]),
+        )
 
     def add(self, name, *, client=0, kind=RequestOutputKind.FINAL_ONLY):
         params = SimpleNamespace(output_kind=kind)
@@ -43,9 +52,24 @@ class VLLM:
     def set_pause_state(self, pause_state):
         self.pause_state = pause_state
 
-    def schedule(self):
+    def schedule(self, throttle_prefills=False):
         is_idle = not self.requests or self.pause_state != PauseState.UNPAUSED
-        return SimpleNamespace(total_num_scheduled_tokens=0 if is_idle else len(self.requests))
+        taken = []
+        if not throttle_prefills or self.prefill_capacity_bound:
+            num_free = self.max_num_running_reqs - len(self.running)
+            taken, self.waiting = self.waiting[:num_free], self.waiting[num_free:]
+            self.prefill_capacity_bound = bool(self.waiting)
+            self.running += taken
+        return SimpleNamespace(
+            total_num_scheduled_tokens=0 if is_idle else len(self.requests),
+            scheduled_new_reqs=taken,
+        )
+
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting)
+
+    def make_stats(self):
+        return SimpleNamespace(num_waiting_reqs=len(self.waiting))
 
     def finish_requests(self, names, status):
         names = list(self.requests) if names is None else names
@@ -124,6 +148,62 @@ def test_an_output_with_more_than_tokens_does_not_wait():
     assert held.new_token_ids == [0] and kept is more
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
+
+
+def decoding(is_prefill_chunk=False):
+    return SimpleNamespace(is_prefill_chunk=is_prefill_chunk)
+
+
+def test_requests_are_taken_in_together_where_many_decode(clock):
+    scheduler = Scheduler(graphs="FULL_AND_PIECEWISE")
+    scheduler.waiting = [decoding() for _ in range(64)]
+    assert len(scheduler.schedule().scheduled_new_reqs) == 64, "none decodes yet"
+    scheduler.waiting = [decoding()]
+    clock[0] += 0.099
+    assert not scheduler.schedule().scheduled_new_reqs
+    assert scheduler.make_stats().num_waiting_reqs == 0, "the engine has room for it"
+    clock[0] += 0.002
+    assert len(scheduler.schedule().scheduled_new_reqs) == 1, "it has waited long enough"
+    assert scheduler.make_stats().num_waiting_reqs == 0
+    scheduler.waiting = [decoding() for _ in range(5)]
+    assert len(scheduler.schedule().scheduled_new_reqs) == 5, "a sixteenth of 65"
+
+
+def test_who_queues_behind_a_full_engine_is_taken_in_together_with_others(clock):
+    scheduler = Scheduler(interval_s=0.5)
+    scheduler.waiting = [decoding() for _ in range(110)]
+    scheduler.schedule()
+    assert scheduler.prefill_capacity_bound
+    del scheduler.running[:3]
+    assert not scheduler.schedule().scheduled_new_reqs
+    assert scheduler.make_stats().num_waiting_reqs == 7, "three of ten have room"
+    del scheduler.running[:4]
+    assert len(scheduler.schedule().scheduled_new_reqs) == 7
+
+
+def test_a_request_does_not_wait_for_a_step_that_takes_in_a_prompt_anyway(clock):
+    scheduler = Scheduler(interval_s=0.5)
+    scheduler.waiting = [decoding() for _ in range(50)]
+    scheduler.schedule()
+    scheduler.waiting, scheduler.running[7] = [decoding()], decoding(is_prefill_chunk=True)
+    assert len(scheduler.schedule().scheduled_new_reqs) == 1
+
+
+@pytest.mark.parametrize("graphs", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize("interval_s", [None, 0])
+def test_no_request_waits_where_all_steps_are_alike(graphs, interval_s, clock):
+    scheduler = Scheduler(interval_s, graphs if interval_s is None else "FULL_AND_PIECEWISE")
+    scheduler.waiting = [decoding() for _ in range(90)]
+    scheduler.schedule()
+    scheduler.waiting = [decoding()]
+    assert len(scheduler.schedule().scheduled_new_reqs) == 1
+
+
 def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
     scheduler, reader = Scheduler(), Reader()
     for name in "abc":
@@ -139,9 +219,8 @@ def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_the_first_step_after_a_pause_tells_how_long_nothing_was_made(mode, monkeypatch):
-    clock, told = [100.0], []
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+def test_the_first_step_after_a_pause_tells_how_long_nothing_was_made(mode, clock, monkeypatch):
+    told = []
     monkeypatch.setattr("ray_apr.serve.scheduler.logger.info", lambda _, ms: told.append(ms))
     scheduler = Scheduler()
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
