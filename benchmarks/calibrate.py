@@ -156,7 +156,7 @@ def measured_cluster(
     """The simulator's machine: engines as measured, all else as in the synchronous runs.
 
     What neither engines nor trainer use of the host's cores is what it uses when idle, and on top
-    of that the same for each sample.
+    of that the same for each sample; it counts where they share the cores.
     """
     rows = [row for run in sync_runs for row in run["steps"][1:] if "trainer_step_s" in row]
     slope, overhead = _fitted([(row["num_tokens"], row["trainer_step_s"]) for row in rows])
@@ -176,7 +176,9 @@ def measured_cluster(
             },
             "weight_sync_s": statistics.median(syncs),
             "reward_workers": args.reward_concurrency,
-            "sample_overhead_s": max(0.0, statistics.median(others)) / num_samples,
+            "sample_overhead_s": 0.0
+            if args.gpu
+            else max(0.0, statistics.median(others)) / num_samples,
             "batch": {"prompts": args.batch_prompts, "group_size": args.group_size},
             "steps": args.steps,
         }
@@ -197,7 +199,8 @@ def _fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
 def predict(
     trace: Trace, modes: dict[str, tuple[PartialRolloutConfig, ClusterConfig]], seeds: int
 ) -> dict[str, float]:
-    """Simulated time of "sync" over that of each mode; medians over prompt orders."""
+    """Simulated time of "sync" over that of each mode; medians over seeds, which are those of the
+    runs: both have the prompts in the same order."""
     times = {
         mode: statistics.median(
             Simulation(trace, cluster, config, seed=seed).run().wall_s for seed in range(seeds)

@@ -29,6 +29,9 @@ from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
 from host import describe_call, gpu_names, package_versions, ray_environment
 
+from ray_apr.report.load import load_run
+from ray_apr.report.summary import summarize
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -225,7 +228,7 @@ def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> d
         mode: (mode_config(mode, args), takes_turns if mode in args.colocated else cluster)
         for mode in result["modes"]
     }
-    ratios = predict(trace, runs, seeds=5)
+    ratios = predict(trace, runs, seeds=args.repeats)
     measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
     return {
         "cluster": dataclasses.asdict(cluster),
@@ -289,10 +292,13 @@ def times_of(run: Path) -> dict[str, Any]:
     )
     ends = [row["time_s"] for row in steps if "policy_version" in row]
     generates = min(span["start_s"] for span in spans if span["what"] == "generate")
+    summary = summarize(load_run(run))
     return {
         "generates_at_s": generates,
         "seconds": ends[-1] - generates,
         "first_step_s": ends[0] - generates,
+        "generation_idle_ratio": summary["generation_idle_ratio"],
+        "trainer_idle_ratio": summary["trainer_idle_ratio"],
         "switch_s": [s["end_s"] - s["start_s"] for s in spans if s["what"] == "switch"],
         "steps": steps,
         "final": final,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from ray_apr.data.order import prompt_order
 from ray_apr.exceptions import ConfigError
 from ray_apr.types import Prompt
 
@@ -169,7 +170,7 @@ class PromptSource:
         """Hand out the next prompt; `position` moves on by one."""
         epoch, offset = divmod(self.position, len(self))
         if epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self))
+            self._order = prompt_order(len(self), seed=self._seed, epoch=epoch)
             self._epoch = epoch
         row: dict[str, Any] = self._table.slice(int(self._order[offset]), 1).to_pylist()[0]
         self.position += 1

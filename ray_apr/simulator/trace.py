@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
-import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.checks import is_number
+from ray_apr.data.order import prompt_order
 from ray_apr.exceptions import ConfigError
 
 COLUMNS = ("prompt_id", "sample_index", "prompt_tokens", "response_tokens", "reward_s")
@@ -79,12 +80,10 @@ class Trace:
         return ((group, sample) for group in self.groups for sample in group.samples)
 
     def cycle(self, seed: int) -> Iterator[TraceGroup]:
-        """All prompts without end, in a new order of the seed in each epoch."""
-        generator = random.Random(seed)
-        order = list(self.groups)
-        while True:
-            generator.shuffle(order)
-            yield from order
+        """All prompts without end, in the order in which a run of this seed has them."""
+        for epoch in itertools.count():
+            order = prompt_order(len(self.groups), seed=seed, epoch=epoch)
+            yield from (self.groups[number] for number in order)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Trace:

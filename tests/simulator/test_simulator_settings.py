@@ -127,7 +127,9 @@ def test_kv_cache(mode):
     )
     _, kept = simulate(mode, cluster=roomy, kv_cache="keep")
     _, recomputed = simulate(mode, cluster=roomy, kv_cache="recompute")
-    assert kept.tokens_reprefilled == 0 < recomputed.tokens_reprefilled
+    assert 0 <= kept.tokens_reprefilled < recomputed.tokens_reprefilled / 10
+    if mode == "in_flight":  # what was interrupted may go on at an engine without its entries
+        assert kept.tokens_reprefilled == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,17 @@
+"""The order in which a run hands prompts out; the simulator's runs have it, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def prompt_order(num_prompts: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Numbers of all prompts, in the order of an epoch [num_prompts].
+
+    Args:
+        num_prompts: How many there are.
+        seed: Of the run, at least 0.
+        epoch: From 0 on.
+    """
+    return np.random.default_rng([seed, epoch]).permutation(num_prompts)
