@@ -115,10 +115,18 @@ class RolloutClient(Protocol):
         ...
 
     async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+        self,
+        policy_version: int,
+        handles: Mapping[str, list[Any]] | None = None,
+        *,
+        resume: bool = False,
     ) -> None:
         """Receive one broadcast of all weights in the group, or read them where `handles` say
-        (`weights.shared`); from then on its members' tokens carry `policy_version`."""
+        (`weights.shared`); from then on its members' tokens carry `policy_version`.
+
+        With `resume` each engine goes on as soon as it has them, others than members at once; if
+        this raises, some may have to be resumed yet.
+        """
         ...
 
 

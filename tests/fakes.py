@@ -226,7 +226,11 @@ class ScriptedEngine:
         self.groups.append(dict(group))
 
     async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+        self,
+        policy_version: int,
+        handles: Mapping[str, list[Any]] | None = None,
+        *,
+        resume: bool = False,
     ) -> None:
         """Take a new version at once, or break as `fail_next_sync` says."""
         error, self.fail_next_sync = self.fail_next_sync, None
@@ -234,6 +238,8 @@ class ScriptedEngine:
         if error is not None:
             raise error
         self.policy_version = policy_version
+        if resume:
+            await self.resume()
 
     def _request(
         self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int

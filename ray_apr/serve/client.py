@@ -247,11 +247,17 @@ class ServeRolloutClient:
         self._members = frozenset(first_ranks)
 
     async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+        self,
+        policy_version: int,
+        handles: Mapping[str, list[Any]] | None = None,
+        *,
+        resume: bool = False,
     ) -> None:
         """Receive one broadcast on all replicas of the group, or read shared weights there."""
         members = sorted(self._members)
-        await self._all_members(members, "receive_weights", policy_version, members, handles)
+        await self._all_members(
+            members, "receive_weights", policy_version, members, handles, resume
+        )
         self._policy_version = policy_version
         if self._members != set(self._slots):
             self._slots = {}  # learned again by the next call: a new replica may answer now

@@ -15,12 +15,14 @@ times as much CPU as one in a piece. Figures of both: docs/performance.md, "Gene
 
 Invariants:
     * A request's tokens leave in their order, all of them before its end; also where it is aborted.
-    * A paused engine holds none: weights change only then, so a piece has tokens of one version.
+    * Where vLLM tells the version of tokens, a paused engine holds none: weights change only then,
+      so a piece has tokens of one version.
     * A request waits for others no longer than the interval, and only where many others decode.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import defaultdict
 from typing import Any
@@ -46,17 +48,21 @@ _MANY = 1 / 16
 """So many: a share of those that decode."""
 PREFILL_INTERVAL = "ray_apr_prefill_interval_s"
 """Key of vLLM's ``additional_config`` that sets another interval; 0 takes in each one at once."""
+_TELLS_VERSIONS = "weight_version" in EngineCoreOutputs.__struct_fields__
+"""Whether outputs carry the version under which their tokens were made; vLLM 0.26 has none."""
 _OWN = ("request_id", "new_token_ids", "new_logprobs")
-_OTHERS = [
-    (name, default)
+_OTHERS = {
+    name: default
     for name, default in zip(
         reversed(EngineCoreOutput.__struct_fields__),
         reversed(EngineCoreOutput.__struct_defaults__),
         strict=False,
     )
     if name not in _OWN
-]
+}
 """Fields that an output with nothing but tokens and log-probs leaves at their defaults."""
+_others_of = operator.attrgetter(*_OTHERS)
+_DEFAULTS = tuple(_OTHERS.values())
 
 
 class _Piece:
@@ -102,7 +108,7 @@ class _InPieces:
 
     def has_requests(self) -> bool:
         """Whether there is something to do: also to hand over, of which vLLM does not know."""
-        to_hand_over = self._aborted or (self._pieces and self._is_paused)
+        to_hand_over = self._aborted or (self._pieces and self._must_hand_over)
         return bool(to_hand_over) or super().has_requests()  # type: ignore[misc]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
@@ -114,7 +120,7 @@ class _InPieces:
             step.outputs = [kept for o in step.outputs for kept in self._take(o, client)]
             if not (step.outputs or step.finished_requests or step.scheduler_stats):
                 del by_client[client]
-        if self._is_paused:
+        if self._must_hand_over:
             for request_id, piece in self._pieces.items():
                 _of(by_client, piece.client).outputs.append(piece.output(request_id))
             self._pieces.clear()
@@ -180,8 +186,9 @@ class _InPieces:
         return 0 if any(request.is_prefill_chunk for request in running) else num_ready
 
     @property
-    def _is_paused(self) -> bool:
-        return self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined,no-any-return]
+    def _must_hand_over(self) -> bool:
+        """Whether no piece may stay."""
+        return _TELLS_VERSIONS and self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined]
 
     def _take(self, output: EngineCoreOutput, client: int) -> list[EngineCoreOutput]:
         """What leaves now that this output has come."""
@@ -205,7 +212,7 @@ class _InPieces:
         params = None if request is None else request.sampling_params
         if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
             return False
-        return all(getattr(output, name) is default for name, default in _OTHERS)
+        return all(map(operator.is_, _others_of(output), _DEFAULTS))
 
 
 def _prefill_interval_s(vllm_config: Any) -> float:

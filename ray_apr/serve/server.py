@@ -153,12 +153,20 @@ class RolloutServer:
         policy_version: int,
         members: Collection[str],
         handles: Mapping[str, list[Any]] | None = None,
+        resume: bool = False,
     ) -> bool:
-        """Take one set of weights, if this replica is a member; see `Engine.receive_weights`."""
-        if self._engine.replica_id not in members:
-            return False
-        await self._engine.receive_weights(policy_version, handles)
-        return True
+        """Take one set of weights, if this replica is a member, and go on if `resume` says so; see
+        `Engine.receive_weights`.
+
+        Returns:
+            Whether it is one.
+        """
+        is_member = self._engine.replica_id in members
+        if is_member:
+            await self._engine.receive_weights(policy_version, handles)
+        if resume:
+            await self._engine.resume()
+        return is_member
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

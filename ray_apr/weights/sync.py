@@ -1,7 +1,8 @@
 """One weight sync: pause -> receive -> resume, which no error leaves half done.
 
 Invariants, kept by `WeightSync`:
-    * Engines are resumed in a ``finally``; a sync whose `finish` never comes ends by its limit.
+    * Each engine goes on once it has its weights, and all are resumed after any error; a sync whose
+      `finish` never comes ends by its limit.
     * One sync at a time.
     * A replica that did not get all of its weights refuses to generate until the next sync, rather
       than answer under a version that it does not have (the server keeps that).
@@ -29,6 +30,7 @@ class SyncTimes:
     pause_s: float
     receive_s: float
     resume_s: float
+    """After the last one has its weights; 0 where each engine goes on by itself."""
     stopped_s: float
     """From the first pause to the last resume."""
 
@@ -109,12 +111,15 @@ class WeightSync:
         begin = time.monotonic()
         paused = received = begin
         errors: list[Exception] = []
+        go_on = handles is None  # shared weights have to be released first
+        must_resume = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._client.pause(self._pause_mode)
                 paused = time.monotonic()
                 listening.set_result(None)
-                await self._client.receive_weights(policy_version, handles)
+                await self._client.receive_weights(policy_version, handles, resume=go_on)
+                must_resume = not go_on
                 received = time.monotonic()
                 if handles is not None:
                     self._read.set_result(None)
@@ -124,7 +129,8 @@ class WeightSync:
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
-            errors += await self._resume()
+            if must_resume:
+                errors += await self._resume()
         if errors:
             reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
             message = f"weight sync to version {policy_version}: {reasons}"

@@ -13,6 +13,7 @@ from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncE
 from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
 from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine
 
@@ -70,12 +71,12 @@ async def test_a_replica_that_comes_takes_no_part_before_the_next_group(deployme
     handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
     await client.join_weight_group({}, state.first_ranks)
     await client.receive_weights(4)
-    assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], None)
+    assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], None, False)
     state = await client.weight_group_state()
     assert (state.num_workers, state.is_whole) == (6, False)
     await client.join_weight_group({}, state.first_ranks)
-    await client.receive_weights(5)
-    assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], None)
+    await client.receive_weights(5, resume=True)
+    assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], None, True)
 
 
 async def test_a_dead_replica_counts_only_where_weights_are_concerned(deployment):
@@ -122,3 +123,27 @@ async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(d
     assert await client.abort(["s#0", "unknown"]) == 1
     generation = await asyncio.wait_for(first, 5)
     assert (generation.finish_reason, generation.num_tokens) == (FinishReason.ABORT, 0)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("members", [["a", "b"], ["b"]])
+async def test_a_server_that_takes_no_part_in_a_sync_goes_on_with_the_others(members, resume):
+    done = []
+
+    class Engine:
+        replica_id = "a"
+
+        async def receive_weights(self, policy_version, handles):
+            done.append(policy_version)
+
+        async def resume(self):
+            done.append("resume")
+
+        def shutdown(self):
+            pass
+
+    server = RolloutServer.__new__(RolloutServer)
+    server._engine = Engine()
+    is_member = "a" in members
+    assert await server.receive_weights(7, members, resume=resume) == is_member
+    assert done == [7] * is_member + ["resume"] * resume

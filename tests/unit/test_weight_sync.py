@@ -35,10 +35,10 @@ class RecordingEngine(ScriptedEngine):
         await super().pause(mode)
         await self._note(f"pause {mode}")
 
-    async def receive_weights(self, policy_version: int, handles=None) -> None:
+    async def receive_weights(self, policy_version: int, handles=None, *, resume=False) -> None:
         await self._note("receive")
         await self.sent.wait()
-        await super().receive_weights(policy_version, handles)
+        await super().receive_weights(policy_version, handles, resume=resume)
 
     async def resume(self) -> None:
         await self._note("resume")

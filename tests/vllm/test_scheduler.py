@@ -204,6 +204,24 @@ def test_no_request_waits_where_all_steps_are_alike(graphs, interval_s, clock):
     assert len(scheduler.schedule().scheduled_new_reqs) == 1
 
 
+def test_where_nobody_tells_versions_pieces_outlast_a_pause(monkeypatch):
+    monkeypatch.setattr("ray_apr.serve.scheduler._TELLS_VERSIONS", False)
+    scheduler, reader = Scheduler(), Reader()
+    for name in "ab":
+        scheduler.add(name)
+    reader.take(scheduler.update_from_output())
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    assert not scheduler.has_requests()
+    reader.take(scheduler.update_from_output())
+    assert reader.tokens == {}
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    reader.take(scheduler.update_from_output())
+    assert reader.tokens == {"a": scheduler.made["a"]}, "what is frozen can be aborted"
+    scheduler.pause_state = PauseState.UNPAUSED
+    reader.take(scheduler.update_from_output(ending=["b"]))
+    assert reader.tokens == scheduler.made
+
+
 def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
     scheduler, reader = Scheduler(), Reader()
     for name in "abc":
