@@ -84,7 +84,7 @@ def one_run(
     name = f"{mode}-{repeat}"
     settings = [
         f"mode={mode}", f"model={model}", f"run.storage_path={folder}", f"run.name={name}",
-        f"train.seed={repeat}", f"rollout.seed={repeat}", *(ON_GPUS if args.gpu else ()), *args.set,
+        f"train.seed={repeat}", *(ON_GPUS if args.gpu else ()), *args.set,
     ]  # fmt: skip
     pairs = [part for setting in settings for part in ("--set", setting)]
     config = str(EXAMPLE / "quickstart.yaml")

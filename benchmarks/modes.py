@@ -195,12 +195,11 @@ def rollout_config(
         group_size=args.group_size,
         max_response_tokens=longest,
         replay_column="lengths",
-        seed=repeat,
         device="cuda" if args.gpu else "cpu",
         dtype="bfloat16" if args.gpu else "float32",
         reward_concurrency=args.reward_concurrency,
         reward_timeout_s=600.0,
-        engine_kwargs={"max_num_seqs": args.max_num_seqs},
+        engine_kwargs={"max_num_seqs": args.max_num_seqs, "seed": repeat},
     )
 
 

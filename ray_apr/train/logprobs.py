@@ -262,7 +262,7 @@ def warm_up(
         (whole - 1, longest * 3 // 4),
         (3, longest // 4),
         (1, longest // 2),
-        (2, longest // 16),
+        (2, 8),
     )
     parts = []
     for count, length in shapes:
