@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes import MARK, kill_all
+from tests.processes import MARK, kill_all, processes_of
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
 _LIVING_PARTS = """
@@ -76,3 +79,29 @@ def living_parts(address: str, env: dict[str, str]) -> str:
         check=False,
     )  # fmt: skip
     return left.stdout.strip() or left.stderr
+
+
+def fail_by_killing(
+    victim: str, folder: Path, address: str, env: dict[str, str], *overrides: str,
+    before: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Start a run on a cluster and kill one of its parts after a step: it fails, and leaves none.
+
+    `before` is called when all parts are there.
+    """
+    on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
+    run = start_run(folder, on_cluster, *overrides)
+    assert run.stdout is not None
+    seen = []
+    for line in run.stdout:
+        seen.append(line)
+        if line.startswith("step"):
+            break
+    (pid,) = [p for p, name in processes_of(env[MARK]).items() if victim in name]
+    before()
+    os.kill(pid, signal.SIGKILL)
+    rest, _ = run.communicate(timeout=240)
+    assert run.returncode == 1, "".join(seen) + rest
+    final = json.loads((folder / "run" / "final.json").read_text())
+    assert (final["status"], final["ledger_error"]) == ("failed", 0)
+    assert living_parts(address, env) == "[]"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.processes import kill_all, marked_environment, processes_of
-from tests.whole_runs import command, living_parts, running_cluster, start_run
+from tests.whole_runs import command, fail_by_killing, running_cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -49,23 +48,12 @@ def test_a_killed_part_ends_the_run_and_frees_the_gpus(tmp_path, victim):
     before = used_memory()
     try:
         with running_cluster(env) as (address, _):
-            on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
-            run = start_run(tmp_path, on_cluster, *ON_GPUS)
-            assert run.stdout is not None
             seen = []
-            for line in run.stdout:
-                seen.append(line)
-                if line.startswith("step"):
-                    break
-            (pid,) = [p for p, name in processes_of(mark).items() if victim in name]
-            assert used_memory() > before + 1000, "engine and trainer are there"
-            os.kill(pid, signal.SIGKILL)
-            rest, _ = run.communicate(timeout=240)
-            assert run.returncode == 1, "".join(seen) + rest
-            final = json.loads((tmp_path / "run" / "final.json").read_text())
-            assert final["status"] == "failed"
+            fail_by_killing(
+                victim, tmp_path, address, env, *ON_GPUS, before=lambda: seen.append(used_memory())
+            )
+            assert seen[0] > before + 1000, "engine and trainer were there"
             check_memory_is_free(before, mark)
-            assert living_parts(address, env) == "[]"
     finally:
         kill_all(mark)
 

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.processes import kill_all, marked_environment, processes_of, wait_until_none
-from tests.whole_runs import CONFIG, command, living_parts, ray_cli, running_cluster, start_run
+from tests.whole_runs import (
+    CONFIG,
+    command,
+    fail_by_killing,
+    living_parts,
+    ray_cli,
+    running_cluster,
+    start_run,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -180,3 +188,15 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
     assert final["ledger_error"] == 0
     gone, new, old = sorted(engine["policy_version"] for engine in final["engines"])
     assert gone < new >= old - 1, "the new one gets the weights of the old one"
+
+
+def test_a_run_without_its_only_server_engine_or_trainer_fails_and_leaves_nothing(tmp_path, marked):
+    _, env = marked
+    with running_cluster(env) as (address, _):
+        for number, victim in enumerate(("RayTrainWorker", "ServeReplica", "EngineCore")):
+            folder = tmp_path / str(number)  # not the victim's name, which its command would have
+            folder.mkdir()
+            fail_by_killing(
+                victim, folder, address, env, "rollout.num_replicas=1", "train.steps=1000",
+                "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
+            )  # fmt: skip
