@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 
 from ray_apr.exceptions import WeightSyncError
 from ray_apr.serve.replay import Copies, CopyRecorder, replay
-from ray_apr.weights.collective import as_tensor, byte_buffer, join
+from ray_apr.weights.collective import as_tensor, byte_buffer, join, register_backends
 from ray_apr.weights.plan import Bucket, WeightGroup
 from ray_apr.weights.shared import SHARED, Handle, device_key, opened
 
@@ -71,6 +71,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     """Of each bucket that was loaded once; None where a replay would not do."""
     _stages: list[torch.Tensor]
     _stream: torch.cuda.Stream
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        register_backends()  # here: the engine stops for what forming a group takes
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Join the group; waits for all members."""

@@ -77,6 +77,7 @@ class WeightSender:
         self._device = compute_device(model)
         self.staged: list[torch.Tensor] = []
         self._group: WeightGroup | None = None
+        register_backends()  # here: engines stop for what forming a group takes
 
     def open_group(self, num_engine_workers: int, *, host: str, timeout_s: float) -> WeightGroup:
         """Open the rendezvous of a new group (rank 0); the engine workers are told of it next.
@@ -114,7 +115,6 @@ class WeightSender:
         from ray.util import collective
 
         self.close()  # a group that broke
-        register_backends()
         try:
             collective.init_collective_group(
                 group.world_size, 0, backend=group.backend, group_name=address(group)
