@@ -156,8 +156,10 @@ class ServeRolloutClient:
             if self._slots:
                 return
             running = await self.status(drain=False)
-            # one that Serve has started again has the base model until the next sync
-            ready = {s.replica_id for s in running if s.policy_version >= self._policy_version}
+            # one that Serve has started again has the base model until the next sync, and one that
+            # is paused may be in the midst of it
+            newest = self._policy_version
+            ready = {s.replica_id for s in running if s.is_paused or s.policy_version >= newest}
             if not ready:
                 raise EngineUnavailableError(
                     f"no rollout server has the weights of version {self._policy_version}"

@@ -38,7 +38,8 @@ _CORE_LIMIT_S = 20.0
 """Longest wait for the engine core to take calls in, and for what it has of those that are aborted;
 it takes much less than a second, unless it is busy with a long prefill."""
 _FROZEN_LIMIT_S = 0.2
-"""The same where calls are frozen: the core may be busy with weights, and has nothing of theirs."""
+"""The same where calls are frozen and the core has nothing of theirs: it may be busy with weights.
+A vLLM that does not attest versions keeps pieces of theirs (`serve.scheduler`)."""
 
 
 class _Call:
@@ -88,6 +89,8 @@ class Engine:
         self._llm: Any = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self.num_pauses = 0
+        """How often somebody has asked for a pause."""
         self._control = asyncio.Lock()
         self._receiving = asyncio.Lock()
         self._running: dict[str, asyncio.Event] = {}
@@ -162,6 +165,7 @@ class Engine:
         sampling: SamplingParams,
         max_tokens: int,
         session_id: str = "",
+        min_policy_version: int = 0,
     ) -> Generation:
         """Continue `token_ids` by at most `max_tokens`.
 
@@ -172,10 +176,12 @@ class Engine:
             max_tokens: Most new tokens.
             session_id: With `keep_kv_cache`, only calls of one session share KV entries, so that
                 no call meets those of weights that are older than its own session.
+            min_policy_version: Version of the caller's weights, which a replica that has begun anew
+                does not have before the next weight sync. One that is paused may get it.
 
         Raises:
             RolloutError: If the request is malformed, or its id is in use.
-            EngineUnavailableError: If the engine is dead, or its weights are undefined.
+            EngineUnavailableError: If the engine is dead, or its weights are undefined or older.
         """
         if request_id in self._running:
             raise RolloutError(f"request {request_id} is under way already")
@@ -191,6 +197,10 @@ class Engine:
             if not self._weights_valid:
                 raise EngineUnavailableError(
                     f"the weights of {self.replica_id} are undefined after a broken weight sync"
+                )
+            if self._policy_version < min_policy_version:
+                raise EngineUnavailableError(
+                    f"{self.replica_id} does not have version {min_policy_version} yet"
                 )
             salt = session_id if self._keep_kv_cache else f"v{self._policy_version}"
             prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt or request_id}
@@ -302,7 +312,8 @@ class Engine:
             else:
                 await self._llm.abort(list(calls))
             try:
-                async with asyncio.timeout(_FROZEN_LIMIT_S if self._is_frozen else _CORE_LIMIT_S):
+                has_nothing = self._is_frozen and self._attests
+                async with asyncio.timeout(_FROZEN_LIMIT_S if has_nothing else _CORE_LIMIT_S):
                     for call in calls.values():
                         await call.ended.wait()
             except TimeoutError:
@@ -334,6 +345,7 @@ class Engine:
         Raises:
             EngineUnavailableError: If the engine is dead.
         """
+        self.num_pauses += 1
         self._gate.clear()
         if mode == "wait":  # vLLM's own wait does not see requests that are on their way in
             await self._drain()

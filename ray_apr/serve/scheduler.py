@@ -154,10 +154,10 @@ class _InPieces:
         reason: a pause, or requests that came late."""
         self._num_gathered = self._num_to_gather()
         if self._num_gathered:
-            throttle_prefills = True
             self.prefill_capacity_bound = False  # vLLM would not hold requests where others queue
-        step = super().schedule(throttle_prefills)  # type: ignore[misc]
-        if step.scheduled_new_reqs:
+        step = super().schedule(throttle_prefills or self._num_gathered > 0)  # type: ignore[misc]
+        takes_in = step.scheduled_new_reqs or step.scheduled_cached_reqs.resumed_req_ids
+        if takes_in and not self._num_gathered:  # else they have nothing to prefill
             self._last_prefill_s = time.perf_counter()
         if self._is_stopped and step.total_num_scheduled_tokens:
             self._is_stopped = False
@@ -177,12 +177,12 @@ class _InPieces:
         """How many requests wait for others to be taken in with; 0 once it is worth a step."""
         if time.perf_counter() - self._last_prefill_s >= self._interval_s:
             return 0
-        num_running, num_waiting = self.get_request_counts()  # type: ignore[attr-defined]
-        num_free = self.max_num_running_reqs - num_running  # type: ignore[attr-defined]
-        num_ready = min(num_waiting, num_free)
-        if num_ready <= 0 or num_ready >= num_running * _MANY:
-            return 0
         running: list[Request] = self.running  # type: ignore[attr-defined]
+        most: int = self.max_num_running_reqs  # type: ignore[attr-defined]
+        most = getattr(self, "max_num_active_reqs", most)  # vLLM 0.26 has none
+        num_ready = min(len(self.waiting), most - len(running))  # type: ignore[attr-defined]
+        if num_ready <= 0 or num_ready >= len(running) * _MANY:
+            return 0
         return 0 if any(request.is_prefill_chunk for request in running) else num_ready
 
     @property

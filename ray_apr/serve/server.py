@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
 from ray_apr.serve.exchange import Mailboxes
@@ -69,13 +69,9 @@ class RolloutServer:
             call.add_done_callback(self._calls.discard)
         return self._engine.replica_id
 
-    async def _call(self, client_id: str, *, min_policy_version: int, **request: Any) -> None:
+    async def _call(self, client_id: str, **request: Any) -> None:
         outcome: Generation | APRError
         try:
-            if self._engine.policy_version < min_policy_version:
-                raise EngineUnavailableError(
-                    f"{self._engine.replica_id} does not have version {min_policy_version} yet"
-                )
             outcome = await self._engine.generate(**request)
         except APRError as error:
             outcome = error
@@ -162,9 +158,10 @@ class RolloutServer:
             Whether it is one.
         """
         is_member = self._engine.replica_id in members
+        num_pauses = self._engine.num_pauses
         if is_member:
             await self._engine.receive_weights(policy_version, handles)
-        if resume:
+        if resume and self._engine.num_pauses == num_pauses:  # else the next sync has begun
             await self._engine.resume()
         return is_member
 

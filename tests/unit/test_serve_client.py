@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -106,6 +108,23 @@ async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(
         )
 
 
+async def test_a_replica_that_gets_its_weights_later_than_another_gets_requests(
+    deployment, monkeypatch
+):
+    handle, client = deployment
+    client._policy_version = 4  # a response of "a" says so, and "b" has version 3 yet
+    statuses = handle.statuses
+    statuses["a"] = dataclasses.replace(statuses["a"], policy_version=4)
+    statuses["b"] = dataclasses.replace(statuses["b"], is_paused=True)
+    found = itertools.cycle("ab")
+    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, next(found)))
+    monkeypatch.setattr(
+        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
+    )
+    await client._learn()
+    assert set(client._slots) == {"a", "b"}
+
+
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):
     _, client = deployment
     client._slots = client._handles = {"a": None}  # nothing can be sent there
@@ -125,16 +144,21 @@ async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(d
     assert (generation.finish_reason, generation.num_tokens) == (FinishReason.ABORT, 0)
 
 
+@pytest.mark.parametrize("is_paused_anew", [False, True])
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("members", [["a", "b"], ["b"]])
-async def test_a_server_that_takes_no_part_in_a_sync_goes_on_with_the_others(members, resume):
+async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
+    members, resume, is_paused_anew
+):
     done = []
 
     class Engine:
         replica_id = "a"
+        num_pauses = 3
 
         async def receive_weights(self, policy_version, handles):
             done.append(policy_version)
+            self.num_pauses += 1 if is_paused_anew else 0
 
         async def resume(self):
             done.append("resume")
@@ -146,4 +170,5 @@ async def test_a_server_that_takes_no_part_in_a_sync_goes_on_with_the_others(mem
     server._engine = Engine()
     is_member = "a" in members
     assert await server.receive_weights(7, members, resume=resume) == is_member
-    assert done == [7] * is_member + ["resume"] * resume
+    goes_on = resume and not (is_member and is_paused_anew)
+    assert done == [7] * is_member + ["resume"] * goes_on

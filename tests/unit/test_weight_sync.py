@@ -36,7 +36,7 @@ class RecordingEngine(ScriptedEngine):
         await self._note(f"pause {mode}")
 
     async def receive_weights(self, policy_version: int, handles=None, *, resume=False) -> None:
-        await self._note("receive")
+        await self._note("receive, go on" if resume else "receive")
         await self.sent.wait()
         await super().receive_weights(policy_version, handles, resume=resume)
 
@@ -57,10 +57,10 @@ async def test_a_sync_pauses_receives_and_resumes(mode):
     assert engine.is_paused, "the sender may send: the engines are stopped"
     assert engine.policy_version == 0
     await asyncio.sleep(0)
-    assert engine.verbs == [f"pause {mode}", "receive"]
+    assert engine.verbs == [f"pause {mode}", "receive, go on"]
     engine.sent.set()
     times = await sync.finish()
-    assert engine.verbs == [f"pause {mode}", "receive", "resume"]
+    assert engine.verbs == [f"pause {mode}", "receive, go on", "resume"], "resumed by itself"
     assert engine.policy_version == 1
     assert not engine.is_paused
     parts = times.pause_s + times.receive_s + times.resume_s

@@ -620,6 +620,30 @@ def test_an_engine_that_slept_reads_the_weights_of_the_trainer_on_its_device(par
     run(body())
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_paused_engine_may_get_the_version_that_a_request_needs(parts, arrives):
+    run, engine, trainer = parts
+
+    async def body():
+        await trainer.join(engine)
+        version = engine.policy_version + 1
+        needs = {"token_ids": PROMPT, "sampling": GREEDY, "max_tokens": 4}
+        call = engine.generate(request_id="newer", min_policy_version=version, **needs)
+        await engine.pause("abort")
+        waiting = asyncio.create_task(call)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        if arrives:
+            await trainer.sync(engine, version)
+            assert versions_of(await waiting) == [version] * 4
+            return
+        await engine.resume()
+        with pytest.raises(EngineUnavailableError, match=f"does not have version {version} yet"):
+            await waiting
+
+    run(body())
+
+
 def test_weights_are_only_received_while_paused(parts):
     run, engine, _ = parts
     with pytest.raises(WeightSyncError, match="must be paused"):

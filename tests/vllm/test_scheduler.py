@@ -56,17 +56,19 @@ class VLLM:
         is_idle = not self.requests or self.pause_state != PauseState.UNPAUSED
         taken = []
         if not throttle_prefills or self.prefill_capacity_bound:
-            num_free = self.max_num_running_reqs - len(self.running)
+            most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+            num_free = most - len(self.running)
             taken, self.waiting = self.waiting[:num_free], self.waiting[num_free:]
             self.prefill_capacity_bound = bool(self.waiting)
             self.running += taken
         return SimpleNamespace(
             total_num_scheduled_tokens=0 if is_idle else len(self.requests),
-            scheduled_new_reqs=taken,
+            taken=taken,
+            scheduled_new_reqs=[r for r in taken if not r.is_resumed],
+            scheduled_cached_reqs=SimpleNamespace(
+                resumed_req_ids={id(r) for r in taken if r.is_resumed}
+            ),
         )
-
-    def get_request_counts(self):
-        return len(self.running), len(self.waiting)
 
     def make_stats(self):
         return SimpleNamespace(num_waiting_reqs=len(self.waiting))
@@ -155,23 +157,24 @@ def clock(monkeypatch):
     return now
 
 
-def decoding(is_prefill_chunk=False):
-    return SimpleNamespace(is_prefill_chunk=is_prefill_chunk)
+def decoding(is_prefill_chunk=False, is_resumed=False):
+    return SimpleNamespace(is_prefill_chunk=is_prefill_chunk, is_resumed=is_resumed)
 
 
-def test_requests_are_taken_in_together_where_many_decode(clock):
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_requests_are_taken_in_together_where_many_decode(is_resumed, clock):
     scheduler = Scheduler(graphs="FULL_AND_PIECEWISE")
-    scheduler.waiting = [decoding() for _ in range(64)]
-    assert len(scheduler.schedule().scheduled_new_reqs) == 64, "none decodes yet"
-    scheduler.waiting = [decoding()]
+    scheduler.waiting = [decoding(is_resumed=is_resumed) for _ in range(64)]
+    assert len(scheduler.schedule().taken) == 64, "none decodes yet"
+    scheduler.waiting = [decoding(is_resumed=is_resumed)]
     clock[0] += 0.099
-    assert not scheduler.schedule().scheduled_new_reqs
+    assert not scheduler.schedule().taken
     assert scheduler.make_stats().num_waiting_reqs == 0, "the engine has room for it"
     clock[0] += 0.002
-    assert len(scheduler.schedule().scheduled_new_reqs) == 1, "it has waited long enough"
+    assert len(scheduler.schedule().taken) == 1, "it has waited long enough"
     assert scheduler.make_stats().num_waiting_reqs == 0
     scheduler.waiting = [decoding() for _ in range(5)]
-    assert len(scheduler.schedule().scheduled_new_reqs) == 5, "a sixteenth of 65"
+    assert len(scheduler.schedule().taken) == 5, "a sixteenth of 65"
 
 
 def test_who_queues_behind_a_full_engine_is_taken_in_together_with_others(clock):
@@ -184,6 +187,34 @@ def test_who_queues_behind_a_full_engine_is_taken_in_together_with_others(clock)
     assert scheduler.make_stats().num_waiting_reqs == 7, "three of ten have room"
     del scheduler.running[:4]
     assert len(scheduler.schedule().scheduled_new_reqs) == 7
+
+
+def test_an_engine_that_may_run_fewer_than_it_has_is_full_with_these(clock):
+    scheduler = Scheduler(interval_s=0.5)
+    scheduler.max_num_active_reqs = 64
+    scheduler.waiting = [decoding() for _ in range(64)]
+    scheduler.schedule()
+    scheduler.waiting = [decoding() for _ in range(3)]
+    scheduler.schedule()
+    assert scheduler.make_stats().num_waiting_reqs == 3, "none of them has room"
+
+
+def test_a_request_that_has_nothing_to_prefill_makes_no_other_wait_longer(clock, monkeypatch):
+    scheduler = Scheduler(interval_s=0.5)
+    scheduler.waiting = [decoding() for _ in range(64)]
+    scheduler.schedule()
+    cached = SimpleNamespace(
+        total_num_scheduled_tokens=1,
+        scheduled_new_reqs=["its prompt is in the cache"],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+    )
+    scheduler.waiting = [decoding()]
+    clock[0] += 0.4
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLM, "schedule", lambda self, throttle_prefills: cached)
+        scheduler.schedule()
+    clock[0] += 0.2
+    assert len(scheduler.schedule().scheduled_new_reqs) == 1
 
 
 def test_a_request_does_not_wait_for_a_step_that_takes_in_a_prompt_anyway(clock):
