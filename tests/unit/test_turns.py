@@ -79,9 +79,9 @@ async def test_a_sync_during_a_tool_call_keeps_the_conversation():
         await until(lambda: len(tools.asked) == 8)
         arrived, receive = asyncio.Event(), engine.receive_weights
 
-        async def receive_later(*args):
+        async def receive_later(*args, **kwargs):
             await arrived.wait()
-            await receive(*args)
+            await receive(*args, **kwargs)
 
         engine.receive_weights = receive_later
         await run.worker.begin_sync(1)
