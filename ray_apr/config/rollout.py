@@ -41,8 +41,8 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's end-of-sequence id."""
     seed: int | None = None
-    """With a seed, each request's seed is derived from it; None leaves it to the engine, which is
-    faster: vLLM draws a token for each request with a seed by itself."""
+    """With a seed, each request's seed is derived from it; None leaves it to the engine, which has
+    less to do: vLLM draws the tokens of requests with seeds one by one."""
     device: Device = "auto"
     """Where the engines run; auto takes CUDA when the cluster has GPUs."""
     dtype: DType = "float32"
