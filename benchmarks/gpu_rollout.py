@@ -12,7 +12,6 @@ has the batch (which adds Ray Data).
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,6 +23,8 @@ from typing import Any
 
 import numpy as np
 from host import ray_environment
+
+from ray_apr.report.load import load_run
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
@@ -174,9 +175,8 @@ def first_token_is_even(sample: Any) -> float:
 
 def step_rates(run: Path) -> list[dict[str, float]]:
     """Rates of the steps of a run folder, from the spans in which the engine generated."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "policy_version" in row]
-    spans = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    data = load_run(run)
+    steps, spans = data.steps, data.timeline
     waits = sorted(
         (s["start_s"], s["end_s"]) for s in spans if s["actor"] == "trainer" and s["what"] == "wait"
     )

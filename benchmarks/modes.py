@@ -284,23 +284,19 @@ def one_run(
 
 def times_of(run: Path) -> dict[str, Any]:
     """Of a run folder: times from its first generated token on, and what it wrote of its steps."""
-    final = json.loads((run / "final.json").read_text())
-    steps, spans = (
-        [json.loads(line) for line in (run / file).read_text().splitlines()]
-        for file in ("metrics.jsonl", "timeline.jsonl")
-    )
-    ends = [row["time_s"] for row in steps if "policy_version" in row]
-    generates = min(span["start_s"] for span in spans if span["what"] == "generate")
-    summary = summarize(load_run(run))
+    data = load_run(run)
+    ends = [row["time_s"] for row in data.steps]
+    generates = min(span["start_s"] for span in data.timeline if span["what"] == "generate")
+    summary = summarize(data)
     return {
         "generates_at_s": generates,
         "seconds": ends[-1] - generates,
         "first_step_s": ends[0] - generates,
         "generation_idle_ratio": summary["generation_idle_ratio"],
         "trainer_idle_ratio": summary["trainer_idle_ratio"],
-        "switch_s": [s["end_s"] - s["start_s"] for s in spans if s["what"] == "switch"],
-        "steps": steps,
-        "final": final,
+        "switch_s": [s["end_s"] - s["start_s"] for s in data.timeline if s["what"] == "switch"],
+        "steps": data.steps,
+        "final": data.final,
     }
 
 

@@ -55,9 +55,7 @@ class RolloutServer:
 
         Args:
             client_id: Who asks.
-            requests: Arguments of `Engine.generate`, and `min_policy_version`, what the client
-                knows to be here: a replica that Serve has started again refuses, as it has the base
-                model until the next weight sync.
+            requests: Arguments of `Engine.generate`.
 
         Returns:
             Which replica this is.

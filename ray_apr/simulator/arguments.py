@@ -56,13 +56,5 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="JSON: engines, trainer, batch, steps, ..."
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="order of the prompts")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="order of the prompts")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-
-
-def _seed(text: str) -> int:
-    """A whole number from 0 on."""
-    seed = int(text)
-    if seed < 0:
-        raise argparse.ArgumentTypeError(f"{seed} must be at least 0")
-    return seed

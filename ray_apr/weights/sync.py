@@ -111,17 +111,17 @@ class WeightSync:
         begin = time.monotonic()
         paused = received = begin
         errors: list[Exception] = []
-        go_on = handles is None  # shared weights have to be released first
         must_resume = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._client.pause(self._pause_mode)
                 paused = time.monotonic()
                 listening.set_result(None)
-                await self._client.receive_weights(policy_version, handles, resume=go_on)
-                must_resume = not go_on
+                await self._client.receive_weights(policy_version, handles, resume=handles is None)
                 received = time.monotonic()
-                if handles is not None:
+                if handles is None:
+                    must_resume = False
+                else:  # the weights have to be released first
                     self._read.set_result(None)
                     await self._released.wait()
         except TimeoutError:

@@ -123,13 +123,12 @@ def test_drain():
 @pytest.mark.parametrize("mode", ["apr", "in_flight"])
 def test_kv_cache(mode):
     roomy = make_cluster(
-        engine=dataclasses.replace(make_cluster().engine, kv_capacity_tokens=10**6)
+        rollout_gpus=1,  # or what was interrupted may go on at an engine without its entries
+        engine=dataclasses.replace(make_cluster().engine, kv_capacity_tokens=10**6),
     )
     _, kept = simulate(mode, cluster=roomy, kv_cache="keep")
     _, recomputed = simulate(mode, cluster=roomy, kv_cache="recompute")
-    assert 0 <= kept.tokens_reprefilled < recomputed.tokens_reprefilled / 10
-    if mode == "in_flight":  # what was interrupted may go on at an engine without its entries
-        assert kept.tokens_reprefilled == 0
+    assert kept.tokens_reprefilled == 0 < recomputed.tokens_reprefilled
 
 
 @pytest.mark.parametrize(
