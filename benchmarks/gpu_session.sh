@@ -52,7 +52,7 @@ for name in "$@"; do
 	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
-	rollout) gpu rollout 300 rollout --shape "$shape" ;;
+	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
 	modes) modes modes 560 ;;
 	colocated) modes colocated 560 --colocated sync ;;
 	learning)
