@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import MagicMock
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
@@ -298,3 +300,31 @@ def _segments(request: _Request) -> tuple[Segment, ...]:
         )
         for version, tokens in made
     )
+
+
+def fake_cupy() -> tuple[dict[str, types.ModuleType], list[tuple[int, bytes, int]]]:
+    """A CuPy whose NCCL notes down which communicators are made; for a process of its own.
+
+    Returns:
+        Its modules by name, and (members, id, rank) of each communicator.
+    """
+    made: list[tuple[int, bytes, int]] = []
+
+    class Communicator:
+        is_aborted = False
+
+        def __init__(self, num_members: int, nccl_id: bytes, rank: int) -> None:
+            if not isinstance(nccl_id, bytes):
+                raise TypeError(f"expected bytes, got {type(nccl_id).__name__}")
+            made.append((num_members, nccl_id, rank))
+
+        def abort(self) -> None:
+            self.is_aborted = True
+
+    nccl = MagicMock()
+    nccl.NcclCommunicator = Communicator
+    nccl.get_unique_id = lambda: bytes(range(128, 256))
+    nccl.get_build_version = nccl.get_version = lambda: 22_800
+    cuda = MagicMock(nccl=nccl)
+    modules = {"cupy": MagicMock(cuda=cuda), "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
+    return modules, made

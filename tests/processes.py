@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 import uuid
 from pathlib import Path
+
+import psutil
 
 MARK = "RAY_APR_TEST_MARK"
 
@@ -43,9 +46,12 @@ def wait_until_none(mark: str, timeout_s: float) -> dict[int, str]:
 
 
 def kill_all(mark: str) -> None:
-    """Kill what a failed test left, so that it does not disturb the next one."""
-    for pid in processes_of(mark):
-        try:
+    """Kill what a test left, so that it does not disturb the next one: also the children of marked
+    processes, some of which lose their environment with their new title."""
+    pids = set(processes_of(mark))
+    for pid in tuple(pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            pids |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue

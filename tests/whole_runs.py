@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.processes import MARK, kill_all, processes_of
 
@@ -75,28 +76,30 @@ def living_parts(address: str, env: dict[str, str]) -> str:
     """Actors and placement groups of a cluster that are not Ray's own, as the text of a list."""
     left = subprocess.run(
         [sys.executable, "-c", _LIVING_PARTS, address],
-        env={**env, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=120,
-        check=False,
+        env={**env, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address},  # others may live, too
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return left.stdout.strip() or left.stderr
 
 
 def fail_by_killing(
     victim: str, folder: Path, address: str, env: dict[str, str], *overrides: str,
-    before: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
-    """Start a run on a cluster and kill one of its parts after a step: it fails, and leaves none.
+    after_steps: int = 1, before: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Start a run on a cluster and kill one of its parts: it fails, and leaves none.
 
-    `before` is called when all parts are there.
+    `before` is called when all parts are there. Returns the final figures.
     """
     on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
     run = start_run(folder, on_cluster, *overrides)
     assert run.stdout is not None
-    seen = []
+    seen: list[str] = []
     for line in run.stdout:
         seen.append(line)
-        if line.startswith("step"):
+        if sum(said.startswith("step") for said in seen) == after_steps:
             break
+    else:
+        raise AssertionError("".join(seen))
     (pid,) = [p for p, name in processes_of(env[MARK]).items() if victim in name]
     before()
     os.kill(pid, signal.SIGKILL)
@@ -105,3 +108,4 @@ def fail_by_killing(
     final = json.loads((folder / "run" / "final.json").read_text())
     assert (final["status"], final["ledger_error"]) == ("failed", 0)
     assert living_parts(address, env) == "[]"
+    return final

@@ -28,7 +28,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
-from ray_apr.serve.exchange import Exchange, ours, translated
+from ray_apr.serve.exchange import Exchange, none_runs, ours, translated
 from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.types import Generation, SamplingParams, ServerStatus, WeightGroupState
 
@@ -283,5 +283,5 @@ class ServeRolloutClient:
         if errors:
             raise translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")
         if not results:
-            raise EngineUnavailableError(f"{verb}: no rollout server runs")
+            raise none_runs(verb)
         return results

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.types import FinishReason, Generation
@@ -296,6 +296,14 @@ async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
         raise translated(error, what) from error
 
 
+def none_runs(what: str) -> EngineUnavailableError:
+    """The error of a call that no rollout server is there for."""
+    return EngineUnavailableError(
+        f"{what}: no rollout server runs. Their logs say why they ended; a run with several "
+        "(rollout.num_replicas) outlives one of them"
+    )
+
+
 def translated(error: BaseException, what: str) -> APRError:
     """The error of ours inside of a Ray error; others become a `RolloutError`."""
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -303,4 +311,6 @@ def translated(error: BaseException, what: str) -> APRError:
         return cause
     if isinstance(cause, TimeoutError):
         return RolloutError(f"{what}: no answer within the time limit")
+    if isinstance(cause, DeploymentUnavailableError):
+        return none_runs(what)
     return EngineUnavailableError(f"{what}: {type(cause).__name__}: {cause}")

@@ -120,7 +120,7 @@ class RunControl:
         joined = self._worker.join_weight_group.remote(group.to_dict(), state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
-            sender.connect(group)
+            sender.connect(group, is_hopeless=lambda: _has_failed(joined))
         except WeightSyncError:
             _get(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
             raise
@@ -201,6 +201,17 @@ class RunControl:
         """Write a span of the timeline, in Unix seconds."""
         span = {"actor": actor, "what": what, "start_s": start_s, "end_s": end_s}
         self._recorder.record.remote("timeline", span)
+
+
+def _has_failed(ref: Any) -> bool:
+    """Whether an actor's answer is there, and an error."""
+    if not ray.wait([ref], timeout=0)[0]:
+        return False
+    try:
+        ray.get(ref)
+    except RayError:
+        return True
+    return False
 
 
 def _get(ref: Any, whom: str, timeout_s: float) -> Any:

@@ -2,7 +2,7 @@
 
 Ray's own GLOO backend needs that default group, which belongs to FSDP in a train worker and to vLLM
 in an engine worker. ``APR_GLOO`` has a store and a Gloo process group of its own; ``APR_NCCL`` is
-Ray's NCCL group with a rendezvous that holds for members on different device indices.
+Ray's NCCL group of members that were told NCCL's id of it.
 
 Members inside a Ray actor use plain `ray.util.collective` calls after `register_backends`. vLLM's
 CPU worker is no Ray actor, which those calls demand; `join` gives it the group object itself.
@@ -10,12 +10,14 @@ CPU worker is no Ray actor, which those calls demand; `join` gives it the group 
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import datetime
 import itertools
 import logging
 import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ GLOO = "APR_GLOO"
 NCCL = "APR_NCCL"
 
 _POLL_S = 0.0001
+_MEETING_POLL_S = 0.05
 
 _REDUCE = {
     types.ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -59,8 +62,29 @@ def open_rendezvous(timeout_s: float) -> int:
     return store.port
 
 
+def new_nccl_id() -> str:
+    """Make the id of a new NCCL group, in hexadecimal; its rank 0 does so, and tells the others.
+
+    Raises:
+        WeightSyncError: If CuPy is missing or too old, by which Ray calls NCCL.
+    """
+    remedy = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
+    try:
+        from ray.util.collective.collective_group.nccl_util import get_nccl_unique_id
+    except ImportError as error:
+        raise WeightSyncError(
+            f"weights travel between GPUs by NCCL through CuPy: {error}; {remedy}"
+        ) from error
+    nccl_id = get_nccl_unique_id()
+    if not isinstance(nccl_id, bytes):
+        raise WeightSyncError(f"this CuPy has NCCL's ids as {type(nccl_id).__name__}; {remedy}")
+    return nccl_id.hex()
+
+
 def address(group: WeightGroup) -> str:
-    """Name of a group in ray.util.collective, which carries where its members meet."""
+    """Name of a group in ray.util.collective, which carries what its members need to meet."""
+    if group.backend == NCCL:
+        return f"{group.group_name}|{group.nccl_id}"
     return f"{group.group_name}|{group.host}|{group.port}|{group.timeout_s}"
 
 
@@ -155,19 +179,40 @@ def register_backends() -> None:
     """Make the backends known to ray.util.collective in this process; harmless when repeated."""
     _register(GLOO, GlooGroup)
     try:
+        import cupy
+        from ray.util.collective.collective_group import nccl_util
+        from ray.util.collective.collective_group.cuda_stream import get_stream_pool
         from ray.util.collective.collective_group.nccl_collective_group import NCCLGroup
     except ImportError:
         return
 
-    class IndexFreeNCCLGroup(NCCLGroup):  # type: ignore[misc]
-        """Ray's NCCL group; members may sit on different device indices."""
+    class ToldNCCLGroup(NCCLGroup):  # type: ignore[misc]
+        """Ray's NCCL group, whose members have its id from what `address` returned.
+
+        Ray's own ask a detached actor for it, every second, by the index of their device: only
+        members with the same index find each other, and the actor outlives whoever is killed.
+        """
 
         _dev_comm_map: dict[str, list[Any]]
         _dev_streams_map: dict[str, list[Any]]
 
-        def _generate_group_key(self, comm_key: str) -> str:
-            del comm_key  # the stock key holds the device index, which differs among the members
-            return f"apr@{self.group_name}"
+        def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+            super().__init__(world_size, rank, group_name)
+            self._nccl_id = bytes.fromhex(group_name.rpartition("|")[2])
+
+        def _get_nccl_collective_communicator(
+            self, comm_key: str, device_list: list[int]
+        ) -> list[Any]:
+            if comm_key not in self._dev_comm_map:
+                (device,) = device_list
+                with nccl_util.Device(device):
+                    communicator = nccl_util.create_nccl_communicator(
+                        self.world_size, self._nccl_id, self.rank
+                    )
+                    self._dev_streams_map[comm_key] = [get_stream_pool(device).get_stream()]
+                    self._dev_event_map[comm_key] = [cupy.cuda.Event()]
+                self._dev_comm_map[comm_key] = [communicator]
+            return self._dev_comm_map[comm_key]
 
         @property
         def stream(self) -> torch.cuda.Stream:
@@ -198,12 +243,7 @@ def register_backends() -> None:
                 communicator.abort()
             self._dev_streams_map = {}
 
-        def end_rendezvous(self) -> None:
-            """Take away the detached actor at which the members have met; nobody needs it now."""
-            with contextlib.suppress(ValueError):  # it is gone
-                self._destroy_store(self._generate_group_key(""))
-
-    _register(NCCL, IndexFreeNCCLGroup)
+    _register(NCCL, ToldNCCLGroup)
 
 
 def _register(name: str, group_cls: type[BaseGroup]) -> None:
@@ -237,21 +277,45 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
         ) from error
 
 
-def meet(joined: Any, group: WeightGroup) -> None:
-    """Broadcast a byte: NCCL's members meet and connect at the first call, which takes seconds.
+def meet(joined: Any, group: WeightGroup, is_hopeless: Callable[[], bool] = lambda: False) -> None:
+    """Broadcast a byte: NCCL's members meet and connect at the first call, which takes a moment.
+
+    In a thread of its own: NCCL waits without end for a member that has died before it came.
+
+    Args:
+        joined: The group, on this process's current device.
+        group: What it is.
+        is_hopeless: Says that a member will not come, while one waits for it.
 
     Raises:
-        RuntimeError: If the members do not meet in time.
+        RuntimeError: If the members do not meet in time, or one will not come.
     """
     if group.backend != NCCL:
         return
     deadline = time.monotonic() + group.timeout_s
-    options = types.BroadcastOptions()
-    options.root_rank, options.root_tensor = 0, 0
-    joined.broadcast([byte_buffer(1, "cuda")], options)
+    device, byte = torch.cuda.current_device(), byte_buffer(1, "cuda")
+    formed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def form() -> None:
+        """Waits for: all members. Unblocked by: them, or the end of the process."""
+        options = types.BroadcastOptions()
+        options.root_rank, options.root_tensor = 0, 0
+        try:
+            with torch.cuda.device(device):
+                joined.broadcast([byte], options)
+            formed.set_result(None)
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            formed.set_exception(error)
+
+    threading.Thread(target=form, name="form-weight-group", daemon=True).start()
+    while not formed.done():
+        if time.monotonic() > deadline:
+            raise RuntimeError("a member did not come in time")
+        if is_hopeless():
+            raise RuntimeError("a member will not come")
+        concurrent.futures.wait([formed], timeout=_MEETING_POLL_S)
+    formed.result()
     joined.wait(deadline)
-    if joined.rank == 0:
-        joined.end_rendezvous()
 
 
 def byte_buffer(num_bytes: int, device: torch.device | str) -> torch.Tensor:

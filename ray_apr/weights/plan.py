@@ -110,7 +110,7 @@ class WeightGroup:
 
     host: str
     port: int
-    """Where rank 0 holds the rendezvous."""
+    """Where rank 0 holds the rendezvous; 0 where there is none."""
     world_size: int
     """1 + replicas x tensor-parallel size."""
     backend: str
@@ -120,6 +120,8 @@ class WeightGroup:
     """Limit of one collective call: a dead or silent peer raises after it."""
     bucket_bytes: int
     params: tuple[ParamSpec, ...]
+    nccl_id: str = ""
+    """NCCL's id of the group, in hexadecimal; empty with another backend."""
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The plan, the same on all members."""
@@ -136,11 +138,12 @@ class WeightGroup:
             "timeout_s": self.timeout_s,
             "bucket_bytes": self.bucket_bytes,
             "params": [[p.name, list(p.shape), p.dtype] for p in self.params],
+            "nccl_id": self.nccl_id,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightGroup:
         """Undo `to_dict`; further keys are ignored."""
-        fields = {k: values[k] for k in cls.__dataclass_fields__ if k != "params"}
+        fields = {k: values[k] for k in cls.__dataclass_fields__}
         params = tuple(ParamSpec(n, tuple(shape), dtype) for n, shape, dtype in values["params"])
-        return cls(**fields, params=params)
+        return cls(**{**fields, "params": params})

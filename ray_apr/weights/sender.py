@@ -13,9 +13,10 @@ Invariants, kept by `WeightSender`:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +31,7 @@ from ray_apr.weights.collective import (
     address,
     byte_buffer,
     meet,
+    new_nccl_id,
     open_rendezvous,
     register_backends,
 )
@@ -86,9 +88,13 @@ class WeightSender:
             num_engine_workers: Replicas x tensor-parallel size.
             host: Address of this node.
             timeout_s: Limit of one collective call.
+
+        Raises:
+            WeightSyncError: If CuPy is missing, by which Ray calls NCCL.
         """
         if self._device.type == "cuda":
-            return self._describe_group(num_engine_workers, host, 0, NCCL, timeout_s)
+            group = self._describe_group(num_engine_workers, host, 0, NCCL, timeout_s)
+            return dataclasses.replace(group, nccl_id=new_nccl_id())
         port = open_rendezvous(timeout_s)
         return self._describe_group(num_engine_workers, host, port, GLOO, timeout_s)
 
@@ -106,8 +112,12 @@ class WeightSender:
             params=self.params,
         )
 
-    def connect(self, group: WeightGroup) -> None:
+    def connect(self, group: WeightGroup, is_hopeless: Callable[[], bool] = lambda: False) -> None:
         """Join as rank 0; waits for all engine workers.
+
+        Args:
+            group: What `open_group` returned.
+            is_hopeless: Says that one of them will not come; asked while an NCCL group forms.
 
         Raises:
             WeightSyncError: If they do not come in time.
@@ -115,13 +125,16 @@ class WeightSender:
         from ray.util import collective
 
         self.close()  # a group that broke
+        name = address(group)
         try:
             collective.init_collective_group(
-                group.world_size, 0, backend=group.backend, group_name=address(group)
+                group.world_size, 0, backend=group.backend, group_name=name
             )
             with self._on_device():
-                meet(collective.get_group_handle(address(group)), group)
+                meet(collective.get_group_handle(name), group, is_hopeless)
         except (RuntimeError, ValueError, OSError) as error:
+            if collective.is_group_initialized(name):
+                collective.destroy_collective_group(name)
             raise WeightSyncError(
                 f"the {group.world_size - 1} engine workers did not join the weight group within "
                 f"{group.timeout_s:g} s: {error}"

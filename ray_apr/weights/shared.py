@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,9 +61,9 @@ class SharedWeightSender(WeightSender):
         """Say what will be shared; nobody has to meet."""
         return self._describe_group(num_engine_workers, host, 0, SHARED, timeout_s)
 
-    def connect(self, group: WeightGroup) -> None:
+    def connect(self, group: WeightGroup, is_hopeless: Callable[[], bool] = lambda: False) -> None:
         """Nothing to join."""
-        del group
+        del group, is_hopeless
 
     def gather(self) -> None:
         """Copy the current weights to a buffer of every rank; a collective of all train workers.

@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -21,8 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 ON_GPUS = (
     "rollout.device=cuda", "rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: true}",
     "train.steps=1000", "train.compile=false", "train.weight_sync_timeout_s=30",
-    "rollout.engine_kwargs={max_num_seqs: 64, enforce_eager: true}",
+    "rollout.engine_kwargs={max_num_seqs: 64, enforce_eager: true, gpu_memory_utilization: 0.2,"
+    " kv_cache_memory_bytes: 2000000000}",
 )  # fmt: skip
+VICTIMS = {"RayTrainWorker": 1, "ServeReplica": 1, "EngineCore": 20}
+"""After how many steps each is killed: the first sync forms the weight group, or there are some."""
 
 
 def used_memory() -> int:
@@ -34,28 +39,36 @@ def used_memory() -> int:
     return sum(int(line) for line in found.stdout.split())
 
 
-def check_memory_is_free(before: int, mark: str) -> None:
+def check_memory_is_free(before: int, *marks: str) -> None:
     deadline = time.monotonic() + 30
     while used_memory() > before + 50 and time.monotonic() < deadline:
         time.sleep(1)
-    assert used_memory() <= before + 50, processes_of(mark)
+    assert used_memory() <= before + 50, [processes_of(mark) for mark in marks]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("victim", ["RayTrainWorker", "ServeReplica", "EngineCore"])
-def test_a_killed_part_ends_the_run_and_frees_the_gpus(tmp_path, victim):
-    mark, env = marked_environment()
-    before = used_memory()
-    try:
-        with running_cluster(env) as (address, _):
-            seen = []
-            fail_by_killing(
-                victim, tmp_path, address, env, *ON_GPUS, before=lambda: seen.append(used_memory())
-            )
-            assert seen[0] > before + 1000, "engine and trainer were there"
-            check_memory_is_free(before, mark)
-    finally:
-        kill_all(mark)
+def test_a_killed_part_ends_its_run_and_frees_the_gpus(tmp_path):
+    """Three runs at once, each on both GPUs and on a cluster of its own: starts take minutes."""
+    marked = {victim: marked_environment() for victim in VICTIMS}
+    before, seen = used_memory(), []
+
+    def lose(victim: str, address: str) -> None:
+        folder = tmp_path / str(list(VICTIMS).index(victim))  # no command may have its name
+        folder.mkdir()
+        final = fail_by_killing(
+            victim, folder, address, marked[victim][1], *ON_GPUS, after_steps=VICTIMS[victim],
+            before=lambda: seen.append(used_memory()),
+        )  # fmt: skip
+        if VICTIMS[victim] > 1:
+            assert max(engine["policy_version"] for engine in final["engines"]) > 1
+
+    with ThreadPoolExecutor(len(VICTIMS)) as pool, ExitStack() as living:
+        for mark, _ in marked.values():
+            living.callback(kill_all, mark)
+        clusters = [living.enter_context(running_cluster(env)) for _, env in marked.values()]
+        list(pool.map(lose, VICTIMS, [address for address, _ in clusters]))
+        assert min(seen) > before + 1000, "engine and trainer were there"
+        check_memory_is_free(before, *(mark for mark, _ in marked.values()))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from ray.exceptions import RayError
 
 from ray_apr.config import EvaluationConfig
+from ray_apr.exceptions import WeightSyncError
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
+from ray_apr.weights.plan import WeightGroup
 
 
 class Actor:
@@ -65,3 +70,36 @@ def test_shared_weights_are_released_between_reading_and_going_on(monkeypatch):
     assert order == [
         "worker.begin_sync", "send", "worker.wait_until_read", "release", "worker.finish_sync",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ["none", "joined", "died"])
+def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, answer):
+    class Sender:
+        def open_group(self, num_engine_workers, *, host, timeout_s):
+            return WeightGroup(
+                host=host, port=0, world_size=2, backend="APR_NCCL", group_name="test",
+                timeout_s=timeout_s, bucket_bytes=1, params=(),
+            )  # fmt: skip
+
+        def connect(self, group, is_hopeless):
+            hopeless.append(is_hopeless())
+            if hopeless[0]:
+                raise WeightSyncError("the engine workers did not join")
+
+    def get(ref, timeout=None):
+        if ref[0] == "worker.weight_group_state":
+            return type("State", (), {"num_workers": 1, "first_ranks": {"a": 1}})
+        if answer == "died":
+            raise RayError("no rollout server runs")
+
+    hopeless: list[bool] = []
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(
+        control_module.ray, "wait", lambda refs, timeout: ([] if answer == "none" else refs, [])
+    )
+    monkeypatch.setattr(control_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
+    expected = pytest.raises(RayError, match="no rollout server runs")
+    with expected if answer == "died" else contextlib.nullcontext():
+        control.connect(Sender(), timeout_s=5.0)
+    assert hopeless == [answer == "died"]

@@ -1,0 +1,117 @@
+"""How the members of an NCCL group meet, as far as that goes without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from ray_apr.exceptions import WeightSyncError
+from ray_apr.weights import collective
+from ray_apr.weights.plan import ParamSpec, WeightGroup
+
+LIMIT_S = 5.0
+
+
+def nccl_group(timeout_s: float = LIMIT_S) -> WeightGroup:
+    return WeightGroup(
+        host="127.0.0.1", port=0, world_size=2, backend=collective.NCCL, group_name="test",
+        timeout_s=timeout_s, bucket_bytes=1 << 20, params=(ParamSpec("w", (3,), "float32"),),
+        nccl_id=bytes(range(128)).hex(),
+    )  # fmt: skip
+
+
+class Member:
+    """One whose peers come when `peers_are_there` is set, as NCCL waits: whatever happens."""
+
+    def __init__(self) -> None:
+        self.peers_are_there = threading.Event()
+        self.waited = False
+        self.error: Exception | None = None
+
+    def broadcast(self, tensors, options) -> None:
+        if self.error is not None:
+            raise self.error
+        assert self.peers_are_there.wait(LIMIT_S)
+
+    def wait(self, deadline: float) -> None:
+        self.waited = True
+
+
+@pytest.fixture
+def member(monkeypatch):
+    monkeypatch.setattr(collective, "byte_buffer", lambda *_: None)
+    monkeypatch.setattr(collective.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(collective.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    made = Member()
+    yield made
+    made.peers_are_there.set()
+
+
+def test_members_that_come_have_met(member):
+    threading.Timer(0.2, member.peers_are_there.set).start()
+    collective.meet(member, nccl_group())
+    assert member.waited
+
+
+def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_limit(member):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not come in time"):
+        collective.meet(member, nccl_group(timeout_s=0.3))
+    assert time.monotonic() - begin < LIMIT_S / 2
+
+
+def test_a_member_that_is_known_to_have_died_is_not_waited_for(member):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="will not come"):
+        collective.meet(member, nccl_group(), is_hopeless=lambda: time.monotonic() > begin + 0.2)
+    assert time.monotonic() - begin < LIMIT_S / 2
+
+
+def test_what_nccl_says_is_raised(member):
+    member.error = RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+    with pytest.raises(RuntimeError, match="NCCL_ERROR_SYSTEM_ERROR"):
+        collective.meet(member, nccl_group())
+
+
+def test_nccl_gets_the_id_that_rank_0_made_as_cupy_wants_it():
+    """In a process of its own, whose CuPy is a stand-in."""
+    script = """
+        import sys
+        from tests.fakes import fake_cupy
+
+        modules, made = fake_cupy()
+        sys.modules.update(modules)
+        from ray.util.collective.backend_registry import _global_registry
+        from ray_apr.weights import collective
+        from ray_apr.weights.plan import WeightGroup
+
+        collective.register_backends()
+        group = WeightGroup(
+            host="", port=0, world_size=3, backend=collective.NCCL, group_name="test", timeout_s=1,
+            bucket_bytes=1, params=(), nccl_id=collective.new_nccl_id(),
+        )
+        name = collective.address(WeightGroup.from_dict(group.to_dict()))
+        member = _global_registry.get(collective.NCCL)(3, 2, name)
+        communicators = member._get_nccl_collective_communicator("0", [0])
+        assert member._get_nccl_collective_communicator("0", [0]) is communicators
+        assert made == [(3, modules["cupy.cuda.nccl"].get_unique_id(), 2)], made
+        member.destroy_group()
+        assert communicators[0].is_aborted
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_missing_cupy_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group.nccl_util", None)
+    with pytest.raises(WeightSyncError, match=r"through CuPy.*install ray_apr\[gpu\]"):
+        collective.new_nccl_id()
