@@ -231,7 +231,9 @@ class _Parts:
             batch_size=plan.step_size,
             model=plan.model,
             make_prompts=lambda: PromptSource(ray.get(tables), seed=seed),
-            make_client=self._client_maker(max_inflight=max_inflight),
+            make_client=self._client_maker(
+                max_inflight=max_inflight, weight_sync_timeout_s=plan.train.weight_sync_timeout_s
+            ),
             make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=self._buffer,
             recorder=self.recorder,
@@ -240,7 +242,7 @@ class _Parts:
             group_filter=plan.group_filter,
         )
 
-    def _client_maker(self, **limits: int) -> Callable[[], Any]:
+    def _client_maker(self, **limits: Any) -> Callable[[], Any]:
         """What makes a client of the servers inside an actor; it carries nothing else there."""
         name, rollout = self.plan.name, self.plan.rollout
 

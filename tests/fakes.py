@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -302,24 +301,25 @@ def _segments(request: _Request) -> tuple[Segment, ...]:
     )
 
 
-def fake_cupy() -> tuple[dict[str, types.ModuleType], list[tuple[int, bytes, int]]]:
+def fake_cupy() -> tuple[dict[str, Any], list[tuple[int, bytes, int]], list[int]]:
     """A CuPy whose NCCL notes down which communicators are made; for a process of its own.
 
     Returns:
-        Its modules by name, and (members, id, rank) of each communicator.
+        Its modules by name; (members, id, rank) of each communicator; ranks of those that were
+        aborted.
     """
     made: list[tuple[int, bytes, int]] = []
+    aborted: list[int] = []
 
     class Communicator:
-        is_aborted = False
-
         def __init__(self, num_members: int, nccl_id: bytes, rank: int) -> None:
             if not isinstance(nccl_id, bytes):
                 raise TypeError(f"expected bytes, got {type(nccl_id).__name__}")
             made.append((num_members, nccl_id, rank))
+            self._rank = rank
 
         def abort(self) -> None:
-            self.is_aborted = True
+            aborted.append(self._rank)
 
     nccl = MagicMock()
     nccl.NcclCommunicator = Communicator
@@ -327,4 +327,4 @@ def fake_cupy() -> tuple[dict[str, types.ModuleType], list[tuple[int, bytes, int
     nccl.get_build_version = nccl.get_version = lambda: 22_800
     cuda = MagicMock(nccl=nccl)
     modules = {"cupy": MagicMock(cuda=cuda), "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
-    return modules, made
+    return modules, made, aborted

@@ -50,7 +50,7 @@ def kill_all(mark: str) -> None:
     processes, some of which lose their environment with their new title."""
     pids = set(processes_of(mark))
     for pid in tuple(pids):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             pids |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

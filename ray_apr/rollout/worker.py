@@ -141,8 +141,7 @@ class RolloutWorker:
         """Request id of each generate call under way, by sample."""
         self._failures: dict[str, int] = {}
         self._failures_in_a_row = 0
-        self._error: APRError | None = None
-        """What stops the run, if anything does."""
+        self._fatal: RolloutError | None = None
         self._metrics = Metrics()
         self._engines: dict[str, ServerStatus] = {}
         """Of each replica that there was, what it said last."""
@@ -202,8 +201,8 @@ class RolloutWorker:
         except BaseExceptionGroup as group:
             error = _first_leaf(group)
             logger.error("the rollout worker stops", exc_info=error)
-            self._error = error if isinstance(error, APRError) else RolloutError(repr(error))
-            await self._buffer.fail.remote(self._error)
+            reason = error if isinstance(error, APRError) else RolloutError(repr(error))
+            await self._buffer.fail.remote(reason)
 
     # -- loops -----------------------------------------------------------------------------------
 
@@ -232,8 +231,8 @@ class RolloutWorker:
                 self._generated.set()
             await self._wake.wait()
         self._generated.set()  # nothing may wait for it any more
-        if self._error is not None:
-            await self._buffer.fail.remote(self._error)
+        if self._fatal is not None:
+            await self._buffer.fail.remote(self._fatal)
 
     def _admit(self, prompt: Prompt) -> None:
         """Take a new group in, with the lengths of the trace if one is replayed."""
@@ -484,7 +483,7 @@ class RolloutWorker:
         self._failures_in_a_row += 1
         limit = self._config.max_consecutive_failures
         if self._failures_in_a_row == limit:
-            self._error = RolloutError(
+            self._fatal = RolloutError(
                 f"{limit} generations or rewards failed in a row; the last: {error}"
             )
             self._stopping.set()  # not raised: cancelled calls would lose their tokens
@@ -506,14 +505,8 @@ class RolloutWorker:
     # -- weight sync -----------------------------------------------------------------------------
 
     async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run, and whether just these are in the weight group.
-
-        Raises:
-            APRError: What ended the loops: there is nobody to send weights for.
-        """
+        """Which replicas run, and whether just these are in the weight group."""
         await self._started.wait()
-        if self._error is not None:
-            raise self._error
         return await self._client.weight_group_state()
 
     async def join_weight_group(

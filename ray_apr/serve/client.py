@@ -45,7 +45,7 @@ class ServeRolloutClient:
         app_name: Name of the Serve application.
         config: Number of replicas and time limits.
         max_inflight: Most requests of one replica, until `set_limits` says otherwise.
-        weight_sync_timeout_s: Limit for the replicas to join a group or to receive weights.
+        weight_sync_timeout_s: Limit for the replicas to receive weights.
     """
 
     def __init__(
@@ -243,9 +243,16 @@ class ServeRolloutClient:
     async def join_weight_group(
         self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
     ) -> None:
-        """Make these replicas join."""
+        """Make these replicas join.
+
+        Raises:
+            WeightSyncError: If they do not, within the group's limit and some time to say so.
+        """
         self._members = frozenset()
-        await self._all_members(first_ranks, "join_weight_group", dict(group), dict(first_ranks))
+        await self._all_members(
+            first_ranks, "join_weight_group", dict(group), dict(first_ranks),
+            timeout_s=group["timeout_s"] + _CONTROL_TIMEOUT_S,
+        )  # fmt: skip
         self._members = frozenset(first_ranks)
 
     async def receive_weights(
@@ -258,15 +265,23 @@ class ServeRolloutClient:
         """Receive one broadcast on all replicas of the group, or read shared weights there."""
         members = sorted(self._members)
         await self._all_members(
-            members, "receive_weights", policy_version, members, handles, resume
-        )
+            members, "receive_weights", policy_version, members, handles, resume,
+            timeout_s=self._weight_sync_timeout_s,
+        )  # fmt: skip
         self._policy_version = policy_version
         if self._members != set(self._slots):
             self._slots = {}  # learned again by the next call: a new replica may answer now
 
-    async def _all_members(self, members: Collection[str], verb: str, *args: Any) -> None:
+    async def _all_members(
+        self, members: Collection[str], verb: str, *args: Any, timeout_s: float
+    ) -> None:
         """Call every replica; those that are no members of the weight group take no part."""
-        took_part = await self._all(verb, *args, timeout_s=self._weight_sync_timeout_s)
+        try:
+            took_part = await self._all(verb, *args, timeout_s=timeout_s)
+        except EngineUnavailableError:
+            raise
+        except RolloutError as error:  # no answer in time
+            raise WeightSyncError(str(error)) from error
         if sum(took_part) < len(members):
             raise WeightSyncError(f"{verb}: only {sum(took_part)} of {len(members)} servers live")
 

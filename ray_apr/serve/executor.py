@@ -1,7 +1,6 @@
 """vLLM's Ray executor, in the namespace of the run and beside others; for engines on GPUs.
 
-vLLM's engine core opens Ray again, in an anonymous namespace. The members of an NCCL group of
-ray.util.collective meet at a named actor, which they find only from one namespace.
+vLLM's engine core opens Ray again, and would do so in an anonymous namespace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collective groups that live beside torch.distributed's default group.
 
 Ray's own GLOO backend needs that default group, which belongs to FSDP in a train worker and to vLLM
-in an engine worker. ``APR_GLOO`` has a store and a Gloo process group of its own; ``APR_NCCL`` is
-Ray's NCCL group of members that were told NCCL's id of it.
+in an engine worker. ``APR_GLOO`` has its own (`weights.gloo`); ``APR_NCCL`` is Ray's NCCL group of
+members that were told NCCL's id of it.
 
 Members inside a Ray actor use plain `ray.util.collective` calls after `register_backends`. vLLM's
 CPU worker is no Ray actor, which those calls demand; `join` gives it the group object itself.
@@ -11,55 +11,29 @@ CPU worker is no Ray actor, which those calls demand; `join` gives it the group 
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ray.util.collective import types
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective import is_backend_available
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 from ray_apr.exceptions import WeightSyncError
+from ray_apr.weights.gloo import GlooGroup
 from ray_apr.weights.plan import WeightGroup
 
 logger = logging.getLogger(__name__)
 
-GLOO = "APR_GLOO"
 NCCL = "APR_NCCL"
 
 _POLL_S = 0.0001
 _MEETING_POLL_S = 0.05
-
-_REDUCE = {
-    types.ReduceOp.SUM: dist.ReduceOp.SUM,
-    types.ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    types.ReduceOp.MIN: dist.ReduceOp.MIN,
-    types.ReduceOp.MAX: dist.ReduceOp.MAX,
-}
-
-_hosted: dict[int, dist.TCPStore] = {}
-"""Stores that this process opened as rank 0, by port, until their group is joined."""
-
-
-def open_rendezvous(timeout_s: float) -> int:
-    """Open the store that the members of a new group meet at; returns its port."""
-    store = dist.TCPStore(
-        "0.0.0.0",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    _hosted[store.port] = store
-    return store.port
 
 
 def new_nccl_id() -> str:
@@ -71,11 +45,12 @@ def new_nccl_id() -> str:
     remedy = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
     try:
         from ray.util.collective.collective_group.nccl_util import get_nccl_unique_id
-    except ImportError as error:
+
+        nccl_id = get_nccl_unique_id()
+    except (ImportError, RuntimeError) as error:
         raise WeightSyncError(
             f"weights travel between GPUs by NCCL through CuPy: {error}; {remedy}"
         ) from error
-    nccl_id = get_nccl_unique_id()
     if not isinstance(nccl_id, bytes):
         raise WeightSyncError(f"this CuPy has NCCL's ids as {type(nccl_id).__name__}; {remedy}")
     return nccl_id.hex()
@@ -88,96 +63,9 @@ def address(group: WeightGroup) -> str:
     return f"{group.group_name}|{group.host}|{group.port}|{group.timeout_s}"
 
 
-class GlooGroup(BaseGroup):
-    """A Gloo group with its own store, for tensors in host memory.
-
-    Args:
-        world_size: Number of members.
-        rank: Rank of this member.
-        group_name: What `address` returned: name, host, port and time limit.
-    """
-
-    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
-        super().__init__(world_size, rank, group_name)
-        name, host, port, timeout_s = group_name.rsplit("|", 3)
-        timeout = datetime.timedelta(seconds=float(timeout_s))
-        store = _hosted.pop(int(port), None) if rank == 0 else None
-        if store is None:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
-        prefixed = dist.PrefixStore(name, store)
-        self._store: Any = store
-        self._timeout = timeout
-        self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
-
-    @classmethod
-    def backend(cls) -> str:
-        """Name in the registry."""
-        return GLOO
-
-    @classmethod
-    def check_backend_availability(cls) -> bool:
-        """Whether this torch has Gloo."""
-        return dist.is_gloo_available()
-
-    def destroy_group(self) -> None:
-        """Close the connections; the peers' next call raises."""
-        group, self._group, self._store = self._group, None, None
-        if group is not None:
-            group.shutdown()
-
-    def broadcast(self, tensor: list[Any], broadcast_options: Any = None) -> None:
-        """Send the root's tensor to all members, in place.
-
-        Raises:
-            RuntimeError: If a peer died or the time limit passed: the call's own or the group's.
-        """
-        given = broadcast_options or types.BroadcastOptions()
-        timeout = self._timeout
-        if given.timeout_ms != types.unset_timeout_ms:
-            timeout = min(timeout, datetime.timedelta(milliseconds=given.timeout_ms))
-        options = dist.BroadcastOptions()
-        options.rootRank = given.root_rank
-        options.rootTensor = 0
-        options.timeout = timeout
-        self._group.broadcast(tensor, options).wait(timeout)
-
-    def wait(self, deadline: float) -> None:
-        """Nothing to wait for: `broadcast` returns once the bytes are there."""
-
-    def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
-        """Reduce over all members, in place."""
-        options = dist.AllreduceOptions()
-        reduce_op = allreduce_options.reduceOp if allreduce_options else types.ReduceOp.SUM
-        options.reduceOp = _REDUCE[reduce_op]
-        options.timeout = self._timeout
-        self._group.allreduce(tensor, options).wait(self._timeout)
-
-    def barrier(self, barrier_options: Any = None) -> None:
-        """Wait for all members."""
-        options = dist.BarrierOptions()
-        options.timeout = self._timeout
-        self._group.barrier(options).wait(self._timeout)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> None:
-        """Not offered: weights are broadcast."""
-        raise NotImplementedError("APR_GLOO offers broadcast, allreduce and barrier")
-
-    allgather = reducescatter = send = recv = reduce
-
-
-def _own_address(host: str) -> str:
-    """Address of the interface by which this process reaches `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # UDP: chooses a route, sends nothing
-        return probe.getsockname()[0]
-
-
 def register_backends() -> None:
     """Make the backends known to ray.util.collective in this process; harmless when repeated."""
-    _register(GLOO, GlooGroup)
+    _register(GlooGroup.backend(), GlooGroup)
     try:
         import cupy
         from ray.util.collective.collective_group import nccl_util
@@ -199,20 +87,29 @@ def register_backends() -> None:
         def __init__(self, world_size: int, rank: int, group_name: str) -> None:
             super().__init__(world_size, rank, group_name)
             self._nccl_id = bytes.fromhex(group_name.rpartition("|")[2])
+            self._has_left = False
+            self._leaving = threading.Lock()
 
         def _get_nccl_collective_communicator(
             self, comm_key: str, device_list: list[int]
         ) -> list[Any]:
-            if comm_key not in self._dev_comm_map:
-                (device,) = device_list
-                with nccl_util.Device(device):
-                    communicator = nccl_util.create_nccl_communicator(
-                        self.world_size, self._nccl_id, self.rank
-                    )
-                    self._dev_streams_map[comm_key] = [get_stream_pool(device).get_stream()]
-                    self._dev_event_map[comm_key] = [cupy.cuda.Event()]
-                self._dev_comm_map[comm_key] = [communicator]
-            return self._dev_comm_map[comm_key]
+            if comm_key in self._dev_comm_map:
+                return self._dev_comm_map[comm_key]
+            (device,) = device_list
+            self._used_gpu_indices.add(device)
+            with nccl_util.Device(device):
+                communicator = nccl_util.create_nccl_communicator(
+                    self.world_size, self._nccl_id, self.rank
+                )
+                stream, event = get_stream_pool(device).get_stream(), cupy.cuda.Event()
+            with self._leaving:
+                if not self._has_left:
+                    self._dev_streams_map[comm_key] = [stream]
+                    self._dev_event_map[comm_key] = [event]
+                    self._dev_comm_map[comm_key] = [communicator]
+                    return self._dev_comm_map[comm_key]
+            communicator.abort()
+            raise RuntimeError("this member has left while the others came")
 
         @property
         def stream(self) -> torch.cuda.Stream:
@@ -238,7 +135,9 @@ def register_backends() -> None:
 
         def destroy_group(self) -> None:
             """Leave at once: destroying a communicator waits until its peers do so, too."""
-            communicators, self._dev_comm_map = self._dev_comm_map, {}
+            with self._leaving:
+                self._has_left = True
+                communicators, self._dev_comm_map = self._dev_comm_map, {}
             for communicator in itertools.chain.from_iterable(communicators.values()):
                 communicator.abort()
             self._dev_streams_map = {}
@@ -254,7 +153,8 @@ def _register(name: str, group_cls: type[BaseGroup]) -> None:
 
 
 def join(group: WeightGroup, rank: int) -> BaseGroup:
-    """Join outside of `ray.util.collective`; waits for all members.
+    """Join outside of `ray.util.collective`; waits for all members, half as long as rank 0: who is
+    free again meanwhile can join the group that it forms without one that does not come.
 
     Raises:
         WeightSyncError: If the backend is missing or the members do not meet in time.
@@ -264,20 +164,27 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
         raise WeightSyncError(f"collective backend {group.backend} is not available here")
     from ray.util.collective.backend_registry import _global_registry
 
+    joined: BaseGroup | None = None
     try:
-        joined: BaseGroup = _global_registry.get(group.backend)(
-            group.world_size, rank, address(group)
-        )
-        meet(joined, group)
+        joined = _global_registry.get(group.backend)(group.world_size, rank, address(group))
+        meet(joined, group, timeout_s=group.timeout_s / 2)
         return joined
     except (RuntimeError, ValueError, OSError) as error:
+        if joined is not None:
+            joined.destroy_group()
         raise WeightSyncError(
-            f"rank {rank} of {group.world_size} could not join the weight group at "
-            f"{group.host}:{group.port} within {group.timeout_s:g} s: {error}"
+            f"rank {rank} of {group.world_size} could not join the weight group of {group.host}"
+            f"{f':{group.port}' if group.port else ''}: {error}"
         ) from error
 
 
-def meet(joined: Any, group: WeightGroup, is_hopeless: Callable[[], bool] = lambda: False) -> None:
+def meet(
+    joined: Any,
+    group: WeightGroup,
+    *,
+    timeout_s: float,
+    is_hopeless: Callable[[], bool] = lambda: False,
+) -> None:
     """Broadcast a byte: NCCL's members meet and connect at the first call, which takes a moment.
 
     In a thread of its own: NCCL waits without end for a member that has died before it came.
@@ -285,14 +192,16 @@ def meet(joined: Any, group: WeightGroup, is_hopeless: Callable[[], bool] = lamb
     Args:
         joined: The group, on this process's current device.
         group: What it is.
+        timeout_s: Limit.
         is_hopeless: Says that a member will not come, while one waits for it.
 
     Raises:
-        RuntimeError: If the members do not meet in time, or one will not come.
+        RuntimeError: If the members do not meet in time, or one will not come. The group is to be
+            left then (`destroy_group`); a member that comes late does no harm.
     """
     if group.backend != NCCL:
         return
-    deadline = time.monotonic() + group.timeout_s
+    deadline = time.monotonic() + timeout_s
     device, byte = torch.cuda.current_device(), byte_buffer(1, "cuda")
     formed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -310,7 +219,7 @@ def meet(joined: Any, group: WeightGroup, is_hopeless: Callable[[], bool] = lamb
     threading.Thread(target=form, name="form-weight-group", daemon=True).start()
     while not formed.done():
         if time.monotonic() > deadline:
-            raise RuntimeError("a member did not come in time")
+            raise RuntimeError(f"a member did not come within {timeout_s:g} s")
         if is_hopeless():
             raise RuntimeError("a member will not come")
         concurrent.futures.wait([formed], timeout=_MEETING_POLL_S)

@@ -144,6 +144,6 @@ class WeightGroup:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightGroup:
         """Undo `to_dict`; further keys are ignored."""
-        fields = {k: values[k] for k in cls.__dataclass_fields__}
+        fields = {k: values[k] for k in cls.__dataclass_fields__ if k != "params"}
         params = tuple(ParamSpec(n, tuple(shape), dtype) for n, shape, dtype in values["params"])
-        return cls(**{**fields, "params": params})
+        return cls(**fields, params=params)

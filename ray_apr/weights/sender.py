@@ -26,16 +26,15 @@ import torch.distributed as dist
 from ray_apr.exceptions import WeightSyncError
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.collective import (
-    GLOO,
     NCCL,
     address,
     byte_buffer,
     meet,
     new_nccl_id,
-    open_rendezvous,
     register_backends,
 )
 from ray_apr.weights.gather import compute_device, gather_bucket
+from ray_apr.weights.gloo import GLOO, open_rendezvous
 from ray_apr.weights.plan import ParamSpec, WeightGroup, plan_buckets
 
 _MIB = 1 << 20
@@ -82,7 +81,8 @@ class WeightSender:
         register_backends()  # here: engines stop for what forming a group takes
 
     def open_group(self, num_engine_workers: int, *, host: str, timeout_s: float) -> WeightGroup:
-        """Open the rendezvous of a new group (rank 0); the engine workers are told of it next.
+        """Describe a new group (rank 0), with where or how its members meet; the engine workers are
+        told next.
 
         Args:
             num_engine_workers: Replicas x tensor-parallel size.
@@ -131,13 +131,18 @@ class WeightSender:
                 group.world_size, 0, backend=group.backend, group_name=name
             )
             with self._on_device():
-                meet(collective.get_group_handle(name), group, is_hopeless)
+                meet(
+                    collective.get_group_handle(name),
+                    group,
+                    timeout_s=group.timeout_s,
+                    is_hopeless=is_hopeless,
+                )
         except (RuntimeError, ValueError, OSError) as error:
             if collective.is_group_initialized(name):
                 collective.destroy_collective_group(name)
             raise WeightSyncError(
-                f"the {group.world_size - 1} engine workers did not join the weight group within "
-                f"{group.timeout_s:g} s: {error}"
+                f"the {group.world_size - 1} engine workers did not join the weight group (limit "
+                f"{group.timeout_s:g} s): {error}"
             ) from error
         self._group = group
 

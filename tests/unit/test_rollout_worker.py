@@ -152,10 +152,6 @@ async def test_a_run_whose_engines_are_gone_still_tells_its_figures():
         engine.is_dead = True
         for request_id in engine.running:
             engine._end(request_id, FinishReason.ABORT)
-        while await run.buffer.failure() is None:  # noqa: ASYNC110  (polled, like `until`)
-            await asyncio.sleep(0.05)
-        with pytest.raises(EngineUnavailableError, match="no rollout server runs"):
-            await run.worker.weight_group_state()  # whom the trainer asks before it waits for any
     (status,) = run.summary.engines
     assert status.tokens_generated == run.summary.ledger.generated > 0
 

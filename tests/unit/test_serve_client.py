@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
@@ -19,12 +20,19 @@ from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine
 
+GROUP = {"world_size": 5, "timeout_s": 200.0}
+LIMITS_S: list[float] = []
+"""Of all calls."""
+
 
 class Replies:
     def __init__(self, results) -> None:
         self._results = results
 
     async def results_async(self, *, timeout_s, return_exceptions):
+        LIMITS_S.append(timeout_s)
+        if isinstance(self._results, Exception):
+            raise self._results
         return self._results
 
 
@@ -34,9 +42,12 @@ class Handle:
     def __init__(self, statuses: dict[str, ServerStatus | None]) -> None:
         self.statuses = statuses
         self.called: list[tuple] = []
+        self.error: Exception | None = None
 
     def broadcast(self, verb, *args):
         self.called.append((verb, *args))
+        if self.error is not None:
+            return Replies(self.error)
         takes_part = verb in ("join_weight_group", "receive_weights")
         return Replies([
             ActorDiedError() if status is None
@@ -59,8 +70,8 @@ async def test_the_weight_group_is_whole_while_its_members_are_those_that_run(de
     ranks = {"a": 1, "b": 3}
     state = WeightGroupState(first_ranks=ranks, num_workers=4, is_whole=False)
     assert await client.weight_group_state() == state
-    await client.join_weight_group({"world_size": 5}, ranks)
-    assert handle.called[-1] == ("join_weight_group", {"world_size": 5}, ranks)
+    await client.join_weight_group(GROUP, ranks)
+    assert handle.called[-1] == ("join_weight_group", GROUP, ranks)
     assert await client.weight_group_state() == dataclasses.replace(state, is_whole=True)
     handle.statuses["b"] = None
     alone = WeightGroupState(first_ranks={"a": 1}, num_workers=2, is_whole=False)
@@ -71,36 +82,55 @@ async def test_a_replica_that_comes_takes_no_part_before_the_next_group(deployme
     handle, client = deployment
     state = await client.weight_group_state()
     handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
-    await client.join_weight_group({}, state.first_ranks)
+    await client.join_weight_group(GROUP, state.first_ranks)
     await client.receive_weights(4)
     assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], None, False)
     state = await client.weight_group_state()
     assert (state.num_workers, state.is_whole) == (6, False)
-    await client.join_weight_group({}, state.first_ranks)
+    await client.join_weight_group(GROUP, state.first_ranks)
     await client.receive_weights(5, resume=True)
     assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], None, True)
 
 
 async def test_a_dead_replica_counts_only_where_weights_are_concerned(deployment):
     handle, client = deployment
-    await client.join_weight_group({}, {"a": 1, "b": 3})
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     handle.statuses["b"] = None
     await client.pause("abort")
     assert [status.replica_id for status in await client.status()] == ["a"]
     with pytest.raises(WeightSyncError, match="only 1 of 2 servers live"):
         await client.receive_weights(4)
     with pytest.raises(WeightSyncError, match="only 1 of 2 servers live"):
-        await client.join_weight_group({}, {"a": 1, "b": 3})
-    await client.join_weight_group({}, {"a": 1})
+        await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    await client.join_weight_group(GROUP, {"a": 1})
     await client.receive_weights(4)
     handle.statuses["a"] = None
     with pytest.raises(EngineUnavailableError, match="no rollout server runs"):
         await client.pause("abort")
 
 
+async def test_replicas_that_say_nothing_in_time_are_an_error_of_the_sync(deployment):
+    handle, _ = deployment
+    client = ServeRolloutClient("app", RolloutConfig(), weight_sync_timeout_s=300.0)
+    handle.error = TimeoutError("Timed out waiting for broadcast results.")
+    with pytest.raises(WeightSyncError, match="join_weight_group: no answer within"):
+        await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    assert LIMITS_S[-1] > GROUP["timeout_s"], "members wait that long for each other"
+    with pytest.raises(WeightSyncError, match="receive_weights: no answer within"):
+        await client.receive_weights(4)
+    assert LIMITS_S[-1] == 300.0
+
+
+async def test_a_deployment_without_replicas_is_named(deployment):
+    handle, client = deployment
+    handle.error = DeploymentUnavailableError(None)
+    with pytest.raises(EngineUnavailableError, match=r"no rollout server runs.*num_replicas"):
+        await client.status()
+
+
 async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(deployment):
     _, client = deployment
-    await client.join_weight_group({}, {"a": 1, "b": 3})
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(4)  # neither of them says that it has them
     with pytest.raises(EngineUnavailableError, match=r"no rollout server has .* version 4"):
         await client.generate(
@@ -172,3 +202,21 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
     assert await server.receive_weights(7, members, resume=resume) == is_member
     goes_on = resume and not (is_member and is_paused_anew)
     assert done == [7] * is_member + ["resume"] * goes_on
+
+
+async def test_a_runs_client_has_the_limit_of_its_weight_syncs(deployment, monkeypatch):
+    from ray_apr import PartialRolloutConfig, TrainConfig
+    from ray_apr.controller import _Parts
+
+    parts = object.__new__(_Parts)
+    parts.plan = SimpleNamespace(
+        name="app", model="none", rollout=RolloutConfig(), step_size=8, reward=None,
+        train=TrainConfig(weight_sync_timeout_s=77.0), environment=None, group_filter=None,
+        partial_rollout=PartialRolloutConfig.preset("apr"),
+    )  # fmt: skip
+    parts._tables, parts._buffer, parts.recorder = [], None, None
+    monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
+    client = parts._make_worker()["make_client"]()
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    await client.receive_weights(1)
+    assert LIMITS_S[-1] == 77.0

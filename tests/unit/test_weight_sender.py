@@ -90,6 +90,27 @@ def test_what_was_gathered_survives_a_group_that_breaks_and_a_second_sending(mon
         sender.send()
 
 
+def test_a_group_that_does_not_form_is_left_and_hopelessness_is_asked_for(monkeypatch):
+    from ray_apr.weights import sender as sender_module
+
+    asked, left = [], []
+
+    def meet(joined, group, *, timeout_s, is_hopeless):
+        asked.append((timeout_s, is_hopeless()))
+        raise RuntimeError("a member will not come")
+
+    monkeypatch.setattr("ray.util.collective.init_collective_group", lambda *_, **__: None)
+    monkeypatch.setattr("ray.util.collective.is_group_initialized", lambda _: True)
+    monkeypatch.setattr("ray.util.collective.destroy_collective_group", left.append)
+    monkeypatch.setattr("ray.util.collective.get_group_handle", lambda _: FakeGroup())
+    monkeypatch.setattr(sender_module, "meet", meet)
+    sender = WeightSender(Tied(), bucket_mb=1)
+    group = sender.open_group(1, host="127.0.0.1", timeout_s=7.0)
+    with pytest.raises(WeightSyncError, match=r"did not join .*limit 7 s.*will not come"):
+        sender.connect(group, is_hopeless=lambda: True)
+    assert (asked, left) == ([(7.0, True)], [address(group)])
+
+
 class FakeGroup:
     def wait(self, deadline: float) -> None:
         """All is there."""

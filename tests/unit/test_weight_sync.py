@@ -210,7 +210,7 @@ torch = pytest.importorskip("torch")
 
 
 def gloo_group(world_size: int, timeout_s: float = LIMIT_S) -> WeightGroup:
-    from ray_apr.weights.collective import GLOO, open_rendezvous
+    from ray_apr.weights.gloo import GLOO, open_rendezvous
 
     return WeightGroup(
         host="127.0.0.1", port=open_rendezvous(timeout_s), world_size=world_size, backend=GLOO,
@@ -277,7 +277,8 @@ def test_members_that_never_come_are_an_error_that_says_where():
 
 
 def test_a_rendezvous_that_is_gone_is_an_error():
-    from ray_apr.weights.collective import GLOO, join
+    from ray_apr.weights.collective import join
+    from ray_apr.weights.gloo import GLOO
 
     group = WeightGroup(
         host="127.0.0.1", port=1, world_size=2, backend=GLOO, group_name="test", timeout_s=0.5,

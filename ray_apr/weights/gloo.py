@@ -1,0 +1,123 @@
+"""A Gloo group of ray.util.collective that lives beside torch.distributed's default group."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import Any
+
+import torch.distributed as dist
+from ray.util.collective import types
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+
+GLOO = "APR_GLOO"
+
+_REDUCE = {
+    types.ReduceOp.SUM: dist.ReduceOp.SUM,
+    types.ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    types.ReduceOp.MIN: dist.ReduceOp.MIN,
+    types.ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+
+_hosted: dict[int, dist.TCPStore] = {}
+"""Stores that this process opened as rank 0, by port, until their group is joined."""
+
+
+def open_rendezvous(timeout_s: float) -> int:
+    """Open the store that the members of a new group meet at; returns its port."""
+    store = dist.TCPStore(
+        "0.0.0.0",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    _hosted[store.port] = store
+    return store.port
+
+
+class GlooGroup(BaseGroup):
+    """A Gloo group with its own store, for tensors in host memory.
+
+    Args:
+        world_size: Number of members.
+        rank: Rank of this member.
+        group_name: What `address` returned: name, host, port and time limit.
+    """
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        name, host, port, timeout_s = group_name.rsplit("|", 3)
+        timeout = datetime.timedelta(seconds=float(timeout_s))
+        store = _hosted.pop(int(port), None) if rank == 0 else None
+        if store is None:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
+        prefixed = dist.PrefixStore(name, store)
+        self._store: Any = store
+        self._timeout = timeout
+        self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+
+    @classmethod
+    def backend(cls) -> str:
+        """Name in the registry."""
+        return GLOO
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        """Whether this torch has Gloo."""
+        return dist.is_gloo_available()
+
+    def destroy_group(self) -> None:
+        """Close the connections; the peers' next call raises."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.shutdown()
+
+    def broadcast(self, tensor: list[Any], broadcast_options: Any = None) -> None:
+        """Send the root's tensor to all members, in place.
+
+        Raises:
+            RuntimeError: If a peer died or the time limit passed: the call's own or the group's.
+        """
+        given = broadcast_options or types.BroadcastOptions()
+        timeout = self._timeout
+        if given.timeout_ms != types.unset_timeout_ms:
+            timeout = min(timeout, datetime.timedelta(milliseconds=given.timeout_ms))
+        options = dist.BroadcastOptions()
+        options.rootRank = given.root_rank
+        options.rootTensor = 0
+        options.timeout = timeout
+        self._group.broadcast(tensor, options).wait(timeout)
+
+    def wait(self, deadline: float) -> None:
+        """Nothing to wait for: `broadcast` returns once the bytes are there."""
+
+    def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
+        """Reduce over all members, in place."""
+        options = dist.AllreduceOptions()
+        reduce_op = allreduce_options.reduceOp if allreduce_options else types.ReduceOp.SUM
+        options.reduceOp = _REDUCE[reduce_op]
+        options.timeout = self._timeout
+        self._group.allreduce(tensor, options).wait(self._timeout)
+
+    def barrier(self, barrier_options: Any = None) -> None:
+        """Wait for all members."""
+        options = dist.BarrierOptions()
+        options.timeout = self._timeout
+        self._group.barrier(options).wait(self._timeout)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> None:
+        """Not offered: weights are broadcast."""
+        raise NotImplementedError("APR_GLOO offers broadcast, allreduce and barrier")
+
+    allgather = reducescatter = send = recv = reduce
+
+
+def _own_address(host: str) -> str:
+    """Address of the interface by which this process reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # UDP: chooses a route, sends nothing
+        return probe.getsockname()[0]
