@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 import uuid
 from pathlib import Path
-
-import psutil
 
 MARK = "RAY_APR_TEST_MARK"
 
@@ -21,20 +18,31 @@ def marked_environment() -> tuple[str, dict[str, str]]:
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Living processes with this mark: pid -> command line. Zombies do not count."""
-    found: dict[int, str] = {}
+    """Living processes with this mark, and those below them, some of which lose their environment
+    with their new title: pid -> command line. Zombies do not count."""
+    commands: dict[int, str] = {}
+    children: dict[int, list[int]] = {}
+    reached: list[int] = []
     needle = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
+        pid = int(folder.name)
         try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(pid)
+            commands[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
             if needle in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command.strip():
-                    found[int(folder.name)] = command[:200]
+                reached.append(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended meanwhile, or is not ours
-    return found
+    found: dict[int, str] = {}
+    while reached:
+        pid = reached.pop()
+        if pid not in found:
+            found[pid] = commands.get(pid, "")
+            reached += children.get(pid, [])
+    return {pid: command for pid, command in found.items() if command.strip()}
 
 
 def wait_until_none(mark: str, timeout_s: float) -> dict[int, str]:
@@ -46,12 +54,9 @@ def wait_until_none(mark: str, timeout_s: float) -> dict[int, str]:
 
 
 def kill_all(mark: str) -> None:
-    """Kill what a test left, so that it does not disturb the next one: also the children of marked
-    processes, some of which lose their environment with their new title."""
-    pids = set(processes_of(mark))
-    for pid in tuple(pids):
-        with contextlib.suppress(psutil.Error):
-            pids |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+    """Kill what a failed test left, so that it does not disturb the next one."""
+    for pid in processes_of(mark):
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
