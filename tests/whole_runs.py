@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,16 +61,18 @@ def running_cluster(env: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Start a cluster with a marked environment; yields its address and its dashboard's."""
     port, dashboard = free_port(), free_port()
     env = {**env, "RAY_AUTH_MODE": "disabled"}
-    started = ray_cli(
-        env, "start", "--head", f"--port={port}", "--num-cpus=8", "--node-ip-address=127.0.0.1",
-        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-        f"--temp-dir=/tmp/ray-apr-{port}", "--disable-usage-stats",
-    )  # fmt: skip
-    assert started.returncode == 0, started.stdout + started.stderr
-    try:
-        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-    finally:
-        kill_all(env[MARK])  # `ray stop` would stop every cluster of this machine
+    # not pytest's folder, whose path is too long for Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        started = ray_cli(
+            env, "start", "--head", f"--port={port}", "--num-cpus=8", "--node-ip-address=127.0.0.1",
+            "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--disable-usage-stats",
+        )  # fmt: skip
+        assert started.returncode == 0, started.stdout + started.stderr
+        try:
+            yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        finally:
+            kill_all(env[MARK])  # `ray stop` would stop every cluster of this machine
 
 
 def living_parts(address: str, env: dict[str, str]) -> str:
@@ -94,9 +97,11 @@ def fail_by_killing(
     run = start_run(folder, on_cluster, *overrides)
     assert run.stdout is not None
     seen: list[str] = []
+    num_steps = 0
     for line in run.stdout:
         seen.append(line)
-        if sum(said.startswith("step") for said in seen) == after_steps:
+        num_steps += line.startswith("step")
+        if num_steps == after_steps:
             break
     else:
         raise AssertionError("".join(seen))

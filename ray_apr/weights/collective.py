@@ -153,8 +153,10 @@ def _register(name: str, group_cls: type[BaseGroup]) -> None:
 
 
 def join(group: WeightGroup, rank: int) -> BaseGroup:
-    """Join outside of `ray.util.collective`; waits for all members, half as long as rank 0: who is
-    free again meanwhile can join the group that it forms without one that does not come.
+    """Join outside of `ray.util.collective`; waits for all members.
+
+    With NCCL it waits half as long as rank 0: who is free again meanwhile can join the group that
+    rank 0 then forms without the one that has not come.
 
     Raises:
         WeightSyncError: If the backend is missing or the members do not meet in time.
