@@ -136,6 +136,7 @@ def engine_arguments(
     }
     if on_cuda:
         ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
+        ours["worker_cls"] = "ray_apr.serve.worker.DeviceWorker"
         if config.is_colocated:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:

@@ -1,0 +1,23 @@
+"""vLLM's GPU worker, whose compiled code stays with the device that it was compiled for."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+DEVICE = "ray_apr_device_index"
+
+
+class DeviceWorker(Worker):  # type: ignore[misc]
+    """Keeps vLLM's compile cache apart for each device.
+
+    Under vLLM's Ray executor a process sees all GPUs of its host and uses the one that Ray has
+    assigned. Compiled code names that device, but vLLM (0.26 to 0.32) finds it again by the
+    configuration and the rank alone: an engine that starts where others ran before would load what
+    was compiled for another GPU, and fail with tensors on two devices.
+    """
+
+    def init_device(self) -> None:
+        """Choose the device, and make it a part of the hash that compiled code is found by."""
+        super().init_device()
+        config = self.vllm_config
+        config.additional_config = {**config.additional_config, DEVICE: self.device.index}

@@ -1,0 +1,53 @@
+"""The worker that engines on GPUs have (serve/worker.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from ray_apr.config import RolloutConfig
+from ray_apr.serve.builder import engine_arguments
+from ray_apr.serve.worker import DeviceWorker
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def hash_on(monkeypatch):
+    """A function: the hash that vLLM finds compiled code by, in a worker on this device."""
+
+    def hashed(index: int, **additional: str) -> str:
+        def choose(worker: Worker) -> None:
+            worker.device = torch.device("cuda", index)
+
+        monkeypatch.setattr(Worker, "init_device", choose)
+        worker = DeviceWorker.__new__(DeviceWorker)
+        worker.vllm_config = VllmConfig(additional_config=additional)
+        worker.init_device()
+        return worker.vllm_config.compute_hash()
+
+    return hashed
+
+
+def test_code_compiled_for_another_device_is_not_found(hash_on):
+    assert hash_on(0) != hash_on(1)
+    assert hash_on(1) == hash_on(1)
+
+
+def test_the_users_additional_config_stays(hash_on):
+    assert len({hash_on(0), hash_on(0, theirs="a"), hash_on(0, theirs="b")}) == 3
+
+
+def test_engines_on_gpus_have_it_unless_the_user_names_another():
+    config = RolloutConfig(max_response_tokens=16)
+    assert engine_arguments(config, None, on_cuda=True)["worker_cls"] == (
+        f"{DeviceWorker.__module__}.{DeviceWorker.__qualname__}"
+    )
+    assert "worker_cls" not in engine_arguments(config, None, on_cuda=False)
+    own = RolloutConfig(max_response_tokens=16, engine_kwargs={"worker_cls": "mine.Worker"})
+    assert engine_arguments(own, None, on_cuda=True)["worker_cls"] == "mine.Worker"
