@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import os
 import statistics
@@ -25,6 +26,8 @@ from ray_apr.simulator.run import Simulation
 from ray_apr.simulator.trace import Trace
 
 _SHORT, _LONG = 16, 144
+_TURNS = 3
+"""How often each is timed; the medians count."""
 _ABORT_AFTER_S = 0.15
 _IDLE_S = 10.0
 _APP = "calibration"
@@ -33,24 +36,26 @@ _APP = "calibration"
 def measure_engines(
     model: str, config: RolloutConfig, *, prompt_tokens: int, max_num_seqs: int
 ) -> dict[str, Any]:
-    """Time decode steps of one engine, and of all at once, at several batch sizes.
+    """Time decode steps of one engine, and of all that share the host's cores, at several sizes.
 
     Returns:
         Parameters of `EngineConfig`, the raw times they come from, and the cores that Ray and the
         servers use while nothing happens.
     """
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
-    from ray_apr.serve.client import ServeRolloutClient
 
-    start_rollout_servers(_APP, model=model, config=config)
-    try:
-        client = ServeRolloutClient(_APP, config, max_inflight=4 * max_num_seqs)
-        idle_cores = measure_idle()
-        cores = (os.cpu_count() or 1) - idle_cores
-        found = asyncio.run(_measure(client, config, prompt_tokens, max_num_seqs, cores))
-        return {**found, "idle_cores": idle_cores}
-    finally:
-        stop_rollout_servers(_APP)
+    raw: list[dict[str, Any]] = []
+    idle_cores = 0.0
+    for engines in sorted({1, 1 if config.device == "cuda" else config.num_replicas}):
+        servers = dataclasses.replace(config, num_replicas=engines)
+        start_rollout_servers(_APP, model=model, config=servers)
+        try:
+            idle_cores = measure_idle()
+            raw += asyncio.run(_measure(servers, prompt_tokens, max_num_seqs))
+        finally:
+            stop_rollout_servers(_APP)
+    cores = (os.cpu_count() or 1) - idle_cores
+    return {"raw": raw, "engine": engine_parameters(raw, cores), "idle_cores": idle_cores}
 
 
 def measure_idle() -> float:
@@ -63,78 +68,88 @@ def measure_idle() -> float:
 
 
 async def _measure(
-    client: Any, config: RolloutConfig, prompt_tokens: int, max_num_seqs: int, host_cores: float
-) -> dict[str, Any]:
-    sizes = [1, max_num_seqs // 4, max_num_seqs]
-    raw: list[dict[str, Any]] = []
-    await _time(client, config, 1, max_num_seqs, _SHORT, prompt_tokens)  # warm-up
-    for engines in sorted({1, config.num_replicas}):
-        for size in sizes:
-            short, long = [
-                await _time(client, config, engines, size, tokens, prompt_tokens)
-                for tokens in (_SHORT, _LONG)
-            ]
-            step_s = (long - short) / (_LONG - _SHORT)
-            overhead_s = max(0.0, short - _SHORT * step_s) / size
-            row = {"engines": engines, "sequences": size, "step_s": step_s, "long_s": long}
-            raw.append({**row, "request_overhead_s": overhead_s})
-    alone = {r["sequences"]: r for r in raw if r["engines"] == 1}
-    per_sequence = (alone[sizes[-1]]["step_s"] - alone[1]["step_s"]) / (sizes[-1] - 1)
-    together = [r for r in raw if r["engines"] == config.num_replicas]
-    share = host_cores / config.num_replicas
-    wanted = [share * max(1.0, r["step_s"] / alone[r["sequences"]]["step_s"]) for r in together]
+    config: RolloutConfig, prompt_tokens: int, max_num_seqs: int
+) -> list[dict[str, Any]]:
+    """Medians at several sizes, of all engines at once; the whole size also interrupted once."""
+    engines = config.num_replicas
+    rows = []
+
+    async def median(size: int, tokens: int, *, interrupt: bool = False) -> float:
+        times = [
+            await _time(config, size, tokens, prompt_tokens, interrupt=interrupt)
+            for _ in range(_TURNS)
+        ]
+        return statistics.median(times)
+
+    await _time(config, max_num_seqs, _SHORT, prompt_tokens)  # warm-up
+    for size in (1, max_num_seqs // 4, max_num_seqs):
+        short, long = await median(size, _SHORT), await median(size, _LONG)
+        rows.append({"engines": engines, "sequences": size, "short_s": short, "long_s": long})
+    rows[-1]["interrupted_s"] = await median(max_num_seqs, _LONG, interrupt=True)
+    return rows
+
+
+def engine_parameters(raw: list[dict[str, Any]], host_cores: float) -> dict[str, Any]:
+    """Parameters of `EngineConfig` from rows of `_measure`; engines that are slower together than
+    alone want more cores than their share of `host_cores`."""
+    engines = max(row["engines"] for row in raw)
+    alone = [row for row in raw if row["engines"] == 1]
+    together = [row for row in raw if row["engines"] == engines]
+    sizes = [row["sequences"] for row in alone]
+    whole, num_sequences = alone[-1], sizes[-1]
+    per_sequence = (_step_s(whole) - _step_s(alone[0])) / (num_sequences - 1)
+    share = host_cores / engines
+    wanted = [
+        share * max(1.0, _step_s(t) / _step_s(a)) for t, a in zip(together, alone, strict=True)
+    ]
     cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
-    whole = alone[sizes[-1]]
-    again = await _time(client, config, 1, max_num_seqs, _LONG, prompt_tokens, interrupt=True)
-    raw.append({"engines": 1, "sequences": max_num_seqs, "interrupted_s": again})
+    overhead_s = whole["short_s"] - _SHORT * _step_s(whole)
     return {
-        "raw": raw,
-        "engine": {
-            "decode_base_s": alone[1]["step_s"] - per_sequence,
-            "decode_per_sequence_s": max(0.0, per_sequence),
-            "decode_per_context_token_s": 0.0,
-            "max_sequences": max_num_seqs,
-            "prefill_tokens_per_s": 1e9,
-            "request_overhead_s": whole["request_overhead_s"],
-            "resume_overhead_s": max(0.0, again - whole["long_s"]) / max_num_seqs,
-            "cores": cores,
-            "cores_per_sequence": max(0.0, cores_per_sequence),
-        },
+        "decode_base_s": _step_s(alone[0]) - per_sequence,
+        "decode_per_sequence_s": max(0.0, per_sequence),
+        "decode_per_context_token_s": 0.0,
+        "max_sequences": num_sequences,
+        "prefill_tokens_per_s": 1e9,
+        "request_overhead_s": max(0.0, overhead_s) / num_sequences,
+        "resume_overhead_s": max(0.0, whole["interrupted_s"] - whole["long_s"]) / num_sequences,
+        "cores": cores,
+        "cores_per_sequence": max(0.0, cores_per_sequence),
     }
 
 
+def _step_s(row: dict[str, Any]) -> float:
+    return float(row["long_s"] - row["short_s"]) / (_LONG - _SHORT)
+
+
 async def _time(
-    client: Any,
-    config: RolloutConfig,
-    engines: int,
-    size: int,
-    tokens: int,
-    prompt_tokens: int,
-    *,
-    interrupt: bool = False,
+    config: RolloutConfig, size: int, tokens: int, prompt_tokens: int, *, interrupt: bool = False
 ) -> float:
-    """Seconds of `size` requests on each of some engines; a session stays on its engine.
+    """Seconds of `size` requests on each engine.
 
     Args:
-        client: Of the rollout servers.
         config: Of the rollout servers.
-        engines: How many of them are used.
-        size: Requests for each.
+        size: Requests for each; a client of its own gives no engine more.
         tokens: Length of each response.
         prompt_tokens: Length of each prompt.
         interrupt: Whether all requests are aborted once on their way, and resumed.
     """
+    from ray_apr.serve.client import ServeRolloutClient
     from ray_apr.types import SamplingParams
 
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    client = ServeRolloutClient(_APP, config, max_inflight=size)
+    await client.generate(
+        request_id="first", session_id="first", token_ids=[3], sampling=sampling, max_tokens=1
+    )
     began = time.monotonic()
 
-    async def respond(engine: int, index: int) -> None:
+    async def respond(index: int) -> None:
+        name = f"{began}-{index}"
         ids = [3 + (index + j) % 10 for j in range(prompt_tokens)]
         while (num_left := prompt_tokens + tokens - len(ids)) > 0:
             generation = await client.generate(
-                request_id=f"{began}-{engine}-{index}#{num_left}",
-                session_id=f"{began}-{engine}",
+                request_id=f"{name}#{num_left}",
+                session_id=name,
                 token_ids=ids,
                 sampling=sampling,
                 max_tokens=num_left,
@@ -145,7 +160,7 @@ async def _time(
         await asyncio.sleep(_ABORT_AFTER_S)
         await client.abort(None)
 
-    calls = [respond(engine, index) for engine in range(engines) for index in range(size)]
+    calls = [respond(index) for index in range(size * config.num_replicas)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
