@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs GPUs, one part after another, each with a limit; raw results and logs go to a folder.
 #
-#   benchmarks/gpu_session.sh results kills turns engine trainer sync rollout
+#   benchmarks/gpu_session.sh results restart kills turns engine trainer sync rollout
 #   TRACE=trace.jsonl.gz GPUS=2 benchmarks/gpu_session.sh results modes colocated
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
@@ -46,7 +46,8 @@ modes() {
 summary=()
 for name in "$@"; do
 	case $name in
-	step) part step 150 bash -c 'tests -k "not whole_runs"' ;;
+	step) part step 150 bash -c 'tests -k "test_step or test_attention"' ;;
+	restart) part restart 250 bash -c 'tests -k test_engines' ;;
 	kills) part kills 450 bash -c 'tests -k killed' ;;
 	turns) part turns 300 bash -c 'tests -k turns' ;;
 	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;

@@ -31,6 +31,7 @@ from ray_apr.exceptions import (
     StepError,
     UserCodeError,
 )
+from ray_apr.heap import freeze_heap
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import GroupFilter, RolloutClient
@@ -160,6 +161,7 @@ class RolloutWorker:
                 timeout_s=self._sync_timeout_s
                 + (self._config.request_timeout_s if self._partial_rollout.drain else 0.0),
             )
+            freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
             self._started.set()
 

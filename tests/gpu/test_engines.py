@@ -1,0 +1,58 @@
+"""Engines on GPUs that start where others ran before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import ray
+import torch
+
+from ray_apr.config import RolloutConfig
+from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.types import SamplingParams
+from tests.processes import kill_all, marked_environment
+from tests.whole_runs import CONFIG, running_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+APP = "again"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
+    """All engines write their compiled code; the second time each of them finds it."""
+    mark, env = marked_environment()
+    env |= {"VLLM_CACHE_ROOT": str(tmp_path)}
+    config = RolloutConfig(
+        num_replicas=2, device="cuda", max_response_tokens=8,
+        engine_kwargs={"max_num_seqs": 8, "gpu_memory_utilization": 0.2},
+    )  # fmt: skip
+
+    async def answers() -> set[str]:
+        client = ServeRolloutClient(APP, config)
+        generations = await asyncio.gather(*(
+            client.generate(
+                request_id=f"{i}", session_id=f"{i}", token_ids=(5, 6, 7), max_tokens=4,
+                sampling=SamplingParams(ignore_eos=True),
+            )
+            for i in range(8)
+        ))  # fmt: skip
+        assert [g.num_tokens for g in generations] == [4] * 8
+        return {g.replica_id for g in generations}
+
+    try:
+        with running_cluster(env) as (address, _):
+            ray.init(address, namespace="ray_apr_test", log_to_driver=False)
+            try:
+                for _ in range(2):
+                    model = str(CONFIG.parent / "base_model")
+                    start_rollout_servers(APP, model=model, config=config)
+                    assert len(asyncio.run(answers())) == 2
+                    stop_rollout_servers(APP)
+            finally:
+                ray.shutdown()
+    finally:
+        kill_all(mark)
+    assert list(tmp_path.rglob("model")), "vLLM keeps what it has compiled there"
