@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+import random
 import statistics
 import time
 from typing import Any
@@ -28,6 +29,7 @@ from ray_apr.simulator.trace import Trace
 _SHORT, _LONG = 16, 144
 _TURNS = 3
 """How often each is timed; the medians count."""
+_STEADY_ROUNDS = 8
 _ABORT_AFTER_S = 0.15
 _IDLE_S = 10.0
 _APP = "calibration"
@@ -70,7 +72,8 @@ def measure_idle() -> float:
 async def _measure(
     config: RolloutConfig, prompt_tokens: int, max_num_seqs: int
 ) -> list[dict[str, Any]]:
-    """Medians at several sizes, of all engines at once; the whole size also interrupted once."""
+    """Medians at several sizes, of all engines at once; at the whole one also interrupted once, and
+    with responses that follow one another."""
     engines = config.num_replicas
     rows = []
 
@@ -86,6 +89,7 @@ async def _measure(
         short, long = await median(size, _SHORT), await median(size, _LONG)
         rows.append({"engines": engines, "sequences": size, "short_s": short, "long_s": long})
     rows[-1]["interrupted_s"] = await median(max_num_seqs, _LONG, interrupt=True)
+    rows[-1] |= await _steady(config, max_num_seqs, prompt_tokens)
     return rows
 
 
@@ -103,14 +107,15 @@ def engine_parameters(raw: list[dict[str, Any]], host_cores: float) -> dict[str,
         share * max(1.0, _step_s(t) / _step_s(a)) for t, a in zip(together, alone, strict=True)
     ]
     cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
-    overhead_s = whole["short_s"] - _SHORT * _step_s(whole)
+    decode_s = whole["steady_tokens"] * _step_s(whole) / num_sequences
+    overhead_s = max(0.0, whole["steady_s"] - decode_s) / whole["steady_requests"]
     return {
         "decode_base_s": _step_s(alone[0]) - per_sequence,
         "decode_per_sequence_s": max(0.0, per_sequence),
         "decode_per_context_token_s": 0.0,
         "max_sequences": num_sequences,
         "prefill_tokens_per_s": 1e9,
-        "request_overhead_s": max(0.0, overhead_s) / num_sequences,
+        "request_overhead_s": overhead_s,
         "resume_overhead_s": max(0.0, whole["interrupted_s"] - whole["long_s"]) / num_sequences,
         "cores": cores,
         "cores_per_sequence": max(0.0, cores_per_sequence),
@@ -124,45 +129,77 @@ def _step_s(row: dict[str, Any]) -> float:
 async def _time(
     config: RolloutConfig, size: int, tokens: int, prompt_tokens: int, *, interrupt: bool = False
 ) -> float:
-    """Seconds of `size` requests on each engine.
+    """Seconds of `size` requests on each engine, which begin together.
 
     Args:
         config: Of the rollout servers.
-        size: Requests for each; a client of its own gives no engine more.
+        size: Requests for each.
         tokens: Length of each response.
         prompt_tokens: Length of each prompt.
         interrupt: Whether all requests are aborted once on their way, and resumed.
     """
-    from ray_apr.serve.client import ServeRolloutClient
-    from ray_apr.types import SamplingParams
-
-    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-    client = ServeRolloutClient(_APP, config, max_inflight=size)
-    await client.generate(
-        request_id="first", session_id="first", token_ids=[3], sampling=sampling, max_tokens=1
-    )
-    began = time.monotonic()
-
-    async def respond(index: int) -> None:
-        name = f"{began}-{index}"
-        ids = [3 + (index + j) % 10 for j in range(prompt_tokens)]
-        while (num_left := prompt_tokens + tokens - len(ids)) > 0:
-            generation = await client.generate(
-                request_id=f"{name}#{num_left}",
-                session_id=name,
-                token_ids=ids,
-                sampling=sampling,
-                max_tokens=num_left,
-            )
-            ids += [token for segment in generation.segments for token in segment.token_ids]
+    client = await _make_client(config, size)
 
     async def abort_once() -> None:
         await asyncio.sleep(_ABORT_AFTER_S)
         await client.abort(None)
 
-    calls = [respond(index) for index in range(size * config.num_replicas)]
+    began = time.monotonic()
+    calls = [_respond(client, i, prompt_tokens, tokens) for i in range(size * config.num_replicas)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
+
+
+async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[str, float]:
+    """Responses of many lengths, `size` at a time on each engine: requests and tokens that have
+    ended, and seconds, until the last one begins."""
+    client = await _make_client(config, size)
+    count = size * config.num_replicas
+    rng = random.Random(0)
+    lengths = (rng.randint(_SHORT, _LONG) for _ in range(_STEADY_ROUNDS * count))
+    left = iter(enumerate(lengths))
+    requests, tokens, began, seconds = 0, 0, time.monotonic(), 0.0
+
+    async def one_after_another() -> None:
+        nonlocal requests, tokens, seconds
+        for index, length in left:
+            await _respond(client, index, prompt_tokens, length)
+            if not seconds:
+                requests, tokens = requests + 1, tokens + length
+        seconds = seconds or time.monotonic() - began
+
+    await asyncio.gather(*(one_after_another() for _ in range(count)))
+    return {
+        "steady_requests": requests / config.num_replicas,
+        "steady_tokens": tokens / config.num_replicas,
+        "steady_s": seconds,
+    }
+
+
+async def _make_client(config: RolloutConfig, size: int) -> Any:
+    """A client that gives no engine more than `size` requests; it knows the servers."""
+    from ray_apr.serve.client import ServeRolloutClient
+
+    client = ServeRolloutClient(_APP, config, max_inflight=size)
+    await _respond(client, 0, 1, 1)
+    return client
+
+
+async def _respond(client: Any, index: int, prompt_tokens: int, tokens: int) -> None:
+    """One response, resumed until it has its length."""
+    from ray_apr.types import SamplingParams
+
+    name = f"{time.monotonic()}-{index}"
+    ids = [3 + (index + j) % 10 for j in range(prompt_tokens)]
+    while (num_left := prompt_tokens + tokens - len(ids)) > 0:
+        generation = await client.generate(
+            request_id=f"{name}#{num_left}",
+            session_id=name,
+            token_ids=ids,
+            sampling=SamplingParams(temperature=1.0, ignore_eos=True),
+            max_tokens=num_left,
+        )
+        ids += [token for segment in generation.segments for token in segment.token_ids]
 
 
 def measured_cluster(

@@ -47,7 +47,7 @@ summary=()
 for name in "$@"; do
 	case $name in
 	step) part step 150 bash -c 'tests -k "test_step or test_attention"' ;;
-	restart) part restart 250 bash -c 'tests -k test_engines' ;;
+	restart) part restart 250 bash -c 'tests -k engines_find' ;;
 	kills) part kills 450 bash -c 'tests -k killed' ;;
 	turns) part turns 300 bash -c 'tests -k turns' ;;
 	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;
