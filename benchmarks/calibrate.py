@@ -2,9 +2,9 @@
 
     python benchmarks/modes.py --calibrate ...
 
-The engines are measured alone, through the same client and Serve deployment as in a run; the
-trainer is read off the synchronous runs, in which it has the machine to itself. Nothing is fitted
-to the ratios that are predicted.
+One engine is measured alone, through the same client and Serve deployment as in a run; the trainer
+is read off the synchronous runs, in which it has the machine to itself. Nothing is fitted to the
+ratios that are predicted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ray_apr.simulator.trace import Trace
 _SHORT, _LONG = 16, 144
 _TURNS = 3
 """How often each is timed; the medians count."""
-_STEADY_ROUNDS = 8
+_ROUNDS_BEFORE, _ROUNDS = 3, 12
+"""Responses of each place in the engine until requests come and go steadily, and in all."""
 _ABORT_AFTER_S = 0.15
 _IDLE_S = 10.0
 _APP = "calibration"
@@ -38,102 +39,94 @@ _APP = "calibration"
 def measure_engines(
     model: str, config: RolloutConfig, *, prompt_tokens: int, max_num_seqs: int
 ) -> dict[str, Any]:
-    """Time decode steps of one engine, and of all that share the host's cores, at several sizes.
+    """Time one engine at several batch sizes.
 
     Returns:
         Parameters of `EngineConfig`, the raw times they come from, and the cores that Ray and the
-        servers use while nothing happens.
+        server use while nothing happens.
     """
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 
-    raw: list[dict[str, Any]] = []
-    idle_cores = 0.0
-    for engines in sorted({1, 1 if config.device == "cuda" else config.num_replicas}):
-        servers = dataclasses.replace(config, num_replicas=engines)
-        start_rollout_servers(_APP, model=model, config=servers)
-        try:
-            idle_cores = measure_idle()
-            raw += asyncio.run(_measure(servers, prompt_tokens, max_num_seqs))
-        finally:
-            stop_rollout_servers(_APP)
-    cores = (os.cpu_count() or 1) - idle_cores
-    return {"raw": raw, "engine": engine_parameters(raw, cores), "idle_cores": idle_cores}
+    config = dataclasses.replace(config, num_replicas=1)
+    start_rollout_servers(_APP, model=model, config=config)
+    try:
+        idle_cores = measure_idle()
+        raw = asyncio.run(_measure(config, prompt_tokens, max_num_seqs))
+    finally:
+        stop_rollout_servers(_APP)
+    return {"raw": raw, "engine": engine_parameters(raw), "idle_cores": idle_cores}
 
 
 def measure_idle() -> float:
     """Cores that all processes together use while nothing happens."""
+    began = time.time()
     with CPUClock() as clock:
-        began = time.time()
         time.sleep(_IDLE_S)
-        ended = time.time()
+    ended = time.time()
     return sum(clock.between(began, ended).values()) / (ended - began)
 
 
 async def _measure(
     config: RolloutConfig, prompt_tokens: int, max_num_seqs: int
-) -> list[dict[str, Any]]:
-    """Medians at several sizes, of all engines at once; at the whole one also interrupted once, and
-    with responses that follow one another."""
-    engines = config.num_replicas
-    rows = []
+) -> list[dict[str, float]]:
+    """A row for each size: medians of short and of long responses that begin together, and the
+    cores that the engine uses with the long ones. The last one, of a full engine, also has them
+    interrupted once, and responses that follow one another."""
+    rows: list[dict[str, float]] = []
 
-    async def median(size: int, tokens: int, *, interrupt: bool = False) -> float:
-        times = [
+    async def times(size: int, tokens: int, *, interrupt: bool = False) -> list[float]:
+        return [
             await _time(config, size, tokens, prompt_tokens, interrupt=interrupt)
             for _ in range(_TURNS)
         ]
-        return statistics.median(times)
 
-    await _time(config, max_num_seqs, _SHORT, prompt_tokens)  # warm-up
+    await times(max_num_seqs, _SHORT)  # warm-up
     for size in (1, max_num_seqs // 4, max_num_seqs):
-        short, long = await median(size, _SHORT), await median(size, _LONG)
-        rows.append({"engines": engines, "sequences": size, "short_s": short, "long_s": long})
-    rows[-1]["interrupted_s"] = await median(max_num_seqs, _LONG, interrupt=True)
+        short_s = statistics.median(await times(size, _SHORT))
+        began = time.time()
+        with CPUClock() as clock:
+            long = await times(size, _LONG)
+        cores = clock.between(began, time.time()).get("engine", 0.0) / sum(long)
+        long_s = statistics.median(long)
+        rows.append({"sequences": size, "short_s": short_s, "long_s": long_s, "cores": cores})
+    interrupted = await times(max_num_seqs, _LONG, interrupt=True)
+    rows[-1]["interrupted_s"] = statistics.median(interrupted)
     rows[-1] |= await _steady(config, max_num_seqs, prompt_tokens)
     return rows
 
 
-def engine_parameters(raw: list[dict[str, Any]], host_cores: float) -> dict[str, Any]:
-    """Parameters of `EngineConfig` from rows of `_measure`; engines that are slower together than
-    alone want more cores than their share of `host_cores`."""
-    engines = max(row["engines"] for row in raw)
-    alone = [row for row in raw if row["engines"] == 1]
-    together = [row for row in raw if row["engines"] == engines]
-    sizes = [row["sequences"] for row in alone]
-    whole, num_sequences = alone[-1], sizes[-1]
-    per_sequence = (_step_s(whole) - _step_s(alone[0])) / (num_sequences - 1)
-    share = host_cores / engines
-    wanted = [
-        share * max(1.0, _step_s(t) / _step_s(a)) for t, a in zip(together, alone, strict=True)
-    ]
-    cores_per_sequence, cores = statistics.linear_regression(sizes, wanted)
-    decode_s = whole["steady_tokens"] * _step_s(whole) / num_sequences
-    overhead_s = max(0.0, whole["steady_s"] - decode_s) / whole["steady_requests"]
+def engine_parameters(raw: list[dict[str, float]]) -> dict[str, Any]:
+    """Parameters of `EngineConfig` from the rows of `_measure`."""
+    sizes, steps_s = [row["sequences"] for row in raw], [_step_s(row) for row in raw]
+    full, size = raw[-1], sizes[-1]
+    per_sequence_s = max(0.0, (steps_s[-1] - steps_s[0]) / (size - 1))
+    cores_per_sequence, cores = statistics.linear_regression(sizes, [row["cores"] for row in raw])
+    decode_s = full["steady_tokens"] * steps_s[-1] / size
     return {
-        "decode_base_s": _step_s(alone[0]) - per_sequence,
-        "decode_per_sequence_s": max(0.0, per_sequence),
+        "decode_base_s": steps_s[0] - per_sequence_s,
+        "decode_per_sequence_s": per_sequence_s,
         "decode_per_context_token_s": 0.0,
-        "max_sequences": num_sequences,
+        "max_sequences": int(size),
         "prefill_tokens_per_s": 1e9,
-        "request_overhead_s": overhead_s,
-        "resume_overhead_s": max(0.0, whole["interrupted_s"] - whole["long_s"]) / num_sequences,
+        "request_overhead_s": max(0.0, full["steady_s"] - decode_s) / full["steady_requests"],
+        "resume_overhead_s": max(0.0, full["interrupted_s"] - full["long_s"]) / size,
         "cores": cores,
         "cores_per_sequence": max(0.0, cores_per_sequence),
     }
 
 
-def _step_s(row: dict[str, Any]) -> float:
-    return float(row["long_s"] - row["short_s"]) / (_LONG - _SHORT)
+def _step_s(row: dict[str, float]) -> float:
+    return (row["long_s"] - row["short_s"]) / (_LONG - _SHORT)
 
 
 async def _time(
     config: RolloutConfig, size: int, tokens: int, prompt_tokens: int, *, interrupt: bool = False
 ) -> float:
-    """Seconds of `size` requests on each engine, which begin together.
+    """Seconds of `size` requests that begin together.
 
     Args:
-        config: Of the rollout servers.
-        size: Requests for each.
+        config: Of the rollout server.
+        size: Requests.
         tokens: Length of each response.
         prompt_tokens: Length of each prompt.
         interrupt: Whether all requests are aborted once on their way, and resumed.
@@ -145,39 +138,38 @@ async def _time(
         await client.abort(None)
 
     began = time.monotonic()
-    calls = [_respond(client, i, prompt_tokens, tokens) for i in range(size * config.num_replicas)]
+    calls = [_respond(client, index, prompt_tokens, tokens) for index in range(size)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
 
 async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[str, float]:
-    """Responses of many lengths, `size` at a time on each engine: requests and tokens that have
-    ended, and seconds, until the last one begins."""
+    """Responses of many lengths, `size` at a time, each followed by the next: requests and tokens
+    that end, and seconds, while as many begin."""
     client = await _make_client(config, size)
-    count = size * config.num_replicas
     rng = random.Random(0)
-    lengths = (rng.randint(_SHORT, _LONG) for _ in range(_STEADY_ROUNDS * count))
-    left = iter(enumerate(lengths))
-    requests, tokens, began, seconds = 0, 0, time.monotonic(), 0.0
+    left = iter([rng.randint(_SHORT, _LONG) for _ in range(_ROUNDS * size)])
+    ended: list[tuple[float, int]] = []
+    none_left: list[float] = []
 
-    async def one_after_another() -> None:
-        nonlocal requests, tokens, seconds
-        for index, length in left:
+    async def one_after_another(index: int) -> None:
+        for length in left:
             await _respond(client, index, prompt_tokens, length)
-            if not seconds:
-                requests, tokens = requests + 1, tokens + length
-        seconds = seconds or time.monotonic() - began
+            ended.append((time.monotonic(), length))
+        none_left.append(time.monotonic())
 
-    await asyncio.gather(*(one_after_another() for _ in range(count)))
+    await asyncio.gather(*(one_after_another(index) for index in range(size)))
+    began, until = ended[_ROUNDS_BEFORE * size - 1][0], none_left[0]
+    lengths = [length for at, length in ended if began < at <= until]
     return {
-        "steady_requests": requests / config.num_replicas,
-        "steady_tokens": tokens / config.num_replicas,
-        "steady_s": seconds,
+        "steady_requests": len(lengths),
+        "steady_tokens": sum(lengths),
+        "steady_s": until - began,
     }
 
 
 async def _make_client(config: RolloutConfig, size: int) -> Any:
-    """A client that gives no engine more than `size` requests; it knows the servers."""
+    """A client that knows the server, and gives it at most `size` requests at a time."""
     from ray_apr.serve.client import ServeRolloutClient
 
     client = ServeRolloutClient(_APP, config, max_inflight=size)

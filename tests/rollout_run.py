@@ -149,5 +149,6 @@ def without_ray(monkeypatch) -> None:
     monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)  # this process goes on
     for name in ("add", "set", "observe"):
         monkeypatch.setattr(worker_module.Metrics, name, lambda *args, **tags: None)

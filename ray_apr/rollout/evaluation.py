@@ -23,7 +23,6 @@ from typing import Any
 from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.data.prompts import load_tokenizer
 from ray_apr.exceptions import RolloutError, UserCodeError
-from ray_apr.heap import freeze_heap
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import TurnRules
@@ -86,7 +85,6 @@ class Evaluator:
     async def start(self) -> None:
         """Connect to the servers, which run, and evaluate the base model if that is asked for."""
         self._client = self._make_client()
-        freeze_heap()
         if self._config.is_due(0):
             self._first = asyncio.create_task(self.evaluate(0), name="evaluation-0")
 

@@ -10,7 +10,6 @@ from typing import Any
 from ray import serve
 
 from ray_apr.exceptions import APRError, RolloutError
-from ray_apr.heap import freeze_heap
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
 from ray_apr.serve.exchange import Mailboxes
@@ -50,7 +49,6 @@ class RolloutServer:
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()
         await self._engine.start()
-        freeze_heap()
 
     async def submit(self, client_id: str, requests: Sequence[Mapping[str, Any]]) -> str:
         """Begin calls, whose outcomes this client asks for (`outcomes`).

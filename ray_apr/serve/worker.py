@@ -8,16 +8,18 @@ DEVICE = "ray_apr_device_index"
 
 
 class DeviceWorker(Worker):  # type: ignore[misc]
-    """Keeps vLLM's compile cache apart for each device.
+    """Keeps what vLLM compiles and tunes apart for each device; a new one begins anew.
 
     Under vLLM's Ray executor a process sees all GPUs of its host and uses the one that Ray has
     assigned. Compiled code names that device, but vLLM (0.26 to 0.32) finds it again by the
     configuration and the rank alone: an engine that starts where others ran before would load what
-    was compiled for another GPU, and fail with tensors on two devices.
+    was compiled for another GPU, and fail with tensors on two devices. A ``cache_dir`` in a
+    ``compilation_config`` of the user's own takes the place of that hash, and is shared as ever.
     """
 
     def init_device(self) -> None:
         """Choose the device, and make it a part of the hash that compiled code is found by."""
         super().init_device()
-        config = self.vllm_config
-        config.additional_config = {**config.additional_config, DEVICE: self.device.index}
+        additional = self.vllm_config.additional_config
+        if isinstance(additional, dict):  # in place: the model runner may have copied its owner
+            additional[DEVICE] = self.device.index

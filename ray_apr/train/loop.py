@@ -36,7 +36,6 @@ import torch.distributed as dist
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
 from ray_apr.exceptions import StarvedError, TrainError
-from ray_apr.heap import freeze_heap
 from ray_apr.staleness import is_stale, next_version
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
@@ -210,7 +209,6 @@ class _TrainLoop:
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
         rows = self._rows()
-        freeze_heap()
         while self._progress.step < self._train.steps:
             self._step(rows)
         self._evaluate_last()

@@ -30,6 +30,14 @@ async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():
     assert {s.prompt.prompt_id.partition("-")[0] for s in samples} <= {"e0", "e1", "e2", "e3"}
 
 
+async def test_what_the_worker_begins_with_is_spared_from_garbage_collections(monkeypatch):
+    calls: list[str] = []
+    monkeypatch.setattr(worker_module.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(worker_module.gc, "freeze", lambda: calls.append("freeze"))
+    async with running(ScriptedEngine(auto=1)):
+        assert calls == ["collect", "freeze"]
+
+
 async def test_a_sync_interrupts_what_runs_and_it_resumes_with_its_tokens_and_budget():
     """verl#7611: a sync cancelled the rollout worker itself."""
     engine = ScriptedEngine(default_length=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -41,6 +43,14 @@ def test_code_compiled_for_another_device_is_not_found(hash_on):
 
 def test_the_users_additional_config_stays(hash_on):
     assert len({hash_on(0), hash_on(0, theirs="a"), hash_on(0, theirs="b")}) == 3
+
+
+def test_a_config_that_is_no_dictionary_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(Worker, "init_device", lambda worker: None)
+    worker, theirs = DeviceWorker.__new__(DeviceWorker), object()
+    worker.vllm_config = SimpleNamespace(additional_config=theirs)
+    worker.init_device()
+    assert worker.vllm_config.additional_config is theirs
 
 
 def test_engines_on_gpus_have_it_unless_the_user_names_another():
