@@ -48,7 +48,7 @@ def measure_engines(
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 
     config = dataclasses.replace(config, num_replicas=1)
-    start_rollout_servers(_APP, model=model, config=config)
+    start_rollout_servers(_APP, model=model, config=config, reports_load=True)
     try:
         idle_cores = measure_idle()
         raw = asyncio.run(_measure(config, prompt_tokens, max_num_seqs))
@@ -83,11 +83,11 @@ async def _measure(
     await times(max_num_seqs, _SHORT)  # warm-up
     for size in (1, max_num_seqs // 4, max_num_seqs):
         short_s = statistics.median(await times(size, _SHORT))
+        long_s = statistics.median(await times(size, _LONG))
         began = time.time()
-        with CPUClock() as clock:
-            long = await times(size, _LONG)
-        cores = clock.between(began, time.time()).get("engine", 0.0) / sum(long)
-        long_s = statistics.median(long)
+        with CPUClock() as clock:  # it delays what it watches, and what is timed is not watched
+            watched = await times(size, _LONG)
+        cores = clock.between(began, time.time()).get("engine", 0.0) / sum(watched)
         rows.append({"sequences": size, "short_s": short_s, "long_s": long_s, "cores": cores})
     interrupted = await times(max_num_seqs, _LONG, interrupt=True)
     rows[-1]["interrupted_s"] = statistics.median(interrupted)
@@ -178,11 +178,12 @@ async def _make_client(config: RolloutConfig, size: int) -> Any:
 
 
 async def _respond(client: Any, index: int, prompt_tokens: int, tokens: int) -> None:
-    """One response, resumed until it has its length."""
+    """One response, resumed until it has its length; eight in a row have the same prompt."""
     from ray_apr.types import SamplingParams
 
     name = f"{time.monotonic()}-{index}"
-    ids = [3 + (index + j) % 10 for j in range(prompt_tokens)]
+    rng = random.Random(index // 8)
+    ids = [rng.randrange(3, 12) for _ in range(prompt_tokens)]
     while (num_left := prompt_tokens + tokens - len(ids)) > 0:
         generation = await client.generate(
             request_id=f"{name}#{num_left}",
