@@ -50,7 +50,7 @@ for name in "$@"; do
 	restart) part restart 250 bash -c 'tests -k engines_find' ;;
 	kills) part kills 450 bash -c 'tests -k killed' ;;
 	turns) part turns 300 bash -c 'tests -k turns' ;;
-	engine) gpu engine 300 engine --shape "$shape" --repeats 2 ;;
+	engine) gpu engine 420 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
 	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
