@@ -34,6 +34,9 @@ _ROUNDS_BEFORE, _ROUNDS = 3, 12
 _ABORT_AFTER_S = 0.15
 _IDLE_S = 10.0
 _APP = "calibration"
+_GROUP_SIZE = 8
+"""Requests in a row that have the same prompt; no later ones do, whose entries would be cached."""
+_numbers = itertools.count()
 
 
 def measure_engines(
@@ -138,7 +141,7 @@ async def _time(
         await client.abort(None)
 
     began = time.monotonic()
-    calls = [_respond(client, index, prompt_tokens, tokens) for index in range(size)]
+    calls = [_respond(client, prompt_tokens, tokens) for _ in range(size)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
@@ -152,13 +155,13 @@ async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[
     ended: list[tuple[float, int]] = []
     none_left: list[float] = []
 
-    async def one_after_another(index: int) -> None:
+    async def one_after_another() -> None:
         for length in left:
-            await _respond(client, index, prompt_tokens, length)
+            await _respond(client, prompt_tokens, length)
             ended.append((time.monotonic(), length))
         none_left.append(time.monotonic())
 
-    await asyncio.gather(*(one_after_another(index) for index in range(size)))
+    await asyncio.gather(*(one_after_another() for _ in range(size)))
     began, until = ended[_ROUNDS_BEFORE * size - 1][0], none_left[0]
     lengths = [length for at, length in ended if began < at <= until]
     return {
@@ -173,16 +176,16 @@ async def _make_client(config: RolloutConfig, size: int) -> Any:
     from ray_apr.serve.client import ServeRolloutClient
 
     client = ServeRolloutClient(_APP, config, max_inflight=size)
-    await _respond(client, 0, 1, 1)
+    await _respond(client, 1, 1)
     return client
 
 
-async def _respond(client: Any, index: int, prompt_tokens: int, tokens: int) -> None:
-    """One response, resumed until it has its length; eight in a row have the same prompt."""
+async def _respond(client: Any, prompt_tokens: int, tokens: int) -> None:
+    """One response, resumed until it has its length."""
     from ray_apr.types import SamplingParams
 
-    name = f"{time.monotonic()}-{index}"
-    rng = random.Random(index // 8)
+    number = next(_numbers)
+    name, rng = f"calibration-{number}", random.Random(number // _GROUP_SIZE)
     ids = [rng.randrange(3, 12) for _ in range(prompt_tokens)]
     while (num_left := prompt_tokens + tokens - len(ids)) > 0:
         generation = await client.generate(
