@@ -54,8 +54,8 @@ for name in "$@"; do
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
 	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
-	modes) modes modes 560 ;;
-	colocated) modes colocated 560 --colocated sync ;;
+	modes) modes modes 900 ;;
+	colocated) modes colocated 900 --colocated sync ;;
 	learning)
 		part learning 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
 			--num-layers 10 --set train.steps=96 --set train.batch_size=256 \
