@@ -23,7 +23,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,27 +31,18 @@ import ray.train
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_apr.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    EvaluationConfig,
-    PartialRolloutConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from ray_apr.config.common import TRAINER_GPU_SHARE
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, ConfigError, ResourceError
+from ray_apr.exceptions import APRError, ResourceError
 from ray_apr.progress import follow_progress
-from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
+from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.train.loop import train_loop_per_worker
 
@@ -64,43 +54,6 @@ logger = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 60.0
 _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, whose peers may wait for a batch meanwhile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Everything that a run is made of, checked."""
-
-    model: str
-    reward: RewardFunction | None
-    environment: Environment | None
-    group_filter: GroupFilter | None
-    max_model_len: int | None
-    rollout: RolloutConfig
-    partial_rollout: PartialRolloutConfig
-    buffer: BufferConfig
-    algorithm: AlgorithmConfig
-    evaluation: EvaluationConfig | None
-    """None evaluates nothing."""
-    train: TrainConfig
-    scaling: ray.train.ScalingConfig
-    run: ray.train.RunConfig
-
-    @property
-    def name(self) -> str:
-        """Name of the run; also of its Serve application."""
-        return self.run.name or f"apr-{self.partial_rollout.mode}-{int(time.time())}"
-
-    @property
-    def step_size(self) -> int:
-        """Samples of one optimizer step."""
-        return self.partial_rollout.step_size(self.train.batch_size)
-
-    @property
-    def folder(self) -> Path:
-        """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
-        storage = str(self.run.storage_path or "")
-        root = Path("runs") if "://" in storage or not storage else Path(storage)
-        return root.expanduser().resolve() / self.name
 
 
 def run(
@@ -124,7 +77,7 @@ def run(
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
     started_at = time.time()
     plan.folder.mkdir(parents=True, exist_ok=True)
-    _write_json(plan.folder / "config.json", _describe(plan))
+    _write_json(plan.folder / "config.json", plan.describe())
     parts = _Parts(plan, prompts, held_out, started_at)
     error: BaseException | None = None
     try:
@@ -192,7 +145,7 @@ class _Parts:
             prompts,
             model=plan.model,
             column=plan.rollout.prompt_column,
-            max_prompt_tokens=_max_prompt_tokens(plan),
+            max_prompt_tokens=plan.max_prompt_tokens(),
         )
 
     def _actor(self, cls: type, *args: Any, scheduling_strategy: Any = None, **kwargs: Any) -> Any:
@@ -237,7 +190,7 @@ class _Parts:
             make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=self._buffer,
             recorder=self.recorder,
-            sync_timeout_s=plan.train.weight_sync_timeout_s,
+            sync_timeout_s=plan.sync_timeout_s,
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=plan.group_filter,
         )
@@ -339,7 +292,7 @@ class _Parts:
             "recorder": self.recorder,
             "num_replicas": plan.rollout.num_replicas,
             "start_timeout_s": plan.rollout.start_timeout_s,
-            "sync_timeout_s": _sync_timeout_s(plan),
+            "sync_timeout_s": plan.sync_timeout_s,
             "takes_turns": plan.rollout.is_colocated,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
@@ -348,12 +301,12 @@ class _Parts:
         if run_config.checkpoint_config is None or run_config.checkpoint_config.num_to_keep is None:
             keep = ray.train.CheckpointConfig(num_to_keep=plan.train.num_checkpoints_to_keep)
             run_config = dataclasses.replace(run_config, checkpoint_config=keep)
-        run_config = dataclasses.replace(run_config, storage_path=_storage_path(plan))
+        run_config = dataclasses.replace(run_config, storage_path=plan.checkpoint_path)
         return TorchTrainer(
             train_loop_per_worker,
             train_loop_config=settings,
-            torch_config=TorchConfig(backend=_backend(plan), timeout_s=_COLLECTIVE_TIMEOUT_S),
-            scaling_config=_scaling(plan),
+            torch_config=TorchConfig(backend=plan.torch_backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
+            scaling_config=plan.worker_scaling,
             run_config=run_config,
             datasets={
                 f"rank{r}": sample_stream(self._buffer, rank=r, poll_timeout_s=poll_s)
@@ -448,74 +401,6 @@ def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -
             for e in summary.engines
         ],
     }
-
-
-def _scaling(plan: RunPlan) -> ray.train.ScalingConfig:
-    """What the train workers reserve: beside an engine, what it has left of a GPU."""
-    if not (plan.rollout.is_colocated and plan.scaling.use_gpu):
-        return plan.scaling
-    resources = {**(plan.scaling.resources_per_worker or {}), "GPU": TRAINER_GPU_SHARE}
-    return dataclasses.replace(plan.scaling, resources_per_worker=resources)
-
-
-def _backend(plan: RunPlan) -> str | None:
-    """Of the train workers' collectives; None leaves it to Ray Train. Shards that are kept on the
-    host are gathered there for checkpoints."""
-    return "cpu:gloo,cuda:nccl" if plan.train.cpu_offload and plan.scaling.use_gpu else None
-
-
-def _sync_timeout_s(plan: RunPlan) -> float:
-    """Limit of one weight sync; requests that it waits for have a limit of their own."""
-    drains = plan.partial_rollout.drain
-    return plan.train.weight_sync_timeout_s + (plan.rollout.request_timeout_s if drains else 0.0)
-
-
-def _max_prompt_tokens(plan: RunPlan) -> int:
-    """Longest prompt that leaves room for the response budget."""
-    context = plan.max_model_len
-    if context is None:
-        from transformers import AutoConfig
-
-        context = int(AutoConfig.from_pretrained(plan.model).max_position_embeddings)
-    longest = context - plan.rollout.max_response_tokens
-    if longest < 1:
-        raise ConfigError(
-            "rollout.max_response_tokens",
-            plan.rollout.max_response_tokens,
-            f"leaves no room for a prompt in the model's context of {context} tokens",
-        )
-    return longest
-
-
-def _storage_path(plan: RunPlan) -> str:
-    """Where Ray Train keeps checkpoints: the user's remote storage, or beside the run folder."""
-    storage = str(plan.run.storage_path or "")
-    return storage if "://" in storage else str(plan.folder.parent)
-
-
-def _describe(plan: RunPlan) -> dict[str, Any]:
-    """The run's settings as plain values; the control token is left out."""
-    sections = {
-        name: dataclasses.asdict(getattr(plan, name))
-        for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
-    }
-    sections["rollout"].pop("control_token")
-    if plan.evaluation is not None:
-        sections["evaluation"] = dataclasses.asdict(plan.evaluation)
-    for name in ("advantage", "loss"):
-        if callable(sections["algorithm"][name]):
-            sections["algorithm"][name] = _name(sections["algorithm"][name])
-    scaling = {"num_workers": plan.scaling.num_workers, "use_gpu": bool(plan.scaling.use_gpu)}
-    code = {name: _name(getattr(plan, name)) for name in ("reward", "environment", "group_filter")}
-    return {"model": plan.model, **code, **sections, "scaling": scaling}
-
-
-def _name(code: object) -> str | None:
-    """Where a function, or the class of an object, is defined."""
-    if code is None:
-        return None
-    named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _write_json(path: Path, value: Any) -> None:

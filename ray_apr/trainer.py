@@ -21,11 +21,12 @@ from ray_apr.config import (
     check_placement,
     check_together,
 )
-from ray_apr.controller import RunPlan, run
+from ray_apr.controller import run
 from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.prompts import check_dataset
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
+from ray_apr.run_plan import RunPlan
 
 if TYPE_CHECKING:
     import ray.data

@@ -16,7 +16,6 @@ import gc
 import hashlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,9 +32,9 @@ from ray_apr.exceptions import (
     UserCodeError,
 )
 from ray_apr.metrics import Metrics
-from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import GroupFilter, RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules
@@ -87,7 +86,7 @@ class RolloutWorker:
         make_scorer: Makes the scorer inside this process.
         buffer: Handle of the sample buffer.
         recorder: Handle of the recorder.
-        sync_timeout_s: Limit of one weight sync.
+        sync_timeout_s: Limit of one weight sync, with what it waits for.
         policy_version: Version that the engines start with.
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
@@ -112,12 +111,11 @@ class RolloutWorker:
     ) -> None:
         self._config = rollout
         self._partial_rollout = partial_rollout
-        self._max_inflight = partial_rollout.max_inflight_samples(batch_size)
         self._dispatcher = Dispatcher(
             partial_rollout,
             batch_size=batch_size,
             group_size=rollout.group_size,
-            max_inflight=self._max_inflight,
+            max_inflight=partial_rollout.max_inflight_samples(batch_size),
             policy_version=policy_version,
         )
         self._state = RolloutState(self._dispatcher, partial_rollout, turns, group_filter)
@@ -131,7 +129,6 @@ class RolloutWorker:
         self._wake = asyncio.Event()
         self._generated = asyncio.Event()
         """Set while nothing generates; only looked at where rewards do not overlap."""
-        self._limits: dict[str, AdaptiveLimit] = {}
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
         self._has_weights = asyncio.Event()
@@ -144,10 +141,9 @@ class RolloutWorker:
         self._failures_in_a_row = 0
         self._fatal: RolloutError | None = None
         self._metrics = Metrics()
-        self._engines: dict[str, ServerStatus] = {}
-        """Of each replica that there was, what it said last."""
-        self._received: Counter[str] = Counter()
-        """Tokens that have come from each of them."""
+        self._engines = EngineWatch(
+            self._dispatcher, recorder, self._metrics, is_adaptive=partial_rollout.is_adaptive
+        )
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -158,8 +154,7 @@ class RolloutWorker:
             self._sync = WeightSync(
                 self._client,
                 pause_mode=self._partial_rollout.pause_mode,
-                timeout_s=self._sync_timeout_s
-                + (self._config.request_timeout_s if self._partial_rollout.drain else 0.0),
+                timeout_s=self._sync_timeout_s,
             )
             _freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
@@ -172,14 +167,14 @@ class RolloutWorker:
         self._wake.set()
         if self._main is not None:
             await self._abort_until_done(self._main)
-            await self._count_tokens()
+            await self._engines.read_last(self._client)
         self._scorer.close()
         return RolloutSummary(
             ledger=self._state.ledger(),
             samples_interrupted=counts.interruptions_total,
             samples_resumed=counts.resumptions_total,
             prompts_position=self._prompts.position,
-            engines=tuple(self._engines.values()),
+            engines=self._engines.statuses,
         )
 
     async def _abort_until_done(self, main: asyncio.Task[None]) -> None:
@@ -274,7 +269,9 @@ class RolloutWorker:
         while not self._stopping.is_set():
             diagnosis = self._dispatcher.diagnosis()
             await self._buffer.report_rollout.remote(diagnosis)
-            await self._read_status()
+            await self._engines.read(self._client)
+            if self._partial_rollout.is_adaptive:
+                self._wake.set()
             counts = self._dispatcher.counts()
             ledger = self._state.ledger()
             self._metrics.set("apr_rollout_inflight_samples", counts.inflight)
@@ -294,60 +291,6 @@ class RolloutWorker:
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
-
-    async def _read_status(self) -> set[str]:
-        """Ask all servers for their status and record what they did since the last time.
-
-        Returns:
-            Ids of the replicas that answered.
-        """
-        spans: list[dict[str, Any]] = []
-        statuses = await self._client.status()
-        if self._partial_rollout.is_adaptive:
-            self._adapt(statuses)
-        for status in statuses:
-            self._engines[status.replica_id] = replace(status, spans=())
-            self._metrics.set(
-                "apr_server_running_requests", status.num_running, replica=status.replica_id
-            )
-            actor = f"engine-{list(self._engines).index(status.replica_id)}"
-            spans.extend(
-                {"actor": actor, "what": what, "start_s": start, "end_s": end}
-                for what, start, end in status.spans
-            )
-        if spans:
-            await self._recorder.record_many.remote("timeline", spans)
-        return {status.replica_id for status in statuses}
-
-    async def _count_tokens(self) -> None:
-        """Read the last figures; of an engine that has died, what has come from it."""
-        alive = set()
-        try:
-            alive = await self._read_status()
-        except EngineUnavailableError as error:
-            logger.warning("no rollout server tells its last figures: %s", error)
-        for replica_id in self._engines.keys() - alive:
-            status, tokens = self._engines[replica_id], self._received[replica_id]
-            self._engines[replica_id] = replace(status, tokens_generated=tokens)
-
-    def _adapt(self, statuses: Sequence[ServerStatus]) -> None:
-        """Adapt how many requests each engine gets to what it reports."""
-        for status in statuses:
-            begin = -(-self._max_inflight // len(statuses))
-            limit = self._limits.setdefault(status.replica_id, AdaptiveLimit(begin))
-            before = self._engines.get(status.replica_id, status)
-            limit.observe(
-                num_running=status.num_running - status.num_queued,
-                num_queued=status.num_queued,
-                kv_usage=status.kv_usage,
-                num_preempted=status.num_preempted - before.num_preempted,
-                num_ended=status.num_ended - before.num_ended,
-                is_starved=self._dispatcher.is_starved,
-            )
-        limits = {s.replica_id: self._limits[s.replica_id].limit for s in statuses}
-        self._client.set_limits(limits)
-        self._dispatcher.max_inflight = sum(limits.values())
-        self._wake.set()
 
     # -- one sample ------------------------------------------------------------------------------
 
@@ -372,7 +315,7 @@ class RolloutWorker:
         finally:
             self._requests.pop(sample_id, None)
         new = generation.num_tokens
-        self._received[generation.replica_id] += new
+        self._engines.count_received(generation.replica_id, new)
         self._metrics.add("apr_rollout_generated_tokens", new)
         updated = self._state.on_generation(sample_id, generation)
         self._wake.set()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import ray.train
 
-from ray_apr import controller, trainer
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr import trainer
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve import builder
+from tests.run_plans import run_plan
 
 
 @pytest.fixture
@@ -51,14 +50,22 @@ def test_colocated_ones_have_the_same(check):
 @pytest.mark.parametrize("given", [None, {"CPU": 2.0, "GPU": 1.0}])
 def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
-    plan = SimpleNamespace(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
-    wanted = controller._scaling(plan).resources_per_worker
+    plan = run_plan(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
+    wanted = plan.worker_scaling.resources_per_worker
     engine = builder._placement(plan.rollout, on_cuda=True)["placement_group_bundles"][1]
     assert wanted.get("CPU", 0.0) == (2.0 if given else 0.0)
     assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
     assert 2 * engine["GPU"] > 1.0, "and no second engine"
-    plan.rollout = RolloutConfig()
-    assert controller._scaling(plan) is scaling
+    assert run_plan(scaling=scaling).worker_scaling is scaling
+
+
+def test_what_a_sync_waits_for_is_a_part_of_its_limit():
+    rollout, train = RolloutConfig(request_timeout_s=50.0), TrainConfig(weight_sync_timeout_s=7.0)
+    interrupts, waits = (
+        run_plan(rollout=rollout, train=train, partial_rollout=PartialRolloutConfig.preset(mode))
+        for mode in ("apr", "async")
+    )
+    assert (interrupts.sync_timeout_s, waits.sync_timeout_s) == (7.0, 57.0)
 
 
 def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):

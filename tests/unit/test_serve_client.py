@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from ray_apr.config import RolloutConfig
+from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
@@ -19,6 +19,7 @@ from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine
+from tests.run_plans import run_plan
 
 GROUP = {"world_size": 5, "timeout_s": 200.0}
 LIMITS_S: list[float] = []
@@ -204,19 +205,18 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
     assert done == [7] * is_member + ["resume"] * goes_on
 
 
-async def test_a_runs_client_has_the_limit_of_its_weight_syncs(deployment, monkeypatch):
-    from ray_apr import PartialRolloutConfig, TrainConfig
+async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
+    deployment, monkeypatch
+):
     from ray_apr.controller import _Parts
 
     parts = object.__new__(_Parts)
-    parts.plan = SimpleNamespace(
-        name="app", model="none", rollout=RolloutConfig(), step_size=8, reward=None,
-        train=TrainConfig(weight_sync_timeout_s=77.0), environment=None, group_filter=None,
-        partial_rollout=PartialRolloutConfig.preset("apr"),
-    )  # fmt: skip
+    parts.plan = run_plan(train=TrainConfig(weight_sync_timeout_s=77.0))
     parts._tables, parts._buffer, parts.recorder = [], None, None
     monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
-    client = parts._make_worker()["make_client"]()
+    settings = parts._make_worker()
+    assert settings["sync_timeout_s"] == 77.0
+    client = settings["make_client"]()
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(1)
     assert LIMITS_S[-1] == 77.0

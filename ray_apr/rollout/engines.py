@@ -1,0 +1,110 @@
+"""What the engines say of themselves: figures, spans of the timeline, how much each can take.
+
+Invariants, kept by `EngineWatch`:
+    * Each engine that there was has a status, also once it has died; then its tokens are those that
+      have come from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray_apr.exceptions import EngineUnavailableError
+from ray_apr.metrics import Metrics
+from ray_apr.placement import AdaptiveLimit
+from ray_apr.protocols import RolloutClient
+from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.types import ServerStatus
+
+logger = logging.getLogger(__name__)
+
+
+class EngineWatch:
+    """Last status of each engine, and limits that adapt to it.
+
+    Args:
+        dispatcher: Its limit of samples in flight is the sum of the engines', where they adapt.
+        recorder: Handle of the recorder; gets the spans.
+        metrics: Gets the gauges.
+        is_adaptive: Whether the limits adapt.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, recorder: Any, metrics: Metrics, *, is_adaptive: bool
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._recorder = recorder
+        self._metrics = metrics
+        self._is_adaptive = is_adaptive
+        self._first_limit = dispatcher.max_inflight
+        """Of all engines together, before anything is known of them."""
+        self._limits: dict[str, AdaptiveLimit] = {}
+        self._statuses: dict[str, ServerStatus] = {}
+        self._received: Counter[str] = Counter()
+        """Tokens that have come from each engine."""
+
+    @property
+    def statuses(self) -> tuple[ServerStatus, ...]:
+        """What each engine said last, in the order in which they were first seen."""
+        return tuple(self._statuses.values())
+
+    def count_received(self, replica_id: str, num_tokens: int) -> None:
+        """Tokens have come from an engine."""
+        self._received[replica_id] += num_tokens
+
+    async def read(self, client: RolloutClient) -> set[str]:
+        """Ask all servers for their status and record what they did since the last time.
+
+        Returns:
+            Ids of the replicas that answered.
+        """
+        spans: list[dict[str, Any]] = []
+        statuses = await client.status()
+        if self._is_adaptive:
+            self._adapt(client, statuses)
+        for status in statuses:
+            self._statuses[status.replica_id] = replace(status, spans=())
+            self._metrics.set(
+                "apr_server_running_requests", status.num_running, replica=status.replica_id
+            )
+            actor = f"engine-{list(self._statuses).index(status.replica_id)}"
+            spans.extend(
+                {"actor": actor, "what": what, "start_s": start, "end_s": end}
+                for what, start, end in status.spans
+            )
+        if spans:
+            await self._recorder.record_many.remote("timeline", spans)
+        return {status.replica_id for status in statuses}
+
+    async def read_last(self, client: RolloutClient) -> None:
+        """Read the last figures; of an engine that has died, what has come from it."""
+        alive = set()
+        try:
+            alive = await self.read(client)
+        except EngineUnavailableError as error:
+            logger.warning("no rollout server tells its last figures: %s", error)
+        for replica_id in self._statuses.keys() - alive:
+            status, tokens = self._statuses[replica_id], self._received[replica_id]
+            self._statuses[replica_id] = replace(status, tokens_generated=tokens)
+
+    def _adapt(self, client: RolloutClient, statuses: Sequence[ServerStatus]) -> None:
+        """Adapt how many requests each engine gets to what it reports."""
+        for status in statuses:
+            begin = -(-self._first_limit // len(statuses))
+            limit = self._limits.setdefault(status.replica_id, AdaptiveLimit(begin))
+            before = self._statuses.get(status.replica_id, status)
+            limit.observe(
+                num_running=status.num_running - status.num_queued,
+                num_queued=status.num_queued,
+                kv_usage=status.kv_usage,
+                num_preempted=status.num_preempted - before.num_preempted,
+                num_ended=status.num_ended - before.num_ended,
+                is_starved=self._dispatcher.is_starved,
+            )
+        limits = {s.replica_id: self._limits[s.replica_id].limit for s in statuses}
+        client.set_limits(limits)
+        self._dispatcher.max_inflight = sum(limits.values())

@@ -1,0 +1,132 @@
+"""What a run is made of, and what follows from that for its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    EvaluationConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from ray_apr.config.common import TRAINER_GPU_SHARE
+from ray_apr.exceptions import ConfigError
+from ray_apr.protocols import Environment, GroupFilter, RewardFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything that a run is made of, checked."""
+
+    model: str
+    reward: RewardFunction | None
+    environment: Environment | None
+    group_filter: GroupFilter | None
+    max_model_len: int | None
+    rollout: RolloutConfig
+    partial_rollout: PartialRolloutConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    evaluation: EvaluationConfig | None
+    """None evaluates nothing."""
+    train: TrainConfig
+    scaling: ray.train.ScalingConfig
+    run: ray.train.RunConfig
+
+    @property
+    def name(self) -> str:
+        """Name of the run; also of its Serve application."""
+        return self.run.name or f"apr-{self.partial_rollout.mode}-{int(time.time())}"
+
+    @property
+    def step_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.partial_rollout.step_size(self.train.batch_size)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
+        storage = str(self.run.storage_path or "")
+        root = Path("runs") if "://" in storage or not storage else Path(storage)
+        return root.expanduser().resolve() / self.name
+
+    @property
+    def checkpoint_path(self) -> str:
+        """Where Ray Train keeps checkpoints: remote storage, or beside the run folder."""
+        storage = str(self.run.storage_path or "")
+        return storage if "://" in storage else str(self.folder.parent)
+
+    @property
+    def worker_scaling(self) -> ray.train.ScalingConfig:
+        """What the train workers reserve: beside an engine, what it has left of a GPU."""
+        if not (self.rollout.is_colocated and self.scaling.use_gpu):
+            return self.scaling
+        resources = {**(self.scaling.resources_per_worker or {}), "GPU": TRAINER_GPU_SHARE}
+        return dataclasses.replace(self.scaling, resources_per_worker=resources)
+
+    @property
+    def torch_backend(self) -> str | None:
+        """Of the train workers' collectives; None leaves it to Ray Train. Shards that are kept on
+        the host are gathered there for checkpoints."""
+        return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
+
+    @property
+    def sync_timeout_s(self) -> float:
+        """Limit of one weight sync; requests that it waits for have a limit of their own."""
+        waits_s = self.rollout.request_timeout_s if self.partial_rollout.drain else 0.0
+        return self.train.weight_sync_timeout_s + waits_s
+
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for the response budget.
+
+        Raises:
+            ConfigError: If none does.
+        """
+        context = self.max_model_len
+        if context is None:
+            from transformers import AutoConfig
+
+            context = int(AutoConfig.from_pretrained(self.model).max_position_embeddings)
+        longest = context - self.rollout.max_response_tokens
+        if longest < 1:
+            raise ConfigError(
+                "rollout.max_response_tokens",
+                self.rollout.max_response_tokens,
+                f"leaves no room for a prompt in the model's context of {context} tokens",
+            )
+        return longest
+
+    def describe(self) -> dict[str, Any]:
+        """The run's settings as plain values; the control token is left out."""
+        sections = {
+            name: dataclasses.asdict(getattr(self, name))
+            for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
+        }
+        sections["rollout"].pop("control_token")
+        if self.evaluation is not None:
+            sections["evaluation"] = dataclasses.asdict(self.evaluation)
+        for name in ("advantage", "loss"):
+            if callable(sections["algorithm"][name]):
+                sections["algorithm"][name] = _name(sections["algorithm"][name])
+        scaling = {"num_workers": self.scaling.num_workers, "use_gpu": bool(self.scaling.use_gpu)}
+        code = {
+            name: _name(getattr(self, name)) for name in ("reward", "environment", "group_filter")
+        }
+        return {"model": self.model, **code, **sections, "scaling": scaling}
+
+
+def _name(code: object) -> str | None:
+    """Where a function, or the class of an object, is defined."""
+    if code is None:
+        return None
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__}:{named.__qualname__}"
