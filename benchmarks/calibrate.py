@@ -247,12 +247,11 @@ def _fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
 def predict(
     trace: Trace, modes: dict[str, tuple[PartialRolloutConfig, ClusterConfig]], seeds: int
 ) -> dict[str, float]:
-    """Simulated time of "sync" over that of each mode; medians over seeds, which are those of the
-    runs: both have the prompts in the same order."""
-    times = {
+    """Simulated seconds of each mode; medians over seeds, which are those of the runs: both have
+    the prompts in the same order."""
+    return {
         mode: statistics.median(
             Simulation(trace, cluster, config, seed=seed).run().wall_s for seed in range(seeds)
         )
         for mode, (config, cluster) in modes.items()
     }
-    return {mode: times["sync"] / seconds for mode, seconds in times.items()}

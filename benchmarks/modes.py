@@ -227,10 +227,12 @@ def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> d
         mode: (mode_config(mode, args), takes_turns if mode in args.colocated else cluster)
         for mode in result["modes"]
     }
-    ratios = predict(trace, runs, seeds=args.repeats)
+    seconds = predict(trace, runs, seeds=args.repeats)
+    ratios = {mode: seconds["sync"] / seconds[mode] for mode in seconds}
     measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
     return {
         "cluster": dataclasses.asdict(cluster),
+        "seconds": seconds,
         "sync_over_this": ratios,
         "error": {mode: ratios[mode] / measured[mode] - 1 for mode in ratios},
     }

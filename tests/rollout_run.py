@@ -98,7 +98,7 @@ class Run:
             make_scorer=lambda: self.scorer,
             buffer=Handle(self.buffer),
             recorder=Handle(self.recorder),
-            sync_timeout_s=2.0,
+            sync_timeout_s=20.0 if partial_config.drain else 2.0,
             turns=turns,
             group_filter=group_filter,
         )

@@ -1,8 +1,8 @@
 """What the engines say of themselves: figures, spans of the timeline, how much each can take.
 
 Invariants, kept by `EngineWatch`:
-    * Each engine that there was has a status, also once it has died; then its tokens are those that
-      have come from it.
+    * An engine that has told its status once keeps one; `read_last` gives one that has died the
+      tokens that have come from it.
 """
 
 from __future__ import annotations

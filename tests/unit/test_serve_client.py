@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
@@ -211,11 +211,15 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     from ray_apr.controller import _Parts
 
     parts = object.__new__(_Parts)
-    parts.plan = run_plan(train=TrainConfig(weight_sync_timeout_s=77.0))
+    parts.plan = run_plan(
+        rollout=RolloutConfig(request_timeout_s=50.0),
+        partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
+        train=TrainConfig(weight_sync_timeout_s=77.0),
+    )
     parts._tables, parts._buffer, parts.recorder = [], None, None
     monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
     settings = parts._make_worker()
-    assert settings["sync_timeout_s"] == 77.0
+    assert settings["sync_timeout_s"] == 127.0
     client = settings["make_client"]()
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(1)
