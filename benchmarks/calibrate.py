@@ -34,9 +34,8 @@ _ROUNDS_BEFORE, _ROUNDS = 3, 12
 _ABORT_AFTER_S = 0.15
 _IDLE_S = 10.0
 _APP = "calibration"
-_GROUP_SIZE = 8
-"""Requests in a row that have the same prompt; no later ones do, whose entries would be cached."""
 _numbers = itertools.count()
+"""Of all requests: a group of them in a row has a prompt of its own, which nothing has cached."""
 
 
 def measure_engines(
@@ -141,7 +140,7 @@ async def _time(
         await client.abort(None)
 
     began = time.monotonic()
-    calls = [_respond(client, prompt_tokens, tokens) for _ in range(size)]
+    calls = [_respond(client, config, prompt_tokens, tokens) for _ in range(size)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
@@ -157,7 +156,7 @@ async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[
 
     async def one_after_another() -> None:
         for length in left:
-            await _respond(client, prompt_tokens, length)
+            await _respond(client, config, prompt_tokens, length)
             ended.append((time.monotonic(), length))
         none_left.append(time.monotonic())
 
@@ -176,16 +175,16 @@ async def _make_client(config: RolloutConfig, size: int) -> Any:
     from ray_apr.serve.client import ServeRolloutClient
 
     client = ServeRolloutClient(_APP, config, max_inflight=size)
-    await _respond(client, 1, 1)
+    await _respond(client, config, 1, 1)
     return client
 
 
-async def _respond(client: Any, prompt_tokens: int, tokens: int) -> None:
+async def _respond(client: Any, config: RolloutConfig, prompt_tokens: int, tokens: int) -> None:
     """One response, resumed until it has its length."""
     from ray_apr.types import SamplingParams
 
     number = next(_numbers)
-    name, rng = f"calibration-{number}", random.Random(number // _GROUP_SIZE)
+    name, rng = f"calibration-{number}", random.Random(number // config.group_size)
     ids = [rng.randrange(3, 12) for _ in range(prompt_tokens)]
     while (num_left := prompt_tokens + tokens - len(ids)) > 0:
         generation = await client.generate(

@@ -111,7 +111,12 @@ def _arguments() -> argparse.Namespace:
         "--set", action="append", default=[], help="MODE.KEY=VALUE, of PartialRolloutConfig"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/modes.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.calibrate and args.steps < 3:
+        parser.error(
+            "--calibrate reads the trainer off the steps after the first: --steps 3 or more"
+        )
+    return args
 
 
 def scaled(trace: Any, args: argparse.Namespace) -> Any:

@@ -55,15 +55,19 @@ class RunPlan:
     @property
     def folder(self) -> Path:
         """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
-        storage = str(self.run.storage_path or "")
-        root = Path("runs") if "://" in storage or not storage else Path(storage)
+        root = Path("runs" if self._remote_storage else self.run.storage_path or "runs")
         return root.expanduser().resolve() / self.name
 
     @property
     def checkpoint_path(self) -> str:
         """Where Ray Train keeps checkpoints: remote storage, or beside the run folder."""
+        return self._remote_storage or str(self.folder.parent)
+
+    @property
+    def _remote_storage(self) -> str | None:
+        """Where Ray Train writes, if that is no folder of a file system."""
         storage = str(self.run.storage_path or "")
-        return storage if "://" in storage else str(self.folder.parent)
+        return storage if "://" in storage else None
 
     @property
     def worker_scaling(self) -> ray.train.ScalingConfig:
