@@ -282,6 +282,7 @@ class _Parts:
         settings = {
             "model": plan.model,
             "algorithm": plan.algorithm,
+            "sampling": plan.rollout.sampling,
             "max_response_tokens": plan.rollout.max_response_tokens,
             "train": plan.train,
             "partial_rollout": plan.partial_rollout,

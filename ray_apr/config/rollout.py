@@ -35,9 +35,11 @@ class RolloutConfig:
     max_model_len: int | None = None
     """Longest prompt + response of the engine, in tokens; None takes the model's own limit."""
     temperature: float = 1.0
+    """Tokens are drawn from softmax(logits / temperature), and that distribution is trained."""
     top_p: float = 1.0
+    """1, the whole vocabulary: the trainer would have to know which tokens were cut off."""
     top_k: int = 0
-    """0 means the whole vocabulary."""
+    """0, the whole vocabulary; see `top_p`."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's end-of-sequence id."""
     seed: int | None = None
@@ -99,7 +101,12 @@ class RolloutConfig:
         at_least(s, self, 0, "reward_retries")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "request_timeout_s", "reward_timeout_s")
-        require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        whole_vocabulary = (
+            "the trainer's log-probs are of the whole vocabulary, and those of a truncated "
+            "distribution differ from them at every token; set temperature instead"
+        )
+        require(self.top_p == 1, f"{s}.top_p", self.top_p, f"must be 1: {whole_vocabulary}")
+        require(self.top_k == 0, f"{s}.top_k", self.top_k, f"must be 0: {whole_vocabulary}")
         one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         of_type(s, self, str, "a text", "prompt_column", "http_host")

@@ -128,7 +128,7 @@ def engine_arguments(
         "dtype": config.dtype,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "logprobs_mode": "raw_logprobs",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,

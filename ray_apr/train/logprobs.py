@@ -7,8 +7,8 @@ Invariants:
     * Logits exist only at positions that predict a token of the loss, and no more than
       `_CHUNK_LOGITS` (`_CHUNK_LOGITS_COMPILED`) of them at a time; larger micro-batches compute
       them again in the backward pass.
-    * Log-probs are raw (temperature 1, no truncation), like those that the engines hand out, and in
-      float32 whatever the forward pass runs in.
+    * Log-probs are those of the distribution that the engines draw from, whose log-probs they hand
+      out: of logits / temperature, in float32 whatever the forward pass runs in.
 
 Axis suffixes: `_N` samples of a micro-batch, `_L` prompt + response positions, `_T` response
 tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
@@ -190,7 +190,7 @@ def _begins(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def attach_response_logprobs(model: nn.Module, *, compiled: bool = False) -> None:
-    """Give a causal language model the method ``response_logprobs(input_ids, positions, targets)``.
+    """Give a causal language model the method that `response_logprobs` calls.
 
     Under FSDP2 the method counts as a forward pass of the root, which gathers the head's weights;
     calling the base model and the head from outside would not.
@@ -208,13 +208,14 @@ def attach_response_logprobs(model: nn.Module, *, compiled: bool = False) -> Non
 
 
 def response_logprobs(
-    model: Any, batch: MicroBatch, *, entropy_gradients: bool = False
+    model: Any, batch: MicroBatch, *, temperature: float = 1.0, entropy_gradients: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the model over a micro-batch.
 
     Args:
         model: A model that `attach_response_logprobs` has seen.
         batch: The micro-batch.
+        temperature: Log-probs and entropies are those of softmax(logits / temperature).
         entropy_gradients: Whether gradients flow through the entropies, too.
 
     Returns:
@@ -222,8 +223,10 @@ def response_logprobs(
         float32 and 0 outside of the mask.
     """
     arguments = {} if batch.packing is None else batch.packing.arguments()
+    # a tensor: the compiler would compile again for each number
+    divisor = torch.full((), temperature, device=batch.mask.device)
     values_R = getattr(model, _METHOD)(
-        batch.input_ids, batch.positions, batch.targets, entropy_gradients, arguments
+        batch.input_ids, batch.positions, batch.targets, divisor, entropy_gradients, arguments
     )
     zeros = torch.zeros_like(batch.mask).flatten()
     logprobs_NT, entropies_NT = (
@@ -291,6 +294,7 @@ def _response_logprobs(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     targets: torch.Tensor,
+    temperature: torch.Tensor,
     entropy_gradients: bool,
     arguments: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +304,8 @@ def _response_logprobs(
     head = model.get_output_embeddings()
     rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     if len(targets) <= rows:
-        return score(head, hidden.index_select(0, positions), targets, entropy_gradients)
+        rows_R = hidden.index_select(0, positions)
+        return score(head, rows_R, targets, temperature, entropy_gradients)
     num_chunks = -(-len(targets) // rows)
     parts = [
         # copies of their own, of about one size: the compiler tells views and single rows apart
@@ -309,6 +314,7 @@ def _response_logprobs(
             head,
             hidden.index_select(0, chunk),
             target_chunk.clone(),
+            temperature,
             entropy_gradients,
             use_reentrant=False,
         )
@@ -321,10 +327,15 @@ def _response_logprobs(
 
 
 def _score(
-    head: nn.Module, hidden_R: torch.Tensor, targets_R: torch.Tensor, entropy_gradients: bool
+    head: nn.Module,
+    hidden_R: torch.Tensor,
+    targets_R: torch.Tensor,
+    temperature: torch.Tensor,
+    entropy_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [R] and entropies [R] of one chunk, in float32."""
-    logprobs_RV = head(hidden_R).float().log_softmax(dim=-1)
+    # divided in place, as the engines do: no further copy of the logits, and no loss in bfloat16
+    logprobs_RV = head(hidden_R).float().div_(temperature).log_softmax(dim=-1)
     with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
         entropies_R = -(logprobs_RV.exp() * logprobs_RV).sum(dim=-1)
     return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropies_R

@@ -51,6 +51,7 @@ from ray_apr.train.offload import Offload
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
+from ray_apr.types import SamplingParams
 from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.shared import SharedWeightSender
 
@@ -67,6 +68,8 @@ class LoopSettings(TypedDict, total=False):
     model: str
     train: TrainConfig
     algorithm: AlgorithmConfig
+    sampling: SamplingParams
+    """How the rollouts are drawn: the distribution that is trained."""
     max_response_tokens: int
     """Budget of a response, for the overlong punishment."""
     partial_rollout: PartialRolloutConfig
@@ -236,6 +239,7 @@ class _TrainLoop:
                 batch,
                 self._settings["algorithm"],
                 self._train,
+                sampling=self._settings["sampling"],
                 reference=self._reference,
                 max_response_tokens=self._settings.get("max_response_tokens"),
             )

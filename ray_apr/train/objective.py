@@ -4,6 +4,7 @@ Invariants:
     * Costs are divided by denominators of the whole mini-batch that count the ORIGINAL mask:
       neither micro-batches, nor ranks, nor rejected tokens change them.
     * Gradients flow through the current policy alone.
+    * All policies are those that sample: log-probs, entropy and KL at the rollouts' temperature.
 
 Axis suffixes: `_N` samples of a micro-batch, `_T` response tokens, `_A` ages of tokens.
 """
@@ -61,6 +62,8 @@ class Whole:
     normalizer: float
     """Denominator of its mini-batch."""
     policy_version: int
+    temperature: float
+    """Of the rollouts."""
     progress: float
     """Share of the batch's optimizer steps that are done."""
     mean_weight: float
@@ -89,6 +92,7 @@ def frozen_policies(
     parts: list[MicroBatch],
     algorithm: AlgorithmConfig,
     *,
+    temperature: float,
     first_mini_batch: int,
 ) -> list[Frozen]:
     """Forward passes at the start of an update, where they are needed.
@@ -101,6 +105,7 @@ def frozen_policies(
         reference: Of the KL term; None without one.
         parts: This rank's micro-batches.
         algorithm: What needs them.
+        temperature: Of the rollouts.
         first_mini_batch: Micro-batches of the first optimizer step.
     """
     in_reward = reference is not None and algorithm.kl_in == "reward"
@@ -108,10 +113,14 @@ def frozen_policies(
     num_without = 0 if of_whole_batch else first_mini_batch
     if algorithm.proximal != "forward":
         num_without = len(parts)
+
+    def logprobs(policy: nn.Module, part: MicroBatch) -> torch.Tensor:
+        return response_logprobs(policy, part, temperature=temperature)[0]
+
     return [
         Frozen(
-            response_logprobs(model, part)[0] if number >= num_without else None,
-            response_logprobs(reference, part)[0] if reference is not None else None,
+            logprobs(model, part) if number >= num_without else None,
+            logprobs(reference, part) if reference is not None else None,
         )
         for number, part in enumerate(parts)
     ]
@@ -122,7 +131,9 @@ def backward(
 ) -> Diagnostics:
     """Add the gradients of one micro-batch to the model's."""
     entropy_gradients = algorithm.entropy_coef > 0
-    logprobs, entropies = response_logprobs(model, part, entropy_gradients=entropy_gradients)
+    logprobs, entropies = response_logprobs(
+        model, part, temperature=whole.temperature, entropy_gradients=entropy_gradients
+    )
     proximal = _proximal(logprobs.detach(), part, frozen, algorithm, whole)
     mask, behavior = part.mask, part.behavior_logprobs
     advantages = whole.advantages_B[part.sample_index].unsqueeze(1).expand_as(mask)

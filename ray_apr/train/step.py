@@ -49,6 +49,7 @@ from ray_apr.train.objective import (
     correction,
     frozen_policies,
 )
+from ray_apr.types import SamplingParams
 from ray_apr.weights.gather import compute_device
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float | int | list[float]]
 _QUANTILES = (0.01, 0.5, 0.99)
+_PLAIN = SamplingParams()
 
 
 def train_step(
@@ -65,6 +67,7 @@ def train_step(
     algorithm: AlgorithmConfig,
     train: TrainConfig,
     *,
+    sampling: SamplingParams = _PLAIN,
     reference: nn.Module | None = None,
     max_response_tokens: int | None = None,
 ) -> Figures:
@@ -76,6 +79,8 @@ def train_step(
         batch: This rank's row (`data.batch.RankBatch`) of the step.
         algorithm: Advantages, loss, correction.
         train: Learning rate, clipping, data types.
+        sampling: How the responses were drawn: of that distribution are all log-probs, the entropy
+            and the KL.
         reference: Like `model`, for the KL term; needed where ``algorithm.kl_coef > 0``.
         max_response_tokens: Budget of a response; needed for the overlong punishment.
 
@@ -90,7 +95,10 @@ def train_step(
     parts = micro_batches(batch, device, packed=train.packs(device.type))
     num_mini = len(batch.mini_batch_sizes)
     first = int(batch.mini_batch_sizes[0])
-    frozen = frozen_policies(model, reference, parts, algorithm, first_mini_batch=first)
+    temperature = sampling.temperature
+    frozen = frozen_policies(
+        model, reference, parts, algorithm, temperature=temperature, first_mini_batch=first
+    )
     advantages_B = _advantages(batch, parts, frozen, algorithm, max_response_tokens, device)
     mean_weight = _mean_weight(parts, frozen, algorithm, device)
     lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
@@ -103,6 +111,7 @@ def train_step(
             advantages_B=advantages_B,
             normalizer=loss_normalizer(lengths, algorithm.aggregation),
             policy_version=batch.policy_version,
+            temperature=temperature,
             progress=number / num_mini,
             mean_weight=mean_weight,
             loss_scale=gradient_scale(model),

@@ -45,13 +45,15 @@ def versions_of(*generations: Generation) -> list[int]:
     return [s.policy_version for g in generations for s in g.segments for _ in s.token_ids]
 
 
-def hf_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+def hf_logprobs(
+    model: Any, prompt: Sequence[int], response: Sequence[int], *, temperature: float = 1.0
+) -> list[float]:
     """Log-probs of a response by Hugging Face's own forward pass, in float32."""
     import torch
 
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
-    picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    picked = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
     return picked.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 

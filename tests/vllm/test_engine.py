@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
 from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams
 from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
+from tests.train_batches import make_batches
 from tests.vllm.engines import (
     FREE,
     GREEDY,
@@ -68,14 +72,46 @@ async def until_busy(engine, at_least=1):
             await asyncio.sleep(0.002)
 
 
-def test_log_probs_are_those_of_the_raw_policy(parts):
+def trained_logprobs(model, generation, sampling):
+    """Log-probs of a response as the trainer computes them."""
+    attach_response_logprobs(model)
+    sample = dataclasses.replace(new_sample(64).append(generation), reward=0.0)
+    (row,) = make_batches([sample])
+    (part,) = micro_batches(row, torch.device("cpu"))
+    with torch.no_grad():
+        logprobs, _ = response_logprobs(model, part, temperature=sampling.temperature)
+    return logprobs[0].tolist()
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_log_probs_are_those_that_the_trainer_computes(parts, temperature, seed):
     run, engine, trainer = parts
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, ignore_eos=True)
+    sampling = SamplingParams(temperature=temperature, seed=seed, ignore_eos=True)
     generation = run(generate(engine, sampling=sampling))
-    expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation))
     assert generation.finish_reason is FinishReason.LENGTH
     assert generation.num_tokens == 64
-    assert largest_gap(logprobs_of(generation), expected) < 1e-4
+    trained = trained_logprobs(trainer.model, generation, sampling)
+    assert largest_gap(logprobs_of(generation), trained) < 1e-4
+    expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation), temperature=temperature)
+    assert largest_gap(trained, expected) < 1e-4
+
+
+def test_an_evaluation_beside_rollouts_leaves_their_log_probs_alone(parts):
+    run, engine, trainer = parts
+    tempered = SamplingParams(temperature=0.7, ignore_eos=True)
+    greedy = SamplingParams(top_k=1, ignore_eos=True, is_evaluation=True)
+    truncated = SamplingParams(temperature=0.6, top_p=0.9, ignore_eos=True, is_evaluation=True)
+
+    async def body():
+        calls = (generate(engine, sampling=s) for s in (tempered, greedy, truncated, tempered))
+        return await asyncio.gather(*calls)
+
+    first, likeliest, _, last = run(body())
+    for generation in (first, last):
+        trained = trained_logprobs(trainer.model, generation, tempered)
+        assert largest_gap(logprobs_of(generation), trained) < 1e-4
+    assert ids_of(likeliest) == ids_of(run(generate(engine)))
 
 
 def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
