@@ -31,8 +31,8 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO on behavior ratio": ("dapo", {"proximal": "behavior"}),
     "decoupled": ("dapo", {"importance_cap": None}),
     "decoupled + TIS": ("dapo", {}),
-    "GSPO": ("gspo", {}),
-    "CISPO": ("cispo", {}),
+    "GSPO": ("gspo", {"proximal": "forward"}),
+    "CISPO": ("cispo", {"proximal": "forward"}),
 }
 """Name -> preset of `AlgorithmConfig`, and what replaces its settings."""
 SAME_ON_POLICY = ("PPO on behavior ratio", "decoupled")

@@ -60,6 +60,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
         "whole run": {
             "batches": train.steps,
             "mini-batches of each": train.mini_batches,
+            "epochs of each": train.epochs,
             "samples trained": train.steps * batch_size,
             "checkpoint every": train.checkpoint_every or "only at the end",
         },

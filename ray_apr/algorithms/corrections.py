@@ -47,9 +47,7 @@ def importance_weights(
         ConfigError: For a level that does not exist.
     """
     if level not in LEVELS:
-        raise ConfigError(
-            "algorithm.importance_level", level, f"must be one of {', '.join(LEVELS)}"
-        )
+        raise ConfigError("algorithm.importance", level, f"must be one of {', '.join(LEVELS)}")
     kept = mask != 0
     log_ratio = (proximal_logprobs - behavior_logprobs).masked_fill(~kept, 0.0)
     if level == "sequence":
@@ -120,7 +118,7 @@ def rejection_mask(
     """
     if metric not in REJECTIONS:
         known = ", ".join(REJECTIONS)
-        raise ConfigError("algorithm.rejection_metric", metric, f"must be one of {known}")
+        raise ConfigError("algorithm.rejection", metric, f"must be one of {known}")
     is_pair = isinstance(bound, tuple | list)
     if is_pair and not metric.endswith("k1"):
         raise ConfigError("algorithm.rejection_bound", bound, f"must be one number for {metric}")

@@ -87,8 +87,9 @@ def check_together(
 
     Raises:
         ConfigError: If the batch is no multiple of the group, a group of one meets an estimator
-            that compares the samples of a group, mini-batches do not fit the batch, or the overlong
-            buffer exceeds the response.
+            that compares the samples of a group, mini-batches do not fit the batch, the overlong
+            buffer exceeds the response, a loss would be without its ratio, or nothing would be left
+            to train.
     """
     require(
         train.batch_size % rollout.group_size == 0,
@@ -115,4 +116,20 @@ def check_together(
         "algorithm.overlong_buffer_tokens",
         algorithm.overlong_buffer_tokens,
         f"must be below rollout.max_response_tokens = {rollout.max_response_tokens}",
+    )
+    require(
+        algorithm.proximal == "behavior"
+        or algorithm.loss not in ("gspo", "cispo")
+        or train.num_optimizer_steps > 1,
+        "algorithm.proximal",
+        algorithm.proximal,
+        f'must be "behavior" with algorithm.loss = "{algorithm.loss}" and one optimizer step a '
+        "batch (train.mini_batches x train.epochs): the proximal policy is the current one there, "
+        "and the ratio that the loss is made of would be 1",
+    )
+    require(
+        not algorithm.overlong_filter or rollout.replay_column is None,
+        "algorithm.overlong_filter",
+        algorithm.overlong_filter,
+        "must be false with rollout.replay_column, whose responses all end at their limit",
     )

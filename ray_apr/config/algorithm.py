@@ -36,8 +36,15 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         "aggregation": "seq-mean-token-mean",
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+        "proximal": "behavior",
     },
-    "cispo": {"loss": "cispo", "aggregation": "token-mean", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo": {
+        "loss": "cispo",
+        "aggregation": "token-mean",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "proximal": "behavior",
+    },
     "dr_grpo": {
         "advantage": "dr_grpo",
         "aggregation": "seq-mean-token-sum",
@@ -80,7 +87,9 @@ class AlgorithmConfig:
     """Where the proximal log-probs come from. forward: the model at the start of the update (with
     one optimizer step a batch it costs no pass of its own); interpolated: between behavior and
     current by their versions (AReaL), without a pass; behavior: those of the engine, which makes it
-    plain PPO without any correction."""
+    plain PPO without any correction, and is the old policy of GSPO and CISPO: the one that sampled
+    (2507.18071, eq. 5; 2506.13585, eq. 4). Their loss is all in the ratio to it, which is 1 in the
+    first optimizer step of a batch with any other choice."""
     importance: Importance | None = "token"
     """Weight of a token's loss. token, sequence: the ratio of a token or of the whole response,
     truncated at `importance_cap`; icepop: the token's ratio, and 0 outside of `icepop_bounds`
@@ -111,19 +120,24 @@ class AlgorithmConfig:
     ``rollout.max_response_tokens`` the reward falls linearly, by `overlong_penalty` at the limit.
     None punishes no length."""
     overlong_penalty: float = 1.0
+    overlong_filter: bool = False
+    """DAPO's overlong filtering (2503.14476, section 3.4): responses that ended at the limit, of
+    tokens or of turns, are left out of the loss, with KL and entropy. Their rewards still count for
+    the advantages of their group, and their tokens in denominators."""
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> AlgorithmConfig:
         """Settings of a published objective, with single settings replaced.
 
-        All keep the correction for stale data (token-level truncated importance weights), which the
-        papers, being on-policy, do not have; and none has a KL term unless `kl_coef` is given.
+        GSPO's and CISPO's ratio is that of the current to the behavior policy. The others keep the
+        correction for stale data (token-level truncated importance weights), which the papers,
+        being on-policy, do not have. None has a KL term unless `kl_coef` is given.
 
         Args:
             name: ``"grpo"`` (2402.03300, eq. 3: mean over a response, then over responses),
                 ``"dapo"`` (2503.14476, eq. 8: clip-higher, mean over tokens; its filter is
                 `PartialRolloutConfig.filter_zero_variance`), ``"gspo"`` (2507.18071, eq. 5: clipped
-                ratio of the sequence), ``"cispo"`` (2506.13585, eq. 4: clipped weight without lower
+                ratio of the sequence), ``"cispo"`` (2506.13585, eq. 4: clipped weight, no lower
                 bound; the upper one as in 2510.13786), ``"dr_grpo"`` (2503.20783, eq. 2: no
                 division by length or deviation), ``"rloo"`` (2402.14740, eq. 8) or
                 ``"reinforce_plus_plus"`` (2501.03262, eq. 9: baseline of the group, whitened).
@@ -165,7 +179,7 @@ class AlgorithmConfig:
             one_of(s, self, {"importance": Importance})
         if self.importance_cap is not None:
             positive(s, self, "importance_cap")
-        of_type(s, self, bool, "true or false", "importance_normalize")
+        of_type(s, self, bool, "true or false", "importance_normalize", "overlong_filter")
         if self.rejection is not None:
             one_of(s, self, {"rejection": Rejection})
         self._check_bounds()

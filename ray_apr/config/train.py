@@ -82,8 +82,11 @@ class TrainConfig:
     batch_size: int = 128
     """Samples of one batch over all train workers; a multiple of the group size."""
     mini_batches: int = 1
-    """Optimizer steps of one batch, each on a part of its groups; the proximal policy stays that of
-    the batch's start, and the policy version rises by one for the batch."""
+    """Optimizer steps of one epoch, each on a part of the batch's groups; the proximal policy stays
+    that of the batch's start, and the policy version rises by one for the batch."""
+    epochs: int = 1
+    """Times that each batch is trained, its mini-batches in the same order; the same holds for all
+    of its optimizer steps, and the learning rate is that of the batch."""
     learning_rate: float = 1e-6
     lr_schedule: Schedule = "constant"
     warmup_steps: int = 0
@@ -129,11 +132,11 @@ class TrainConfig:
     num_threads: int | None = None
     """CPU threads of one train worker; None divides the cores among engines and workers."""
     seed: int = 0
-    """Seed of the prompt order, of the requests' seeds and of the trainer."""
+    """Seed of the prompt order and of the trainer; that of the requests is ``rollout.seed``."""
 
     def __post_init__(self) -> None:
         s = "train"
-        counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches")
+        counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches", "epochs")
         counts += ("micro_batch_tokens", "num_checkpoints_to_keep")
         whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
         at_least(s, self, 1, *counts)
@@ -166,6 +169,11 @@ class TrainConfig:
             object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", self.lora))
         of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
         whole_or_none(s, self, 1, "num_threads", "shard_ranks")
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of one batch: mini_batches x epochs."""
+        return self.mini_batches * self.epochs
 
     def check_workers(self, num_workers: int) -> None:
         """Check the settings against the number of train workers.

@@ -4,9 +4,9 @@ Invariants:
     * Token ids go in and come out as ids; the prompt's are followed by the response's, and
       `prompt_lens` says where the response begins (invariant 5).
     * Log-probs and versions cover the response's tokens only, one each.
-    * Rewards, groups and response lengths are those of the WHOLE batch, in one order on all ranks,
-      so that advantages and denominators are the same everywhere; `sample_index` says which of them
-      are this rank's.
+    * Rewards, groups, lengths and ends of responses are those of the WHOLE batch, in one order on
+      all ranks, so that advantages and denominators are the same everywhere; `sample_index` says
+      which of them are this rank's.
     * `loss_mask` says which response tokens enter the loss; samples without any still count for
       their group's advantages. `all_loss_lens` counts them, for denominators.
 
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.data.packing import MicroBatches, plan_micro_batches
-from ray_apr.types import GroupMeta, Sample, SampleMeta
+from ray_apr.types import FinishReason, GroupMeta, Sample, SampleMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
     """What one rank trains at one step. Columns may be lists or NumPy arrays.
 
-    B = samples of the whole batch, M = its mini-batches (optimizer steps), n = samples of this
-    rank, m = its micro-batches.
+    B = samples of the whole batch, M = its mini-batches (optimizer steps of an epoch), n = samples
+    of this rank, m = its micro-batches.
     """
 
     step: int
@@ -59,6 +59,8 @@ class RankBatch:
     """[B] 0..G-1"""
     all_response_lens: Sequence[int]
     """[B]"""
+    truncated: Sequence[int]
+    """[B] 1 where a sample ended at a limit, of tokens or of turns."""
     loss_mask: Sequence[int]
     """[sum of response_lens] 1 for each response token that enters the loss, 0 for the others."""
     all_loss_lens: Sequence[int]
@@ -80,6 +82,7 @@ class RankBatch:
             "token_versions": (len(self.token_versions), num_response),
             "groups": (len(self.groups), len(self.rewards)),
             "all_response_lens": (len(self.all_response_lens), len(self.rewards)),
+            "truncated": (len(self.truncated), len(self.rewards)),
             "loss_mask": (len(self.loss_mask), num_response),
             "all_loss_lens": (len(self.all_loss_lens), len(self.rewards)),
             "sum of loss_mask": (
@@ -179,6 +182,7 @@ class BatchPlan:
             rewards=[m.reward for m in metas],
             groups=list(numbers),
             all_response_lens=[m.num_tokens for m in metas],
+            truncated=[int(m.finish_reason is FinishReason.LENGTH) for m in metas],
             loss_mask=[kept for s in samples for kept in loss_mask(s, self.oldest_version)],
             all_loss_lens=[m.trainable_tokens(self.oldest_version) for m in metas],
         )

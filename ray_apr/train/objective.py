@@ -59,6 +59,8 @@ class Whole:
     """What a micro-batch has to know of the whole batch."""
 
     advantages_B: torch.Tensor
+    kept_B: torch.Tensor
+    """1 for each sample of the loss, 0 for those that are filtered out."""
     normalizer: float
     """Denominator of its mini-batch."""
     policy_version: int
@@ -83,6 +85,8 @@ class Diagnostics:
     """[tokens of the loss], current / proximal."""
     gap_ratios: torch.Tensor
     """[tokens of the loss], proximal / behavior."""
+    logprobs: torch.Tensor
+    """[N, T], of the current policy; with gradients no more."""
 
 
 @torch.no_grad()
@@ -159,19 +163,11 @@ def backward(
             costs = costs + algorithm.kl_coef * kl
     if entropy_gradients:
         costs = costs - algorithm.entropy_coef * entropies
+    costs = costs * whole.kept_B[part.sample_index].unsqueeze(1)
     loss = aggregate(costs, mask, algorithm.aggregation, normalizer=whole.normalizer)
     (loss * whole.loss_scale).backward()
     with torch.no_grad():
-        loss_kind = algorithm.loss if isinstance(algorithm.loss, str) else "ppo"
-        ratio = policy_ratio(logprobs.detach(), proximal, mask, loss=loss_kind)
-        clipped = is_clipped(
-            ratio,
-            advantages,
-            mask,
-            loss=loss_kind,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
+        ratio, clipped = _clipping(logprobs.detach(), proximal, advantages, mask, algorithm)
         cap = algorithm.importance_cap
         sums = {
             "loss": loss.detach(),
@@ -192,6 +188,7 @@ def backward(
             gaps=_gaps(log_gap, _in_loss(part.versions, part), whole.policy_version),
             ratios=_in_loss(ratio, part).double(),
             gap_ratios=log_gap.double().exp(),
+            logprobs=logprobs.detach(),
         )
 
 
@@ -253,6 +250,31 @@ def _costs(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
+    )
+
+
+def _clipping(
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ratio [N, T] that the loss is made of, and which tokens its clip reaches.
+
+    Of a loss of the user it is the ratio of each token; what that loss clips is not known here.
+    """
+    if not isinstance(algorithm.loss, str):
+        ratio = policy_ratio(logprobs, proximal, mask, loss="ppo")
+        return ratio, torch.zeros_like(mask)
+    ratio = policy_ratio(logprobs, proximal, mask, loss=algorithm.loss)
+    return ratio, is_clipped(
+        ratio,
+        advantages,
+        mask,
+        loss=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
     )
 
 

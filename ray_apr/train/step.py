@@ -5,7 +5,7 @@ Invariants:
       an optimizer step does not depend on how it is cut into ranks and micro-batches. Denominators
       count tokens of the loss; a sample without any still counts for its group's advantages.
     * The proximal policy is the model at the start of the batch, whatever the number of its
-      mini-batches.
+      mini-batches and epochs.
     * Nothing that is not a finite number reaches the weights: the optimizer itself leaves them
       alone then, on all ranks, and from then on. The step raises at its end, as the device is
       waited for nowhere else: what it computes next is in its queue by then.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,7 +93,7 @@ def train_step(
     """
     device = compute_device(model)
     parts = micro_batches(batch, device, packed=train.packs(device.type))
-    num_mini = len(batch.mini_batch_sizes)
+    num_steps = len(batch.mini_batch_sizes) * train.epochs
     first = int(batch.mini_batch_sizes[0])
     temperature = sampling.temperature
     frozen = frozen_policies(
@@ -101,37 +101,56 @@ def train_step(
     )
     advantages_B = _advantages(batch, parts, frozen, algorithm, max_response_tokens, device)
     mean_weight = _mean_weight(parts, frozen, algorithm, device)
-    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
+    kept_B = _kept(batch, algorithm).to(device)
     set_learning_rate(optimizer, learning_rate(train, batch.step))
     sync = StepSync(model, train, device)
-    totals = _Totals(_ages(batch))
-    begin = 0
-    for number, lengths in enumerate(lengths_B.chunk(num_mini)):
+    totals = _Totals(_ages(batch), train.epochs)
+    for number, (numbers, lengths) in enumerate(_mini_batches(batch) * train.epochs):
         whole = Whole(
             advantages_B=advantages_B,
+            kept_B=kept_B,
             normalizer=loss_normalizer(lengths, algorithm.aggregation),
             policy_version=batch.policy_version,
             temperature=temperature,
-            progress=number / num_mini,
+            progress=number / num_steps,
             mean_weight=mean_weight,
             loss_scale=gradient_scale(model),
         )
-        end = begin + int(batch.mini_batch_sizes[number])
         found = []
-        for i in range(begin, end):
-            sync.before_backward(is_last=i == end - 1)
+        for i in numbers:
+            sync.before_backward(is_last=i == numbers[-1])
             found.append(backward(model, parts[i], frozen[i], algorithm, whole))
-        begin = end
+            if algorithm.proximal == "forward" and frozen[i].proximal is None:
+                # for the epochs that follow
+                frozen[i] = replace(frozen[i], proximal=found[-1].logprobs)
         norm, is_finite = totals.add(found, squared_gradient_norm(model))
         limit_next_step(optimizer, norm, train.max_grad_norm, is_finite=is_finite)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         sync.after_optimizer()
-    return {
+    figures = {
         **_batch_figures(batch),
         **totals.figures(batch.step),
         "learning_rate": learning_rate(train, batch.step),
     }
+    if not isinstance(algorithm.loss, str):
+        del figures["clip_fraction"]  # what a loss of the user clips is not known
+    return figures
+
+
+def _mini_batches(batch: RankBatch) -> list[tuple[range, torch.Tensor]]:
+    """Of each mini-batch: the numbers of its micro-batches, and how many tokens of the loss each of
+    its samples has, over all ranks."""
+    ends = np.cumsum(batch.mini_batch_sizes).tolist()
+    lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.int64))
+    begins = [0, *ends[:-1]]
+    return list(zip(map(range, begins, ends), lengths_B.chunk(len(ends)), strict=True))
+
+
+def _kept(batch: RankBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """[B], 0 for the samples of the whole batch that are filtered out of the loss."""
+    truncated_B = torch.tensor(np.asarray(batch.truncated, dtype=np.float32))
+    return 1 - truncated_B if algorithm.overlong_filter else torch.ones_like(truncated_B)
 
 
 def _advantages(
@@ -197,6 +216,7 @@ class _Totals:
 
     ages: torch.Tensor
     """Of this rank's samples: see `_ages`."""
+    num_epochs: int = 1
     exchanged: list[torch.Tensor] = field(default_factory=list)
     """[ranks, K] on the device, of each optimizer step; `_ENDS` says what stands where."""
     are_finite: torch.Tensor | None = None
@@ -228,28 +248,30 @@ class _Totals:
         Raises:
             TrainError: If loss or gradient is not finite.
         """
-        exchanged = torch.stack(self.exchanged).cpu()  # [mini-batches, ranks, K]
+        exchanged = torch.stack(self.exchanged).cpu()  # [optimizer steps, ranks, K]
         num_steps, num_ranks, _ = exchanged.shape
         summed = exchanged[:, :, : _ENDS[-1]].sum(dim=1)
         norms = summed[:, _NORM].sqrt().tolist()
         for loss, norm in zip(summed[:, _LOSS].tolist(), norms, strict=True):
             _check_finite({"loss": loss, "grad_norm": norm}, step)
         sums = dict(zip(SUMS, summed.sum(dim=0).tolist(), strict=False))
-        gaps = summed[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
+        of_epoch = summed[: num_steps // self.num_epochs]  # the gaps are those of the first one
+        gaps = of_epoch[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
         age, aged, _ = summed[0, _ENDS[2] :].tolist()
         count = max(1.0, float(gaps[:, 0].sum()))
+        trained = count * self.num_epochs
         figures: Figures = {
             "staleness_mean": age / max(1.0, aged),
             "staleness_max": int(exchanged[0, :, _ENDS[-1] - 1].max()),
             "loss": sums["loss"] / num_steps,
             "grad_norm": sum(norms) / num_steps,
-            "ratio_mean": sums["ratio"] / count,
-            "clip_fraction": sums["clipped"] / count,
-            "importance_weight_mean": sums["importance_weight"] / count,
-            "importance_capped_fraction": sums["importance_capped"] / count,
-            "rejected_fraction": sums["rejected"] / count,
-            "kl_reference": sums["kl_reference"] / count,
-            "entropy": sums["entropy"] / count,
+            "ratio_mean": sums["ratio"] / trained,
+            "clip_fraction": sums["clipped"] / trained,
+            "importance_weight_mean": sums["importance_weight"] / trained,
+            "importance_capped_fraction": sums["importance_capped"] / trained,
+            "rejected_fraction": sums["rejected"] / trained,
+            "kl_reference": sums["kl_reference"] / trained,
+            "entropy": sums["entropy"] / trained,
         }
         _, ratio, squared, k3 = gaps.sum(dim=0).tolist()
         figures["kl_k3"] = k3 / count
@@ -305,6 +327,7 @@ def _batch_figures(batch: RankBatch) -> Figures:
         "num_masked_tokens": num_tokens - int(np.asarray(batch.all_loss_lens).sum()),
         "response_tokens_mean": num_tokens / len(rewards),
         "response_tokens_max": int(lengths.max()),
+        "truncated_fraction": float(np.mean(batch.truncated)),
     }
 
 

@@ -256,6 +256,25 @@ def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train
     check_placement(COLOCATED, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
 
 
+@pytest.mark.parametrize("proximal", ["forward", "interpolated"])
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_a_loss_whose_ratio_would_be_1_is_refused(loss, proximal):
+    algorithm = AlgorithmConfig.preset(loss, proximal=proximal)
+    with pytest.raises(ConfigError, match='"behavior".*ratio that the loss is made of would be 1'):
+        check_together(RolloutConfig(), TrainConfig(), algorithm)
+    check_together(RolloutConfig(), TrainConfig(mini_batches=2), algorithm)
+    check_together(RolloutConfig(), TrainConfig(epochs=2), algorithm)
+    check_together(RolloutConfig(), TrainConfig(), AlgorithmConfig.preset(loss))
+    check_together(RolloutConfig(), TrainConfig(), AlgorithmConfig(proximal=proximal))
+
+
+def test_replayed_responses_all_end_at_their_limit():
+    algorithm = AlgorithmConfig(overlong_filter=True)
+    with pytest.raises(ConfigError, match="overlong_filter.*replay_column"):
+        check_together(RolloutConfig(replay_column="lengths"), TrainConfig(), algorithm)
+    check_together(RolloutConfig(), TrainConfig(), algorithm)
+
+
 def test_mini_batches_divide_the_groups():
     rollout, train = RolloutConfig(group_size=8), TrainConfig(batch_size=48, mini_batches=4)
     with pytest.raises(ConfigError, match="6 groups") as caught:
