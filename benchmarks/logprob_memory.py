@@ -91,6 +91,8 @@ def make_batch(tokens: int, sample_tokens: int) -> MicroBatch:
         mask=torch.ones(shape),
         behavior_logprobs=torch.zeros(shape),
         versions=torch.zeros(shape, dtype=torch.int64),
+        end_ids=torch.zeros(0, dtype=torch.int64),
+        is_early=torch.zeros(len(targets_R), dtype=torch.bool),
     )
 
 

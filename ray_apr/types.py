@@ -85,12 +85,37 @@ class SamplingParams:
     """0 means all of the vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, beside the model's own end-of-sequence id."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a turn, with the token that completes one."""
+    min_tokens: int = 0
+    """Tokens before which no id or text ends the response; of one call: those that are left."""
+    num_carried: int = 0
+    """So many ids at the end of the request are of the same turn: a stop string may begin there."""
     seed: int | None = None
     """Seed of one request; None draws from the engine's own random state."""
     ignore_eos: bool = False
     """Generate the whole budget (replay of traces)."""
     is_evaluation: bool = False
     """The request belongs to no rollout: it goes first in a queue, and its tokens count apart."""
+
+    def of_call(self, sample: Sample, *, seed: int | None = None) -> SamplingParams:
+        """Parameters of the next call of a sample, which goes on where the last one ended.
+
+        Example:
+            >>> prompt = Prompt(prompt_id="p", token_ids=(1,))
+            >>> sample = Sample(
+            ...     sample_id="p-0", group_id="p", prompt=prompt, max_response_tokens=8,
+            ...     segments=(Segment(policy_version=0, token_ids=(5, 6), logprobs=(0.0, 0.0)),),
+            ... )
+            >>> SamplingParams(min_tokens=3).of_call(sample).min_tokens
+            1
+        """
+        return dataclasses.replace(
+            self,
+            seed=seed,
+            min_tokens=max(0, self.min_tokens - sample.num_tokens),
+            num_carried=len(sample.turn_ids) if self.stop_strings else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,12 @@ class RolloutConfig:
     """0, the whole vocabulary; see `top_p`."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's end-of-sequence id."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response, in a run with an environment a turn; the token that completes one
+    is its last. Text is what the reward reads: special tokens have none."""
+    min_response_tokens: int = 0
+    """Tokens of a response, generated and observed, before which nothing ends it: until then no id
+    that would is drawn, and the trainer's distribution is without these ids, too."""
     seed: int | None = None
     """With a seed, each request's seed is derived from it; None leaves it to the engine, which has
     less to do: vLLM draws the tokens of requests with seeds one by one."""
@@ -96,9 +102,10 @@ class RolloutConfig:
         sizes = ("num_replicas", "group_size", "max_response_tokens", "tensor_parallel_size")
         limits = ("max_request_failures", "max_consecutive_failures", "reward_concurrency")
         whole(s, self, *sizes, *limits, "top_k", "reward_retries", "num_reward_workers")
+        whole(s, self, "min_response_tokens")
         at_least(s, self, 1, *sizes, *limits, "num_reward_workers")
         at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
-        at_least(s, self, 0, "reward_retries")
+        at_least(s, self, 0, "reward_retries", "min_response_tokens")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "request_timeout_s", "reward_timeout_s")
         whole_vocabulary = (
@@ -111,14 +118,7 @@ class RolloutConfig:
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         of_type(s, self, str, "a text", "prompt_column", "http_host")
         of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
-        of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        require(
-            all(isinstance(i, int) and is_number(i) and i >= 0 for i in self.stop_token_ids),
-            f"{s}.stop_token_ids",
-            self.stop_token_ids,
-            "must be a list of whole numbers of at least 0",
-        )
+        self._check_stops()
         whole_or_none(s, self, 1, "max_model_len", "http_port", "max_turns")
         whole_or_none(s, self, 0, "seed")
         if self.max_model_len is not None:
@@ -131,6 +131,38 @@ class RolloutConfig:
         port = self.http_port
         require(port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None")
 
+    def _check_stops(self) -> None:
+        s = "rollout"
+        of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")
+        of_type(s, self, list | tuple, "a list of texts", "stop_strings")
+        for name in ("stop_token_ids", "stop_strings"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        require(
+            all(isinstance(i, int) and is_number(i) and i >= 0 for i in self.stop_token_ids),
+            f"{s}.stop_token_ids",
+            self.stop_token_ids,
+            "must be a list of whole numbers of at least 0",
+        )
+        require(
+            all(isinstance(text, str) and text for text in self.stop_strings),
+            f"{s}.stop_strings",
+            self.stop_strings,
+            "must be a list of texts, none of them empty",
+        )
+        require(
+            self.min_response_tokens <= self.max_response_tokens,
+            f"{s}.min_response_tokens",
+            self.min_response_tokens,
+            f"must be at most max_response_tokens = {self.max_response_tokens}",
+        )
+        for name in ("stop_token_ids", "stop_strings", "min_response_tokens"):
+            require(
+                self.replay_column is None or not getattr(self, name),
+                f"{s}.{name}",
+                getattr(self, name),
+                "must be left out with replay_column, which says how long each response gets",
+            )
+
     @property
     def is_colocated(self) -> bool:
         """Whether engines and train workers have the same GPUs in turns."""
@@ -138,11 +170,13 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling settings of a request; the seed is set per sample."""
+        """How responses are drawn; see `SamplingParams.of_call` for a single call."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            stop_strings=self.stop_strings,
+            min_tokens=self.min_response_tokens,
             ignore_eos=self.replay_column is not None,
         )

@@ -35,6 +35,20 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
+def end_token_ids(model: str) -> tuple[int, ...]:
+    """Ids that end a response of this model by themselves, as vLLM finds them."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(model)
+    except OSError:  # the model has no such file
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
+    ends = config.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    found = {load_tokenizer(model).eos_token_id, *listed} - {None}
+    return tuple(sorted(found))
+
+
 def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     """Turn text, chat messages or token ids into token ids.
 

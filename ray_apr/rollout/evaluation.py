@@ -73,12 +73,15 @@ class Evaluator:
         self._last: dict[str, Any] = {}
         self._stopping = False
         self._num_calls = 0
+        self._max_response_tokens = config.max_response_tokens or rollout.max_response_tokens
         greedy = config.temperature == 0
         self._sampling = SamplingParams(
             temperature=1.0 if greedy else config.temperature,
             top_p=config.top_p,
             top_k=1 if greedy else 0,
             stop_token_ids=rollout.stop_token_ids,
+            stop_strings=rollout.stop_strings,
+            min_tokens=min(rollout.min_response_tokens, self._max_response_tokens),
             is_evaluation=True,
         )
 
@@ -148,8 +151,7 @@ class Evaluator:
             sample_id=f"{group_id}-{index}",
             group_id=group_id,
             prompt=prompt,
-            max_response_tokens=self._config.max_response_tokens
-            or self._rollout.max_response_tokens,
+            max_response_tokens=self._max_response_tokens,
         )
 
     async def _evaluate_one(self, sample: Sample, slots: asyncio.Semaphore) -> Sample | None:
@@ -198,7 +200,7 @@ class Evaluator:
                     request_id=f"{sample.sample_id}#{self._num_calls}",
                     session_id=sample.group_id,
                     token_ids=(*sample.prompt.token_ids, *sample.response_ids),
-                    sampling=self._sampling,
+                    sampling=self._sampling.of_call(sample),
                     max_tokens=sample.remaining_budget,
                 )
             except RolloutError:

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -306,7 +306,7 @@ class RolloutWorker:
                 request_id=request_id,
                 session_id=sample.group_id,
                 token_ids=(*sample.prompt.token_ids, *sample.response_ids),
-                sampling=replace(self._config.sampling, seed=self._seed(sample)),
+                sampling=self._config.sampling.of_call(sample, seed=self._seed(sample)),
                 max_tokens=sample.remaining_budget,
             )
         except (RolloutError, TimeoutError) as error:

@@ -23,7 +23,13 @@ from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
 from ray_apr.serve.load import EngineLoad
 from ray_apr.serve.names import SCHEDULER
-from ray_apr.serve.outputs import REASONS, segments_of, vllm_params
+from ray_apr.serve.outputs import (
+    REASONS,
+    end_of_straddling_stop,
+    segments_of,
+    up_to,
+    vllm_params,
+)
 from ray_apr.serve.plugin import BACKEND, register, start_error
 from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
 
@@ -247,7 +253,13 @@ class Engine:
         reason = REASONS.get(output.finish_reason or "abort")
         if reason is None:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
-        return self._generation(request_id, segments_of(output, version), reason)
+        segments = segments_of(output, version)
+        if sampling.num_carried:
+            given, made = prompt["prompt_token_ids"], output.token_ids
+            end = end_of_straddling_stop(self._llm.tokenizer, sampling, given, made)
+            if end is not None:
+                segments, reason = up_to(segments, end), FinishReason.STOP
+        return self._generation(request_id, segments, reason)
 
     @contextlib.contextmanager
     def _inside_engine(self, request_id: str) -> Iterator[_Call]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray_apr.types import FinishReason, SamplingParams, Segment
@@ -14,9 +16,14 @@ REASONS = {
 }
 """vLLM's names of ends; others, such as an error, are none of ours."""
 
+_IDS_PER_CHARACTER = 4
+"""Most ids that a character takes: the bytes of its UTF-8."""
+_UNFINISHED = "\ufffd"
+
 
 def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
-    """vLLM's own parameters of a call: one final output, ids only, log-probs of what is drawn."""
+    """vLLM's own parameters of a call: one final output, text only where it may end the call,
+    log-probs of what is drawn."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -27,10 +34,13 @@ def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
         seed=sampling.seed,
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,
+        min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -49,3 +59,54 @@ def segments_of(output: Any, version: int) -> tuple[Segment, ...]:
         for v, start, end in cuts
         if end > start
     )
+
+
+def up_to(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
+    """The first tokens of segments."""
+    kept = []
+    for segment in segments:
+        size = min(len(segment.token_ids), num_tokens)
+        num_tokens -= size
+        if size:
+            ids, logprobs = segment.token_ids[:size], segment.logprobs[:size]
+            kept.append(replace(segment, token_ids=ids, logprobs=logprobs))
+    return tuple(kept)
+
+
+def end_of_straddling_stop(
+    tokenizer: Any, sampling: SamplingParams, request_ids: Sequence[int], new_ids: Sequence[int]
+) -> int | None:
+    """Where a stop string ends that began in earlier calls of the turn; vLLM looks at its own call.
+
+    Text is decoded as vLLM does: without special tokens, and an unfinished character is none.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        sampling: Stop strings, and how many ids of the request are of the same turn.
+        request_ids: What the call began with.
+        new_ids: What it made.
+
+    Returns:
+        Number of the new tokens up to the one that completes the string; None if there is none.
+    """
+    carried = list(request_ids[len(request_ids) - sampling.num_carried :])
+    longest = max(map(len, sampling.stop_strings), default=0)
+    window = carried[-_IDS_PER_CHARACTER * longest :] if longest > 1 else []
+    if not window:
+        return None
+
+    def decoded(count: int) -> str:
+        text: str = tokenizer.decode([*window, *new_ids[:count]], skip_special_tokens=True)
+        return text.rstrip(_UNFINISHED)
+
+    cut = before = len(decoded(0))
+    for count in range(1, len(new_ids) + 1):
+        text = decoded(count)
+        for stop in sampling.stop_strings:
+            begin = text.find(stop, max(0, before - len(stop) + 1))
+            if 0 <= begin < cut and count > sampling.min_tokens:
+                return count
+        before = len(text)
+        if before - cut >= longest - 1:
+            return None
+    return None

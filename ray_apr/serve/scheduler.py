@@ -17,6 +17,7 @@ Invariants:
     * A request's tokens leave in their order, all of them before its end; also where it is aborted.
     * Where vLLM tells the version of tokens, a paused engine holds none: weights change only then,
       so a piece has tokens of one version.
+    * Tokens of a request with stop strings wait for no others.
     * A request waits for others no longer than the interval, and only where many others decode.
 """
 
@@ -211,6 +212,8 @@ class _InPieces:
         request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
         params = None if request is None else request.sampling_params
         if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
+            return False
+        if params.stop:  # the server's process looks for them, and ends the request
             return False
         return all(map(operator.is_, _others_of(output), _DEFAULTS))
 

@@ -8,7 +8,8 @@ Invariants:
       `_CHUNK_LOGITS` (`_CHUNK_LOGITS_COMPILED`) of them at a time; larger micro-batches compute
       them again in the backward pass.
     * Log-probs are those of the distribution that the engines draw from, whose log-probs they hand
-      out: of logits / temperature, in float32 whatever the forward pass runs in.
+      out: of logits / temperature, and early in a response without what would end it; in float32
+      whatever the forward pass runs in.
 
 Axis suffixes: `_N` samples of a micro-batch, `_L` prompt + response positions, `_T` response
 tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
@@ -20,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ _CHUNK_LOGITS = 2**26
 _CHUNK_LOGITS_COMPILED = 2**28
 """A compiled chunk makes no float32 copies of its logits, and large ones keep a GPU busier."""
 _METHOD = "response_logprobs"
+_FORBIDDEN = -1e30
+"""Logit of an id that cannot be drawn: no probability, and none of infinity's traps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,10 @@ class MicroBatch:
     """[N, T], float32, 0 in the padding."""
     versions: torch.Tensor
     """[N, T], policy version of each response token, 0 in the padding."""
+    end_ids: torch.Tensor
+    """[E], ids that could not be drawn early in a response; none if nothing forbids them."""
+    is_early: torch.Tensor
+    """[R], whether a token was drawn without them."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device, moved by one copy that the host does not wait for."""
@@ -77,9 +84,23 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: RankBatch, device: torch.device, *, packed: bool = False
+    batch: RankBatch,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    min_tokens: int = 0,
+    end_ids: Sequence[int] = (),
 ) -> list[MicroBatch]:
-    """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches."""
+    """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches.
+
+    Args:
+        batch: The row.
+        device: Where the tensors go.
+        packed: Whether samples lie in one row without padding.
+        min_tokens: Response tokens that were drawn without `end_ids`.
+        end_ids: Ids that end a response.
+    """
+    ends = _Ends(min_tokens, tuple(end_ids) if min_tokens else ())
     sizes = np.asarray(batch.micro_batch_sizes)
     prompts, responses = np.asarray(batch.prompt_lens), np.asarray(batch.response_lens)
     sequence_begins = _begins(prompts + responses)
@@ -91,7 +112,7 @@ def micro_batches(
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
-            cut.append(_empty_micro_batch().to(device))
+            cut.append(_empty_micro_batch(ends).to(device))
             continue
         rows = slice(int(first), int(first + size))
         cut.append(
@@ -104,12 +125,23 @@ def micro_batches(
                 loss_mask=loss_mask[response_begins[rows.start] :],
                 versions=versions[response_begins[rows.start] :],
                 packed=packed,
+                ends=ends,
             ).to(device)
         )
     return cut
 
 
-def _empty_micro_batch() -> MicroBatch:
+class _Ends(NamedTuple):
+    """Ids that were not drawn among the first tokens of a response."""
+
+    min_tokens: int
+    ids: tuple[int, ...]
+
+
+_NO_ENDS = _Ends(0, ())
+
+
+def _empty_micro_batch(ends: _Ends = _NO_ENDS) -> MicroBatch:
     """One position and no response: keeps a rank in step with the others' collectives."""
     return MicroBatch(
         sample_index=torch.zeros(1, dtype=torch.int64),
@@ -121,6 +153,8 @@ def _empty_micro_batch() -> MicroBatch:
         mask=torch.zeros(1, 1),
         behavior_logprobs=torch.zeros(1, 1),
         versions=torch.zeros(1, 1, dtype=torch.int64),
+        end_ids=torch.tensor(ends.ids, dtype=torch.int64),
+        is_early=torch.zeros(0, dtype=torch.bool),
     )
 
 
@@ -134,6 +168,7 @@ def _micro_batch(
     loss_mask: np.ndarray,
     versions: np.ndarray,
     packed: bool,
+    ends: _Ends = _NO_ENDS,
 ) -> MicroBatch:
     """Pad or pack the samples whose tokens stand at the front of the flat columns."""
     lengths_N = prompts_N + responses_N
@@ -156,8 +191,10 @@ def _micro_batch(
     mask_NT[is_response_NT] = loss_mask[:num_responses]
     versions_NT = np.zeros(is_response_NT.shape, dtype=np.int64)
     versions_NT[is_response_NT] = versions[:num_responses]
-    is_response = column >= np.repeat(prompts_N, lengths_N)
-    target_positions_R = place[is_response][loss_mask[:num_responses]]
+    in_response = column - np.repeat(prompts_N, lengths_N)
+    is_target = in_response >= 0
+    is_target[is_target] = loss_mask[:num_responses]
+    target_positions_R = place[is_target]
     return MicroBatch(
         sample_index=torch.from_numpy(sample_index.astype(np.int64)),
         input_ids=torch.from_numpy(ids),
@@ -168,6 +205,8 @@ def _micro_batch(
         mask=torch.from_numpy(mask_NT),
         behavior_logprobs=torch.from_numpy(behavior_NT),
         versions=torch.from_numpy(versions_NT),
+        end_ids=torch.tensor(ends.ids, dtype=torch.int64),
+        is_early=torch.from_numpy(in_response[is_target] < ends.min_tokens),
     )
 
 
@@ -223,10 +262,10 @@ def response_logprobs(
         float32 and 0 outside of the mask.
     """
     arguments = {} if batch.packing is None else batch.packing.arguments()
-    # a tensor: the compiler would compile again for each number
-    divisor = torch.full((), temperature, device=batch.mask.device)
+    # no tensors of floating point: FSDP would cast them to the data type of the parameters
+    drawn = (temperature, batch.end_ids, batch.is_early)
     values_R = getattr(model, _METHOD)(
-        batch.input_ids, batch.positions, batch.targets, divisor, entropy_gradients, arguments
+        batch.input_ids, batch.positions, batch.targets, drawn, entropy_gradients, arguments
     )
     zeros = torch.zeros_like(batch.mask).flatten()
     logprobs_NT, entropies_NT = (
@@ -242,6 +281,7 @@ def warm_up(
     *,
     packed: bool,
     entropy_gradients: bool,
+    end_ids: Sequence[int] = (),
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
@@ -255,6 +295,7 @@ def warm_up(
         num_tokens: Most tokens of a micro-batch.
         packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
+        end_ids: As micro-batches will have them.
     """
     config: Any = model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
@@ -267,7 +308,7 @@ def warm_up(
         (1, longest // 2),
         (2, 8),
     )
-    parts = []
+    parts, ends = [], _Ends(1, tuple(end_ids))
     for count, length in shapes:
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
@@ -279,9 +320,10 @@ def warm_up(
             loss_mask=np.ones(responses, dtype=bool),
             versions=np.zeros(responses, dtype=np.int64),
             packed=packed,
+            ends=ends,
         )
         parts.append(part)
-    for part in (*parts, _empty_micro_batch()):
+    for part in (*parts, _empty_micro_batch(ends)):
         logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
@@ -294,7 +336,7 @@ def _response_logprobs(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     targets: torch.Tensor,
-    temperature: torch.Tensor,
+    drawn: tuple[float, torch.Tensor, torch.Tensor],
     entropy_gradients: bool,
     arguments: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,10 +344,13 @@ def _response_logprobs(
     output = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
     hidden = output.last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
+    temperature, end_ids, is_early = drawn
+    # a tensor: the compiler would compile again for each number
+    divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     if len(targets) <= rows:
         rows_R = hidden.index_select(0, positions)
-        return score(head, rows_R, targets, temperature, entropy_gradients)
+        return score(head, rows_R, targets, divisor, end_ids, is_early, entropy_gradients)
     num_chunks = -(-len(targets) // rows)
     parts = [
         # copies of their own, of about one size: the compiler tells views and single rows apart
@@ -314,12 +359,14 @@ def _response_logprobs(
             head,
             hidden.index_select(0, chunk),
             target_chunk.clone(),
-            temperature,
+            divisor,
+            end_ids,
+            early_chunk.clone(),
             entropy_gradients,
             use_reentrant=False,
         )
-        for chunk, target_chunk in zip(
-            positions.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+        for chunk, target_chunk, early_chunk in zip(
+            *(t.tensor_split(num_chunks) for t in (positions, targets, is_early)), strict=True
         )
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -331,11 +378,17 @@ def _score(
     hidden_R: torch.Tensor,
     targets_R: torch.Tensor,
     temperature: torch.Tensor,
+    end_ids_E: torch.Tensor,
+    is_early_R: torch.Tensor,
     entropy_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [R] and entropies [R] of one chunk, in float32."""
-    # divided in place, as the engines do: no further copy of the logits, and no loss in bfloat16
-    logprobs_RV = head(hidden_R).float().div_(temperature).log_softmax(dim=-1)
+    # changed in place, as the engines do: no further copy of the logits, and no loss in bfloat16
+    logits_RV = head(hidden_R).float().div_(temperature)
+    if len(end_ids_E):
+        added_R1 = (_FORBIDDEN * is_early_R).unsqueeze(1)
+        logits_RV.index_add_(1, end_ids_E, added_R1.expand(-1, len(end_ids_E)))
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
     with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
         entropies_R = -(logprobs_RV.exp() * logprobs_RV).sum(dim=-1)
     return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropies_R

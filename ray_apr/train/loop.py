@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
+from ray_apr.data.prompts import end_token_ids
 from ray_apr.exceptions import StarvedError, TrainError
 from ray_apr.staleness import is_stale, next_version
 from ray_apr.train.checkpoint import (
@@ -129,6 +130,7 @@ class _TrainLoop:
     def __init__(self, settings: LoopSettings) -> None:
         self._settings = settings
         self._train = settings["train"]
+        self._sampling = _with_all_ends(settings["sampling"], settings["model"])
         self._rank = ray.train.get_context().get_world_rank()
         self._started_at = settings.get("started_at", time.time())
         self._control = _make_control(settings) if self._rank == 0 else None
@@ -149,6 +151,7 @@ class _TrainLoop:
                     self._train.micro_batch_tokens,
                     packed=self._train.packs(device.type),
                     entropy_gradients=settings["algorithm"].entropy_coef > 0,
+                    end_ids=self._sampling.stop_token_ids if self._sampling.min_tokens else (),
                 )
         self._offload: Offload | None = None
         if settings.get("takes_turns", False):
@@ -239,7 +242,7 @@ class _TrainLoop:
                 batch,
                 self._settings["algorithm"],
                 self._train,
-                sampling=self._settings["sampling"],
+                sampling=self._sampling,
                 reference=self._reference,
                 max_response_tokens=self._settings.get("max_response_tokens"),
             )
@@ -324,6 +327,14 @@ def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> Non
             f"step {batch.step} at version {batch.policy_version} would train a token of version "
             f"{oldest}, beyond max_staleness = {max_staleness}"
         )
+
+
+def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
+    """The same with the model's own ends among the ids that end a response, where they matter."""
+    if not sampling.min_tokens:
+        return sampling
+    ends = {*sampling.stop_token_ids, *end_token_ids(model)}
+    return replace(sampling, stop_token_ids=tuple(sorted(ends)))
 
 
 def _turn_limit_s(settings: LoopSettings) -> float:

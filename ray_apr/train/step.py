@@ -80,7 +80,8 @@ def train_step(
         algorithm: Advantages, loss, correction.
         train: Learning rate, clipping, data types.
         sampling: How the responses were drawn: of that distribution are all log-probs, the entropy
-            and the KL.
+            and the KL. With `min_tokens`, `stop_token_ids` are all ids that end a response, those
+            of the model included.
         reference: Like `model`, for the KL term; needed where ``algorithm.kl_coef > 0``.
         max_response_tokens: Budget of a response; needed for the overlong punishment.
 
@@ -92,7 +93,13 @@ def train_step(
             it have then left the weights alone.
     """
     device = compute_device(model)
-    parts = micro_batches(batch, device, packed=train.packs(device.type))
+    parts = micro_batches(
+        batch,
+        device,
+        packed=train.packs(device.type),
+        min_tokens=sampling.min_tokens,
+        end_ids=sampling.stop_token_ids,
+    )
     num_steps = len(batch.mini_batch_sizes) * train.epochs
     first = int(batch.mini_batch_sizes[0])
     temperature = sampling.temperature

@@ -16,6 +16,7 @@ from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.step import train_step
+from ray_apr.types import SamplingParams
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -142,6 +143,7 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", eager)
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    sampling = SamplingParams(temperature=0.7, min_tokens=2, stop_token_ids=(0, 5))
     with process_group(tmp_path):
         (row,) = make_batches(make_samples(), micro_batch_tokens=96, packed=True)
         weights, figures = [], []
@@ -153,18 +155,31 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
             if compiles:
                 assert len(compiled) == model.config.num_hidden_layers + 1
                 before = [local_tensor(p).clone() for p in model.parameters()]
-                warm_up(model, CPU, 64, packed=True, entropy_gradients=False)
+                warm_up(model, CPU, 64, packed=True, entropy_gradients=False, end_ids=(0, 5))
                 assert all(p.grad is None for p in model.parameters())
                 assert all(
                     torch.equal(local_tensor(p), b)
                     for p, b in zip(model.parameters(), before, strict=True)
                 )
             optimizer = build_optimizer(model, train)
-            figures.append(train_step(model, optimizer, row, AlgorithmConfig(), train))
+            algorithm = AlgorithmConfig()
+            figures.append(train_step(model, optimizer, row, algorithm, train, sampling=sampling))
             weights.append(dict(full_parameters(model)))
         assert figures[1]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-5)
         for name, expected in weights[0].items():
             torch.testing.assert_close(weights[1][name], expected, rtol=0, atol=1e-4)
+
+
+def test_the_temperature_is_not_rounded_to_the_type_of_the_parameters(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    rounded = torch.tensor(0.7).bfloat16().item()
+    with process_group(tmp_path):
+        model = build_model(str(folder), TrainConfig(param_dtype="bfloat16"), CPU)
+        (row,) = make_batches(make_samples(), micro_batch_tokens=4096)
+        (part,) = micro_batches(row, CPU)
+        exact, other = (response_logprobs(model, part, temperature=t)[0] for t in (0.7, rounded))
+    assert exact.dtype == torch.float32
+    assert not torch.equal(exact, other)
 
 
 def test_master_weights_and_states_have_their_own_type(tmp_path):

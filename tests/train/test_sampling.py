@@ -234,3 +234,32 @@ def test_log_probs_and_entropies_are_of_the_tempered_distribution(arithmetic):
         torch.testing.assert_close(logprobs[i, :length], expected, rtol=1e-5, atol=1e-5)
         entropy = -(whole.exp() * whole).sum(-1)
         torch.testing.assert_close(entropies[i, :length], entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_early_in_a_response_the_distribution_is_without_what_would_end_it(arithmetic, packed):
+    samples, model = arithmetic
+    least, ends = 5, (1, 9)
+    (row,) = make_batches(samples, micro_batch_tokens=4096, packed=packed)
+    (part,) = micro_batches(row, torch.device("cpu"), packed=packed, min_tokens=least, end_ids=ends)
+    logprobs, entropies = response_logprobs(
+        model, part, temperature=TEMPERATURE, entropy_gradients=True
+    )
+    for i, index in enumerate(part.sample_index):
+        sample = samples[index]
+        begin, length = len(sample.prompt.token_ids), sample.num_tokens
+        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, begin - 1 : -1] / TEMPERATURE
+        logits[:least, list(ends)] = -torch.inf
+        whole = logits.log_softmax(-1)
+        expected = whole.gather(1, ids[0, begin:, None])[:, 0]
+        possible = expected.isfinite()
+        torch.testing.assert_close(
+            logprobs[i, :length][possible], expected[possible], rtol=1e-5, atol=1e-5
+        )
+        entropy = torch.special.entr(whole.exp()).sum(-1)
+        torch.testing.assert_close(entropies[i, :length], entropy, rtol=1e-5, atol=1e-5)
+    (logprobs * (logprobs > -1e6)).sum().add(entropies.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    model.zero_grad(set_to_none=True)

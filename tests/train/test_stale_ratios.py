@@ -149,6 +149,8 @@ def test_an_update_against_the_behavior_policy_equals_an_independent_implementat
         mask=mask,
         behavior_logprobs=old,
         versions=torch.zeros(mask.shape, dtype=torch.int64),
+        end_ids=torch.zeros(0, dtype=torch.int64),
+        is_early=torch.zeros(len(places), dtype=torch.bool),
     )
     model = GivenLogprobs(torch.tensor(case["current_logprobs"]).flatten()[places])
     algorithm = AlgorithmConfig(

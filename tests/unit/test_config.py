@@ -105,6 +105,10 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout", "stop_token_ids", 7),
         ("rollout", "stop_token_ids", "7"),
         ("rollout", "stop_token_ids", (1, -2)),
+        ("rollout", "stop_strings", "###"),
+        ("rollout", "stop_strings", ("",)),
+        ("rollout", "stop_strings", (7,)),
+        ("rollout", "min_response_tokens", 1025),
         ("rollout", "engine_kwargs", None),
         ("rollout", "control_token", 5),
         ("rollout", "device", "tpu"),
@@ -260,7 +264,7 @@ def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train
 @pytest.mark.parametrize("loss", ["gspo", "cispo"])
 def test_a_loss_whose_ratio_would_be_1_is_refused(loss, proximal):
     algorithm = AlgorithmConfig.preset(loss, proximal=proximal)
-    with pytest.raises(ConfigError, match='"behavior".*ratio that the loss is made of would be 1'):
+    with pytest.raises(ConfigError, match=r'"behavior".*ratio that the loss is made of would be 1'):
         check_together(RolloutConfig(), TrainConfig(), algorithm)
     check_together(RolloutConfig(), TrainConfig(mini_batches=2), algorithm)
     check_together(RolloutConfig(), TrainConfig(epochs=2), algorithm)
@@ -268,9 +272,20 @@ def test_a_loss_whose_ratio_would_be_1_is_refused(loss, proximal):
     check_together(RolloutConfig(), TrainConfig(), AlgorithmConfig(proximal=proximal))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_token_ids", (3,)), ("stop_strings", ("###",)), ("min_response_tokens", 2)],
+)
+def test_a_replayed_trace_says_where_responses_end(name, value):
+    with pytest.raises(ConfigError, match="left out with replay_column") as caught:
+        RolloutConfig(replay_column="lengths", **{name: value})
+    assert caught.value.field == f"rollout.{name}"
+    assert getattr(RolloutConfig(**{name: value}), name) == value
+
+
 def test_replayed_responses_all_end_at_their_limit():
     algorithm = AlgorithmConfig(overlong_filter=True)
-    with pytest.raises(ConfigError, match="overlong_filter.*replay_column"):
+    with pytest.raises(ConfigError, match=r"overlong_filter.*replay_column"):
         check_together(RolloutConfig(replay_column="lengths"), TrainConfig(), algorithm)
     check_together(RolloutConfig(), TrainConfig(), algorithm)
 

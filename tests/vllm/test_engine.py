@@ -8,10 +8,11 @@ import itertools
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
-from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams
+from ray_apr.types import FinishReason, Generation, Prompt, Sample, SamplingParams, Segment
 from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches
@@ -72,12 +73,16 @@ async def until_busy(engine, at_least=1):
             await asyncio.sleep(0.002)
 
 
-def trained_logprobs(model, generation, sampling):
+def trained_logprobs(model, sample, sampling):
     """Log-probs of a response as the trainer computes them."""
     attach_response_logprobs(model)
-    sample = dataclasses.replace(new_sample(64).append(generation), reward=0.0)
-    (row,) = make_batches([sample])
-    (part,) = micro_batches(row, torch.device("cpu"))
+    (row,) = make_batches([dataclasses.replace(sample, reward=0.0)])
+    (part,) = micro_batches(
+        row,
+        torch.device("cpu"),
+        min_tokens=sampling.min_tokens,
+        end_ids=sampling.stop_token_ids,
+    )
     with torch.no_grad():
         logprobs, _ = response_logprobs(model, part, temperature=sampling.temperature)
     return logprobs[0].tolist()
@@ -91,7 +96,7 @@ def test_log_probs_are_those_that_the_trainer_computes(parts, temperature, seed)
     generation = run(generate(engine, sampling=sampling))
     assert generation.finish_reason is FinishReason.LENGTH
     assert generation.num_tokens == 64
-    trained = trained_logprobs(trainer.model, generation, sampling)
+    trained = trained_logprobs(trainer.model, new_sample(64).append(generation), sampling)
     assert largest_gap(logprobs_of(generation), trained) < 1e-4
     expected = hf_logprobs(trainer.model, PROMPT, ids_of(generation), temperature=temperature)
     assert largest_gap(trained, expected) < 1e-4
@@ -109,7 +114,7 @@ def test_an_evaluation_beside_rollouts_leaves_their_log_probs_alone(parts):
 
     first, likeliest, _, last = run(body())
     for generation in (first, last):
-        trained = trained_logprobs(trainer.model, generation, tempered)
+        trained = trained_logprobs(trainer.model, new_sample(64).append(generation), tempered)
         assert largest_gap(logprobs_of(generation), trained) < 1e-4
     assert ids_of(likeliest) == ids_of(run(generate(engine)))
 
@@ -138,6 +143,92 @@ def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
     assert sample.num_interruptions >= 1
     assert sample.response_ids == ids_of(whole)
     assert largest_gap(sample.behavior_logprobs, logprobs_of(whole)) < 1e-5
+
+
+async def to_the_end(engine, sample, sampling, *, name="", num_interruptions=0):
+    """Call after call until a sample ends, with so many real interruptions."""
+    while sample.finish_reason is None:
+        task = start(
+            engine, name=f"{name or 's'}#{next(numbers)}", ids=(*PROMPT, *sample.response_ids),
+            sampling=sampling.of_call(sample), max_tokens=sample.remaining_budget,
+        )  # fmt: skip
+        if sample.num_interruptions < num_interruptions:
+            await until_busy(engine)
+            await asyncio.sleep(0.01 + 0.02 * sample.num_interruptions)
+            await engine.abort()
+        sample = sample.append(await task)
+    return sample
+
+
+def begun(whole, cut, budget):
+    """A sample that was interrupted after its first tokens."""
+    kept = Segment(
+        policy_version=0, token_ids=ids_of(whole)[:cut], logprobs=tuple(logprobs_of(whole)[:cut])
+    )
+    reason = FinishReason.ABORT
+    generation = Generation(request_id="r", segments=(kept,), finish_reason=reason)
+    return new_sample(budget).append(generation)
+
+
+def test_a_stop_string_ends_an_interrupted_response_where_it_ends_the_uninterrupted_one(parts):
+    run, engine, _ = parts
+    tokenizer = AutoTokenizer.from_pretrained(engine._model)
+
+    async def body():
+        free = await generate(engine, max_tokens=300)
+        text = tokenizer.decode(ids_of(free), skip_special_tokens=True)
+        starts = [text.find(text[i : i + 4]) for i in range(len(text) - 4)]
+        latest = max(starts)
+        stop = text[latest : latest + 4]
+        sampling = dataclasses.replace(GREEDY, stop_strings=("no such text", stop))
+        whole = await generate(engine, sampling=sampling, max_tokens=300)
+        assert whole.finish_reason is FinishReason.STOP
+        ended = tokenizer.decode(ids_of(whole), skip_special_tokens=True)
+        assert ended.endswith(stop) and len(ended) == latest + 4
+        assert ids_of(whole) == ids_of(free)[: whole.num_tokens]
+        before = engine.status().tokens_generated
+        cuts = range(max(1, whole.num_tokens - 6), whole.num_tokens)
+        resumed = [await to_the_end(engine, begun(whole, c, 300), sampling) for c in cuts]
+        for sample in resumed:
+            assert sample.response_ids == ids_of(whole)
+            assert sample.finish_reason is FinishReason.STOP
+            assert largest_gap(sample.behavior_logprobs, logprobs_of(whole)) < 1e-4
+        made = sum(whole.num_tokens - cut for cut in cuts)
+        assert engine.status().tokens_generated - before == made, "what was cut off is none"
+        aborted = await to_the_end(engine, new_sample(300), sampling, num_interruptions=3)
+        assert aborted.response_ids == ids_of(whole)
+
+        late = dataclasses.replace(sampling, min_tokens=whole.num_tokens)
+        past = await generate(engine, sampling=late, max_tokens=300)
+        assert past.num_tokens > whole.num_tokens, "too early to end it"
+        sample = await to_the_end(engine, begun(past, whole.num_tokens - 2, 300), late)
+        assert sample.response_ids == ids_of(past)
+
+    run(body())
+
+
+def test_the_least_tokens_are_those_of_the_response_and_trained_as_they_were_drawn(parts):
+    run, engine, trainer = parts
+    ends = tuple(range(0, 12))  # with the model's own
+    sampling = SamplingParams(temperature=0.7, min_tokens=20, stop_token_ids=ends[1:])
+    greedy = dataclasses.replace(sampling, temperature=1.0, top_k=1)
+
+    async def body():
+        samples = [await to_the_end(engine, new_sample(64), sampling) for _ in range(4)]
+        whole = await generate(engine, sampling=greedy)
+        cuts = range(2, whole.num_tokens, 5)
+        resumed = [await to_the_end(engine, begun(whole, c, 64), greedy) for c in cuts]
+        assert all(s.response_ids == ids_of(whole) for s in resumed)
+        return samples
+
+    samples = run(body())
+    assert any(s.finish_reason is FinishReason.STOP for s in samples)
+    all_ends = dataclasses.replace(sampling, stop_token_ids=ends)
+    for sample in samples:
+        assert sample.num_tokens > 20 or sample.finish_reason is not FinishReason.STOP
+        assert not set(sample.response_ids[:20]) & set(ends)
+        trained = trained_logprobs(trainer.model, sample, all_ends)
+        assert largest_gap(sample.behavior_logprobs, trained) < 1e-4
 
 
 def test_aborts_at_any_moment(parts):
