@@ -89,16 +89,15 @@ def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any])
     config = RolloutConfig(
         device="cuda" if on_gpu else "cpu",
         dtype="bfloat16" if on_gpu else "float32",
-        engine_kwargs={
-            "max_num_seqs": args.inflight,
-            **({"distributed_executor_backend": "uni"} if on_gpu else {}),
-            **variant,
-        },
+        engine_kwargs={"max_num_seqs": args.inflight},
     )
+    arguments = engine_arguments(config, args.context, on_cuda=on_gpu)
+    if on_gpu:
+        arguments["distributed_executor_backend"] = "uni"
     return Engine(
         str(model),
         replica_id="engine",
-        engine_kwargs=engine_arguments(config, args.context, on_cuda=on_gpu),
+        engine_kwargs={**arguments, **variant},
         keep_kv_cache=True,
     )
 

@@ -204,7 +204,8 @@ def rollout_config(
         dtype="bfloat16" if args.gpu else "float32",
         reward_concurrency=args.reward_concurrency,
         reward_timeout_s=600.0,
-        engine_kwargs={"max_num_seqs": args.max_num_seqs, "seed": repeat},
+        engine_seed=repeat,
+        engine_kwargs={"max_num_seqs": args.max_num_seqs},
     )
 
 

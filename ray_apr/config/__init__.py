@@ -65,12 +65,6 @@ def check_placement(
         f"must be 1 {why}: engines that slept have no weights",
     )
     require(
-        rollout.engine_kwargs.get("enable_sleep_mode", True) is True,
-        "rollout.engine_kwargs",
-        rollout.engine_kwargs,
-        f"must leave enable_sleep_mode alone {why}",
-    )
-    require(
         not train.cpu_offload,
         "train.cpu_offload",
         train.cpu_offload,

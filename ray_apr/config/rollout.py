@@ -17,6 +17,7 @@ from ray_apr.checks import (
     whole_or_none,
 )
 from ray_apr.config.common import DType, Placement
+from ray_apr.config.engine_options import check_engine_options
 from ray_apr.types import SamplingParams
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -51,6 +52,8 @@ class RolloutConfig:
     seed: int | None = None
     """With a seed, each request's seed is derived from it; None leaves it to the engine, which has
     less to do: vLLM draws the tokens of requests with seeds one by one."""
+    engine_seed: int = 0
+    """Seed of the random state of each engine, from which requests without seeds draw."""
     device: Device = "auto"
     """Where the engines run; auto takes CUDA when the cluster has GPUs."""
     dtype: DType = "float32"
@@ -64,7 +67,8 @@ class RolloutConfig:
     num_cpus_per_replica: float = 1.0
     """Ray CPUs that a replica reserves."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``."""
+    """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``: those that change speed
+    and memory alone (`config.engine_options`)."""
     prompt_column: str = "prompt"
     """Column of the dataset: text, chat messages, or token ids."""
     replay_column: str | None = None
@@ -102,10 +106,10 @@ class RolloutConfig:
         sizes = ("num_replicas", "group_size", "max_response_tokens", "tensor_parallel_size")
         limits = ("max_request_failures", "max_consecutive_failures", "reward_concurrency")
         whole(s, self, *sizes, *limits, "top_k", "reward_retries", "num_reward_workers")
-        whole(s, self, "min_response_tokens")
+        whole(s, self, "min_response_tokens", "engine_seed")
         at_least(s, self, 1, *sizes, *limits, "num_reward_workers")
         at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
-        at_least(s, self, 0, "reward_retries", "min_response_tokens")
+        at_least(s, self, 0, "reward_retries", "min_response_tokens", "engine_seed")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "request_timeout_s", "reward_timeout_s")
         whole_vocabulary = (
@@ -116,6 +120,7 @@ class RolloutConfig:
         require(self.top_k == 0, f"{s}.top_k", self.top_k, f"must be 0: {whole_vocabulary}")
         one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
+        check_engine_options(self.engine_kwargs)
         of_type(s, self, str, "a text", "prompt_column", "http_host")
         of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
         self._check_stops()

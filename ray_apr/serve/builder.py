@@ -123,12 +123,13 @@ def _gpu_share(config: RolloutConfig) -> float:
 def engine_arguments(
     config: RolloutConfig, max_model_len: int | None, on_cuda: bool
 ) -> dict[str, Any]:
-    """Arguments of vLLM; the user's own win."""
+    """Arguments of vLLM: the run's own, and those that the user may tune."""
     ours: dict[str, Any] = {
         "dtype": config.dtype,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+        "seed": config.engine_seed,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,

@@ -13,8 +13,7 @@ class DeviceWorker(Worker):  # type: ignore[misc]
     Under vLLM's Ray executor a process sees all GPUs of its host and uses the one that Ray has
     assigned. Compiled code names that device, but vLLM (0.26 to 0.32) finds it again by the
     configuration and the rank alone: an engine that starts where others ran before would load what
-    was compiled for another GPU, and fail with tensors on two devices. A ``cache_dir`` in a
-    ``compilation_config`` of the user's own takes the place of that hash, and is shared as ever.
+    was compiled for another GPU, and fail with tensors on two devices.
     """
 
     def init_device(self) -> None:

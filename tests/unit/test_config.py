@@ -254,9 +254,6 @@ def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train
         check(COLOCATED)
     assert caught.value.field == field
     check(RolloutConfig())
-    awake = dataclasses.replace(COLOCATED, engine_kwargs={"enable_sleep_mode": False})
-    with pytest.raises(ConfigError, match="leave enable_sleep_mode alone"):
-        check_placement(awake, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
     check_placement(COLOCATED, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
 
 

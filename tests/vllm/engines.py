@@ -23,11 +23,11 @@ def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: An
     from ray_apr.serve.engine import Engine
 
     os.environ.update(CPU_ENVIRONMENT)
-    config = RolloutConfig(device="cpu", engine_kwargs={"max_num_seqs": 64, **engine_kwargs})
+    arguments = engine_arguments(RolloutConfig(device="cpu"), 512, on_cuda=False)
     return Engine(
         str(model),
         replica_id="engine-0",
-        engine_kwargs=engine_arguments(config, 512, on_cuda=False),
+        engine_kwargs={**arguments, "max_num_seqs": 64, **engine_kwargs},
         keep_kv_cache=keep_kv_cache,
         reports_load=True,
     )

@@ -348,7 +348,8 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, 
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_application(mark, model):
-    config = RolloutConfig(device="cpu", start_timeout_s=150, engine_kwargs={"no_such_argument": 1})
-    with pytest.raises(ResourceError, match="no_such_argument"):
+    too_few = {"max_num_batched_tokens": 8}
+    config = RolloutConfig(device="cpu", start_timeout_s=150, engine_kwargs=too_few)
+    with pytest.raises(ResourceError, match="max_num_batched_tokens"):
         start_rollout_servers("broken", model=model, config=config)
     assert "broken" not in serve.status().applications

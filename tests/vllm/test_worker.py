@@ -53,11 +53,9 @@ def test_a_config_that_is_no_dictionary_stays_as_it_is(monkeypatch):
     assert worker.vllm_config.additional_config is theirs
 
 
-def test_engines_on_gpus_have_it_unless_the_user_names_another():
+def test_engines_on_gpus_have_it():
     config = RolloutConfig(max_response_tokens=16)
     assert engine_arguments(config, None, on_cuda=True)["worker_cls"] == (
         f"{DeviceWorker.__module__}.{DeviceWorker.__qualname__}"
     )
     assert "worker_cls" not in engine_arguments(config, None, on_cuda=False)
-    own = RolloutConfig(max_response_tokens=16, engine_kwargs={"worker_cls": "mine.Worker"})
-    assert engine_arguments(own, None, on_cuda=True)["worker_cls"] == "mine.Worker"

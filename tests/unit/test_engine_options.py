@@ -1,0 +1,82 @@
+"""Arguments of vLLM's engine that a run may give (config/engine_options.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_apr.config import RolloutConfig
+from ray_apr.config.engine_options import REFUSED, TUNES
+from ray_apr.exceptions import ConfigError
+
+
+def refusal(**options) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine_kwargs=options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("tensor_parallel_size", 2, "rollout.tensor_parallel_size"),
+        ("pipeline_parallel_size", 2, "rollout.tensor_parallel_size"),
+        ("data_parallel_size", 2, "rollout.num_replicas"),
+        ("enable_expert_parallel", True, "weight sync does not know"),
+        ("quantization", "fp8", "rollout.dtype"),
+        ("kv_cache_dtype", "fp8", "precision"),
+        ("dtype", "float16", "rollout.dtype"),
+        ("logprobs_mode", "processed_logits", "rollout.temperature"),
+        ("speculative_config", {"method": "ngram"}, "which tokens are drawn"),
+        ("seed", 1, "rollout.engine_seed"),
+        ("max_model_len", 64, "rollout.max_model_len"),
+        ("enable_sleep_mode", False, "rollout.placement"),
+        ("enable_lora", True, "train.lora"),
+        ("trust_remote_code", True, "code of the checkpoint"),
+        ("scheduler_cls", "mine.Scheduler", "ray_apr has its own"),
+        ("worker_cls", "mine.Worker", "ray_apr has its own"),
+        ("distributed_executor_backend", "mp", "rollout.device"),
+        ("hf_overrides", {}, "another one"),
+        ("kv_offloading_size", 4.0, "outlive a weight sync"),
+        ("cpu_offload_gb", 4, "off the device"),
+        ("load_format", "dummy", "otherwise than the trainer's"),
+        ("limit_mm_per_prompt", {}, "only text"),
+    ],
+)
+def test_an_engine_argument_that_changes_what_is_trained_is_refused(name, value, remedy):
+    error = refusal(**{name: value})
+    assert error.field == f"rollout.engine_kwargs.{name}"
+    assert remedy in error.remedy
+
+
+def test_an_unknown_engine_argument_is_refused_with_its_like():
+    assert "did you mean max_num_seqs" in refusal(max_num_seq=64).remedy
+    assert "did you mean" not in refusal(zzz=1).remedy
+    assert refusal(**{"": 1}).field == "rollout.engine_kwargs."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_num_seqs", "64"),
+        ("max_num_seqs", True),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
+        ("enforce_eager", "yes"),
+        ("cudagraph_capture_sizes", [0]),
+        ("compilation_config", 3),
+    ],
+)
+def test_the_value_of_an_engine_argument_is_checked(name, value):
+    assert "must be" in refusal(**{name: value}).remedy
+
+
+def test_what_compiles_only_tunes():
+    RolloutConfig(engine_kwargs={"compilation_config": {"cudagraph_mode": "FULL"}})
+    error = refusal(compilation_config={"pass_config": {"fuse_act_quant": True}})
+    assert error.field == "rollout.engine_kwargs.compilation_config.pass_config"
+
+
+def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():
+    assert not TUNES.keys() & REFUSED.keys()
+    assert all(("set " in r or "leave it out" in r or "change " in r) for r in REFUSED.values())
