@@ -50,7 +50,7 @@ def measure_engines(
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 
     config = dataclasses.replace(config, num_replicas=1)
-    start_rollout_servers(_APP, model=model, config=config, reports_load=True)
+    start_rollout_servers(_APP, model=model, config=config)
     try:
         idle_cores = measure_idle()
         raw = asyncio.run(_measure(config, prompt_tokens, max_num_seqs))

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
 _COLLECTIVE_TIMEOUT_S = 600
-"""Limit of a collective of the train workers, whose peers may wait for a batch meanwhile."""
+"""Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
+is in one while it waits for its batch: all get theirs together, however long that takes."""
 
 
 def run(
@@ -190,7 +193,7 @@ class _Parts:
             make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=self._buffer,
             recorder=self.recorder,
-            sync_timeout_s=plan.sync_timeout_s,
+            sync_timeout_s=plan.train.weight_sync_timeout_s,
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=plan.group_filter,
         )
@@ -253,7 +256,6 @@ class _Parts:
                 model=plan.model,
                 config=plan.rollout,
                 kv_cache=plan.partial_rollout.kv_cache,
-                reports_load=plan.partial_rollout.is_adaptive,
                 max_model_len=plan.max_model_len,
                 evaluates=plan.evaluation is not None,
                 cancelled=self._closing,
@@ -293,7 +295,6 @@ class _Parts:
             "recorder": self.recorder,
             "num_replicas": plan.rollout.num_replicas,
             "start_timeout_s": plan.rollout.start_timeout_s,
-            "sync_timeout_s": plan.sync_timeout_s,
             "takes_turns": plan.rollout.is_colocated,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
@@ -306,7 +307,11 @@ class _Parts:
         return TorchTrainer(
             train_loop_per_worker,
             train_loop_config=settings,
-            torch_config=TorchConfig(backend=plan.torch_backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
+            torch_config=TorchConfig(
+                backend=plan.torch_backend,
+                timeout_s=_COLLECTIVE_TIMEOUT_S
+                + math.ceil(sync_limit_s(plan.train.weight_sync_timeout_s)),
+            ),
             scaling_config=plan.worker_scaling,
             run_config=run_config,
             datasets={

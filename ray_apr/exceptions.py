@@ -94,3 +94,22 @@ class LedgerError(APRError, AssertionError):
 
 class SimulationError(APRError, RuntimeError):
     """A simulated run cannot go on."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line: of a traceback inside of it, what was raised.
+
+    Example:
+        >>> one_line(ValueError("Traceback (most recent call last):\\n  ...\\nKeyError: 'answer'"))
+        "KeyError: 'answer'"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return repr(error)
+    if isinstance(error, APRError) and not _is_traceback(lines):
+        return " ".join(lines)
+    return lines[-1] if _is_traceback(lines) else lines[0]
+
+
+def _is_traceback(lines: list[str]) -> bool:
+    return any(line.startswith("Traceback (most recent call last)") for line in lines)

@@ -96,8 +96,8 @@ class RolloutClient(Protocol):
         """Unfreeze all engines; harmless where none is paused."""
         ...
 
-    async def status(self) -> list[ServerStatus]:
-        """One status for each replica."""
+    async def status(self, *, drain: bool = True) -> list[ServerStatus]:
+        """One status for each replica; its spans since the last time with `drain` alone."""
         ...
 
     def set_limits(self, limits: Mapping[str, int]) -> None:

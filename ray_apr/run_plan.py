@@ -83,12 +83,6 @@ class RunPlan:
         the host are gathered there for checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
 
-    @property
-    def sync_timeout_s(self) -> float:
-        """Limit of one weight sync; requests that it waits for have a limit of their own."""
-        waits_s = self.rollout.request_timeout_s if self.partial_rollout.drain else 0.0
-        return self.train.weight_sync_timeout_s + waits_s
-
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for the response budget.
 

@@ -577,6 +577,10 @@ class ServerStatus:
     """Requests that lost their KV entries to others, since the start."""
     num_ended: int = 0
     """Calls that came to their own end, since the start."""
+    tokens_made: int = 0
+    """Tokens that the engine has made since the start, those of calls under way included."""
+    is_stalled: bool = False
+    """Whether it has made no token for ``rollout.stall_timeout_s`` although it has requests."""
     tokens_evaluated: int = 0
     """Tokens handed out to evaluations; `tokens_generated` does not count them."""
     spans: tuple[tuple[str, float, float], ...] = ()

@@ -186,8 +186,9 @@ class ScriptedEngine:
         self.is_paused = False
         self._resumed.set()
 
-    async def status(self) -> list[ServerStatus]:
+    async def status(self, *, drain: bool = True) -> list[ServerStatus]:
         """One status for each replica; the first one carries the totals."""
+        del drain  # there are no spans
         return [
             ServerStatus(
                 replica_id=f"engine-{i}",
@@ -199,6 +200,7 @@ class ScriptedEngine:
                 ),
                 num_queued=self.num_queued,
                 tokens_generated=self.tokens_generated if i == 0 else 0,
+                tokens_made=self._num_made() if i == 0 else 0,
                 num_aborted=self.num_aborted if i == 0 else 0,
                 uptime_s=self._clock(),
                 busy_s=0.0,
@@ -206,6 +208,9 @@ class ScriptedEngine:
             )
             for i in range(self._num_replicas)
         ]
+
+    def _num_made(self) -> int:
+        return self.tokens_generated + sum(len(r.tokens) for r in self._running.values())
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Remember the limits."""

@@ -72,6 +72,7 @@ class Run:
         scorer=None,
         batch_size=4,
         rollout=None,
+        buffer=None,
         turns=None,
         group_filter=None,
         **partial,
@@ -85,11 +86,11 @@ class Run:
         self.buffer = SampleBuffer(
             batch_size=batch_size, max_staleness=partial_config.max_staleness,
             on_stale=partial_config.on_stale, num_ranks=1, micro_batch_tokens=64,
-            config=BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
+            config=buffer or BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
             recorder=Handle(self.recorder),
         )  # fmt: skip
         self.worker = RolloutWorker(
-            rollout=RolloutConfig(group_size=2, max_response_tokens=16, **(rollout or {})),
+            rollout=RolloutConfig(**{"group_size": 2, "max_response_tokens": 16} | (rollout or {})),
             partial_rollout=partial_config,
             batch_size=batch_size,
             model="none",
@@ -98,7 +99,7 @@ class Run:
             make_scorer=lambda: self.scorer,
             buffer=Handle(self.buffer),
             recorder=Handle(self.recorder),
-            sync_timeout_s=20.0 if partial_config.drain else 2.0,
+            sync_timeout_s=2.0,
             turns=turns,
             group_filter=group_filter,
         )
@@ -113,7 +114,8 @@ class Run:
         return [sample for group in ticket.refs for sample in group]
 
     async def sync(self, version: int) -> None:
-        await self.worker.begin_sync(version)
+        while not await self.worker.begin_sync(version):
+            pass
         await self.worker.finish_sync(version)
 
     async def check_ledger(self, summary) -> None:
@@ -126,11 +128,11 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def running(*args, **kwargs):
+async def running(*args, limit_s=20, **kwargs):
     run = Run(*args, **kwargs)
     await run.worker.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(limit_s):
             yield run
     finally:
         run.summary = await run.worker.stop()

@@ -28,7 +28,9 @@ class EvaluationConfig:
     pass_threshold: float = 1.0
     """Least reward of a response that passes, for pass@k."""
     timeout_s: float = 600.0
-    """Limit of the last evaluation, which the run waits for."""
+    """Longest time without progress of the last evaluation, which the run waits for: no call that
+    ends, no token. Where engines and trainer take turns, also the longest time that a turn waits
+    for an evaluation, which is then interrupted and goes on later."""
 
     def __post_init__(self) -> None:
         s = "evaluation"

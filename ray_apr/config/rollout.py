@@ -82,12 +82,15 @@ class RolloutConfig:
     """Bearer token that abort, pause and resume demand over HTTP; None demands none."""
     start_timeout_s: float = 600.0
     """Limit for all servers to become ready."""
-    request_timeout_s: float = 600.0
-    """Limit for one generate call, pauses included."""
+    stall_timeout_s: float = 300.0
+    """Longest time without a new token of an engine that has requests, pauses left out; then its
+    requests end with the tokens that they have, and the engine is replaced. However long a request
+    takes, it goes on while its engine does."""
     max_request_failures: int = 3
     """Failures of one sample before its group is dropped as failed."""
-    max_consecutive_failures: int = 32
-    """Failures in a row, of generation or of rewards, that stop the run."""
+    max_consecutive_failures: int = 8
+    """Failures in a row, of generation or of rewards, that stop the run. What fails of one cause
+    while it was under way together counts once; an engine that is gone counts as none."""
     max_turns: int | None = None
     """Most turns of a response in a run with an environment; None leaves it to the budget."""
     reward_timeout_s: float = 60.0
@@ -111,7 +114,7 @@ class RolloutConfig:
         at_least(s, self, 0, "num_cpus_per_replica", "num_cpus_per_reward", "top_k")
         at_least(s, self, 0, "reward_retries", "min_response_tokens", "engine_seed")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
-        positive(s, self, "request_timeout_s", "reward_timeout_s")
+        positive(s, self, "stall_timeout_s", "reward_timeout_s")
         whole_vocabulary = (
             "the trainer's log-probs are of the whole vocabulary, and those of a truncated "
             "distribution differ from them at every token; set temperature instead"

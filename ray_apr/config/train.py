@@ -29,7 +29,9 @@ class BufferConfig:
     """The sample buffer and the stream to the trainer."""
 
     wait_timeout_s: float = 300.0
-    """Longest time that the trainer waits for one batch before the run fails with a diagnosis."""
+    """Longest time that the trainer waits for a batch while nothing moves: no token, no reward, no
+    engine; then the run fails with a diagnosis. However long a batch takes, it is waited for while
+    anything does."""
     poll_timeout_s: float = 20.0
     """Longest single call that waits inside the buffer; callers then call again."""
 

@@ -5,7 +5,8 @@ Invariants, kept by `SampleBuffer`:
     * The batch of step k is chosen after the trainer granted step k, against the policy version of
       that grant: the staleness bound counts the time in the queue, and holds under any read-ahead.
     * Groups come in whole and leave whole: trained, or evicted with a reason (`stock.Stock`).
-    * Every wait has a limit; who runs into it learns what the rollout side is waiting for.
+    * A wait for a batch ends when nothing has moved for its limit, however long it takes; who runs
+      into it learns what has not, and what the rollout side is waiting for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
+from ray_apr.data.movement import Movement, Moves
 from ray_apr.data.stock import BatchTicket, BufferStats, Stock
 from ray_apr.exceptions import APRError, StarvedError
 from ray_apr.metrics import Metrics
@@ -80,8 +82,7 @@ class SampleBuffer:
         self._closed = False
         self._cursor = 0
         self._diagnosis = ""
-        self._diagnosed_at: float | None = None
-        self._rollout_started_at = 0.0
+        self._movement = Movement(time.monotonic)
         self._metrics = Metrics()
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
@@ -124,7 +125,8 @@ class SampleBuffer:
             again because the wait reached ``poll_timeout_s``.
 
         Raises:
-            StarvedError: If the batch is not complete ``wait_timeout_s`` after its grant.
+            StarvedError: If the batch is not complete, and neither tokens nor rewards nor engines
+                have moved for ``wait_timeout_s`` since its grant.
             APRError: What stopped the rollout side.
         """
 
@@ -177,16 +179,15 @@ class SampleBuffer:
                 trainer_version=self._stock.trainer_version,
             )
 
-    async def report_rollout(self, diagnosis: str) -> None:
-        """The rollout worker says what it is waiting for; shown when the trainer starves.
+    async def report_rollout(self, diagnosis: str, moves: Moves) -> None:
+        """The rollout worker says what it is waiting for, shown when the trainer starves, and how
+        far it has come.
 
         The trainer's time limit runs from the first report on: the start of the servers has a
         limit of its own.
         """
         self._diagnosis = diagnosis
-        if self._diagnosed_at is None:
-            self._rollout_started_at = time.monotonic()
-        self._diagnosed_at = time.monotonic()
+        self._movement.report(moves)
 
     async def fail(self, error: APRError) -> None:
         """The rollout side has stopped for good: every reader gets its error."""
@@ -216,17 +217,17 @@ class SampleBuffer:
         self._touch()
 
     def _check_starved(self) -> None:
-        """Raise if the granted batch has been waited for too long."""
-        grant = self._stock.granted
-        if grant is None or grant.ticket is not None or self._diagnosed_at is None:
+        """Raise if the granted batch is waited for and nothing has moved for too long."""
+        grant, movement = self._stock.granted, self._movement
+        if grant is None or grant.ticket is not None or not movement.has_begun:
             return
-        now = time.monotonic()
-        waited = now - max(grant.granted_at, self._rollout_started_at)
-        if waited >= self._config.wait_timeout_s:
+        waited_s, limit_s = time.monotonic() - grant.granted_at, self._config.wait_timeout_s
+        if min(waited_s, movement.quiet_s()) >= limit_s:
             raise StarvedError(
-                f"trainer starved: step {grant.step} waited {waited:.0f} s for a batch, "
-                f"{self._stock.diagnosis()}; rollout side "
-                f"{now - self._diagnosed_at:.0f} s ago: {self._diagnosis}"
+                f"trainer starved: step {grant.step} waited {waited_s:.0f} s for a batch, "
+                f"{self._stock.diagnosis()}, and nothing has moved for {limit_s:g} s "
+                f"(buffer.wait_timeout_s): {movement.describe()}; rollout side "
+                f"{movement.report_age_s:.0f} s ago: {self._diagnosis}"
             )
 
     def _touch(self) -> None:

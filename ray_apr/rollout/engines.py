@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray_apr.exceptions import EngineUnavailableError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, one_line
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import RolloutClient
@@ -46,11 +46,20 @@ class EngineWatch:
         self._statuses: dict[str, ServerStatus] = {}
         self._received: Counter[str] = Counter()
         """Tokens that have come from each engine."""
+        self._states: frozenset[tuple[str, int, bool]] = frozenset()
+        self._is_silent = False
+        self.num_changes = 0
+        """Times that engines came, went, paused, resumed or got new weights."""
 
     @property
     def statuses(self) -> tuple[ServerStatus, ...]:
         """What each engine said last, in the order in which they were first seen."""
         return tuple(self._statuses.values())
+
+    @property
+    def tokens_made(self) -> int:
+        """Tokens that all engines have made, those of calls under way included."""
+        return sum(status.tokens_made for status in self._statuses.values())
 
     def count_received(self, replica_id: str, num_tokens: int) -> None:
         """Tokens have come from an engine."""
@@ -60,10 +69,23 @@ class EngineWatch:
         """Ask all servers for their status and record what they did since the last time.
 
         Returns:
-            Ids of the replicas that answered.
+            Ids of the replicas that answered; none where one that lives is too slow to.
+
+        Raises:
+            EngineUnavailableError: If no replica is there.
         """
         spans: list[dict[str, Any]] = []
-        statuses = await client.status()
+        try:
+            statuses = await client.status()
+        except EngineUnavailableError:
+            raise
+        except RolloutError as error:  # no answer in time; Serve replaces what never answers
+            if not self._is_silent:
+                logger.warning("the engines' figures are missing: %s", one_line(error))
+            self._is_silent = True
+            return set()
+        self._is_silent = False
+        self._note_changes(statuses)
         if self._is_adaptive:
             self._adapt(client, statuses)
         for status in statuses:
@@ -79,6 +101,11 @@ class EngineWatch:
         if spans:
             await self._recorder.record_many.remote("timeline", spans)
         return {status.replica_id for status in statuses}
+
+    def _note_changes(self, statuses: Sequence[ServerStatus]) -> None:
+        states = frozenset((s.replica_id, s.policy_version, s.is_paused) for s in statuses)
+        self.num_changes += states != self._states
+        self._states = states
 
     async def read_last(self, client: RolloutClient) -> None:
         """Read the last figures; of an engine that has died, what has come from it."""

@@ -6,7 +6,8 @@ Invariants, kept by `Evaluator`:
     * Its tokens are counted apart; the run's ledger knows nothing of them.
     * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
       one waits for its turn.
-    * A response that could not be made or scored is counted as failed, and is in no mean.
+    * A response that could not be made or scored is counted as failed, and is in no mean. One whose
+      engine is gone waits for another, for ``rollout.stall_timeout_s`` at most.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.data.prompts import load_tokenizer
-from ray_apr.exceptions import RolloutError, UserCodeError
+from ray_apr.exceptions import EngineUnavailableError, RolloutError, UserCodeError
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import TurnRules
@@ -32,6 +33,7 @@ from ray_apr.types import Prompt, RewardResult, Sample, SamplingParams
 logger = logging.getLogger(__name__)
 
 _RETRY_PAUSE_S = 0.05
+_ENGINE_PAUSE_S = 1.0
 
 
 class Evaluator:
@@ -74,6 +76,8 @@ class Evaluator:
         self._stopping = False
         self._num_calls = 0
         self._max_response_tokens = config.max_response_tokens or rollout.max_response_tokens
+        self._num_ended = 0
+        """Calls and responses that have ended."""
         greedy = config.temperature == 0
         self._sampling = SamplingParams(
             temperature=1.0 if greedy else config.temperature,
@@ -140,6 +144,16 @@ class Evaluator:
         logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
         return row
 
+    async def progress(self) -> tuple[int, int]:
+        """What changes as long as an evaluation goes on: calls that ended, tokens that engines
+        made.
+
+        Raises:
+            EngineUnavailableError: If there is no engine.
+        """
+        statuses = [] if self._client is None else await self._client.status(drain=False)
+        return self._num_ended, sum(status.tokens_made for status in statuses)
+
     async def stop(self) -> None:
         """Give up what is under way; the calls end when they are aborted."""
         self._stopping = True
@@ -163,6 +177,7 @@ class Evaluator:
                 return None
             sample = replace(sample, response_text=self._decode(sample.response_ids))
             result = result or await self._scorer.score(sample)
+            self._num_ended += 1
         except (RolloutError, UserCodeError) as error:
             logger.warning("evaluation of %s failed: %s", sample.sample_id, error)
             return None
@@ -191,7 +206,7 @@ class Evaluator:
 
     async def _generate(self, sample: Sample) -> Sample:
         """Generate to the end of a turn, over interruptions and a bounded number of failures."""
-        failures = 0
+        failures, waits_since = 0, None
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._stopping:
             self._num_calls += 1
@@ -203,12 +218,20 @@ class Evaluator:
                     sampling=self._sampling.of_call(sample),
                     max_tokens=sample.remaining_budget,
                 )
+            except EngineUnavailableError:  # no fault of the sample
+                waits_since = waits_since or time.monotonic()
+                if time.monotonic() - waits_since >= self._rollout.stall_timeout_s:
+                    raise
+                await asyncio.sleep(_ENGINE_PAUSE_S)
+                continue
             except RolloutError:
                 failures += 1
                 if failures >= self._rollout.max_request_failures:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
+            waits_since = None
+            self._num_ended += 1
             sample = sample.append(generation, ends_turn=self._turns is not None)
             if generation.num_tokens == 0:
                 await asyncio.sleep(_RETRY_PAUSE_S)  # aborted before it began

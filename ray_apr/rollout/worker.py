@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
+from ray_apr.data.movement import Moves
 from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import (
     APRError,
@@ -30,11 +31,13 @@ from ray_apr.exceptions import (
     RolloutError,
     StepError,
     UserCodeError,
+    one_line,
 )
 from ray_apr.metrics import Metrics
 from ray_apr.protocols import GroupFilter, RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.engines import EngineWatch
+from ray_apr.rollout.failures import FailureCount, Outage, cause_of
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _RETRY_PAUSE_S = 1.0
+_DRAIN_CALL_S = 20.0
 _STOP_PAUSE_S = 0.5
 _STOP_TRIES = 40
 
@@ -86,7 +90,7 @@ class RolloutWorker:
         make_scorer: Makes the scorer inside this process.
         buffer: Handle of the sample buffer.
         recorder: Handle of the recorder.
-        sync_timeout_s: Limit of one weight sync, with what it waits for.
+        sync_timeout_s: Limit of one weight sync, without the responses that it lets end first.
         policy_version: Version that the engines start with.
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
@@ -134,11 +138,15 @@ class RolloutWorker:
         self._has_weights = asyncio.Event()
         """Set from the first sync on; engines that take turns have none before."""
         self._main: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._num_calls = 0
         self._requests: dict[str, str] = {}
         """Request id of each generate call under way, by sample."""
         self._failures: dict[str, int] = {}
-        self._failures_in_a_row = 0
+        self._failure_count = FailureCount()
+        self._outage = Outage()
+        self._num_rewards = 0
+        """Answers of the reward function and of the environment."""
         self._fatal: RolloutError | None = None
         self._metrics = Metrics()
         self._engines = EngineWatch(
@@ -165,6 +173,8 @@ class RolloutWorker:
         counts = self._dispatcher.counts()
         self._stopping.set()
         self._wake.set()
+        if self._draining is not None:
+            self._draining.cancel()
         if self._main is not None:
             await self._abort_until_done(self._main)
             await self._engines.read_last(self._client)
@@ -197,8 +207,11 @@ class RolloutWorker:
                 tasks.create_task(self._dispatch(tasks), name="dispatch")
         except BaseExceptionGroup as group:
             error = _first_leaf(group)
-            logger.error("the rollout worker stops", exc_info=error)
+            is_ours = isinstance(error, APRError)
+            logger.error("the rollout worker stops: %r", error, exc_info=None if is_ours else error)
             reason = error if isinstance(error, APRError) else RolloutError(repr(error))
+            if isinstance(reason, EngineUnavailableError) and self._outage.reason:
+                reason = EngineUnavailableError(f"{self._outage.reason}; then {reason}")
             await self._buffer.fail.remote(reason)
 
     # -- loops -----------------------------------------------------------------------------------
@@ -219,7 +232,9 @@ class RolloutWorker:
             while (sample := self._state.next_reset()) is not None:
                 tasks.create_task(self._reset(sample), name=f"reset-{sample.sample_id}")
             while (sample := self._state.start_next()) is not None:
-                tasks.create_task(self._generate(sample), name=f"sample-{sample.sample_id}")
+                began = self._failure_count.now
+                generating = self._generate(sample, began)
+                tasks.create_task(generating, name=f"sample-{sample.sample_id}")
             await self._abort((*self._dispatcher.to_interrupt(), *self._state.take_surplus()))
             if self._partial_rollout.on_stale == "wait":
                 by_version = dict(self._dispatcher.num_by_version)
@@ -268,7 +283,7 @@ class RolloutWorker:
         """
         while not self._stopping.is_set():
             diagnosis = self._dispatcher.diagnosis()
-            await self._buffer.report_rollout.remote(diagnosis)
+            await self._buffer.report_rollout.remote(diagnosis, self._moves())
             await self._engines.read(self._client)
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
@@ -292,10 +307,22 @@ class RolloutWorker:
             except TimeoutError:
                 continue
 
+    def _moves(self) -> Moves:
+        return Moves(
+            tokens=self._engines.tokens_made,
+            rewards=self._num_rewards,
+            engines=self._engines.num_changes,
+        )
+
     # -- one sample ------------------------------------------------------------------------------
 
-    async def _generate(self, sample: Sample) -> None:
-        """Run one generate call of a sample, and score it if that was the last one."""
+    async def _generate(self, sample: Sample, began: int) -> None:
+        """Run one generate call of a sample, and score it if that was the last one.
+
+        Args:
+            sample: In flight.
+            began: When the call was decided on, for `FailureCount`.
+        """
         sample_id = sample.sample_id
         request_id = self._requests[sample_id] = f"{sample_id}#{self._num_calls}"
         self._num_calls += 1
@@ -309,11 +336,12 @@ class RolloutWorker:
                 sampling=self._config.sampling.of_call(sample, seed=self._seed(sample)),
                 max_tokens=sample.remaining_budget,
             )
-        except (RolloutError, TimeoutError) as error:
-            await self._on_generation_error(sample_id, error)
+        except RolloutError as error:
+            await self._on_generation_error(sample_id, error, began)
             return
         finally:
             self._requests.pop(sample_id, None)
+        self._outage.ended(sample_id)
         new = generation.num_tokens
         self._engines.count_received(generation.replica_id, new)
         self._metrics.add("apr_rollout_generated_tokens", new)
@@ -340,7 +368,7 @@ class RolloutWorker:
 
     async def _observe(self, asked: Sample, answer: Awaitable[Step]) -> None:
         """Take the environment's answer, unless the sample was dropped or began anew meanwhile."""
-        begin = time.monotonic()
+        begin, began = time.monotonic(), self._failure_count.now
         try:
             step = await answer
             token_ids = () if step.done else encode_step(self._tokenizer, asked, step)
@@ -348,8 +376,9 @@ class RolloutWorker:
         except (StepError, RolloutError) as error:
             if self._state.is_current(asked):
                 self._metrics.add("apr_reward_failures", kind=getattr(error, "kind", "invalid"))
-                await self._fail(asked.sample_id, error)
+                await self._fail(asked.sample_id, error, began)
             return
+        self._num_rewards += 1
         self._metrics.observe("apr_environment_duration_seconds", time.monotonic() - begin)
         self._wake.set()
         if sample is not None and sample.finish_reason is not None:
@@ -368,15 +397,16 @@ class RolloutWorker:
                 return
         text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample = self._state.set_text(sample.sample_id, text)
-        begin = time.monotonic()
+        begin, began = time.monotonic(), self._failure_count.now
         try:
             result = result or await self._scorer.score(sample)
         except UserCodeError as error:
             self._metrics.add("apr_reward_failures", kind=error.kind)
-            await self._fail(sample.sample_id, error)
+            await self._fail(sample.sample_id, error, began)
             return
         self._metrics.observe("apr_reward_duration_seconds", time.monotonic() - begin)
-        self._failures_in_a_row = 0
+        self._num_rewards += 1
+        self._failure_count.succeeded()
         group = self._state.on_reward(sample.sample_id, result)
         if group is not None:
             for member in group:
@@ -390,22 +420,23 @@ class RolloutWorker:
             self._generated.clear()
             await self._generated.wait()
 
-    async def _on_generation_error(self, sample_id: str, error: Exception) -> None:
+    async def _on_generation_error(self, sample_id: str, error: RolloutError, began: int) -> None:
         """Try a sample again after a pause, or give its group up."""
         if not self._state.on_generation_error(sample_id):
+            self._outage.ended(sample_id)
             return
         if isinstance(error, EngineUnavailableError):
             # no fault of the sample; how long the trainer waits for a batch is the limit
-            logger.warning("sample %s waits for an engine: %s", sample_id, error)
+            self._outage.failed(sample_id, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
             self._retry(sample_id)
             return
         failures = self._failures[sample_id] = self._failures.get(sample_id, 0) + 1
         logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
         if failures >= self._config.max_request_failures:
-            await self._fail(sample_id, error)
+            await self._fail(sample_id, error, began)
             return
-        self._count_failure(error)
+        self._count_failure(sample_id, error, began)
         await asyncio.sleep(_RETRY_PAUSE_S * failures)
         self._retry(sample_id)
 
@@ -413,32 +444,40 @@ class RolloutWorker:
         if sample_id in self._state:
             self._state.on_retry(sample_id)
             self._wake.set()
+        else:
+            self._outage.ended(sample_id)
 
-    async def _fail(self, sample_id: str, error: Exception) -> None:
+    async def _fail(self, sample_id: str, error: Exception, began: int) -> None:
         """Drop the group of a sample whose generation or reward failed for good."""
         self._failures.pop(sample_id, None)
         logger.warning("the group of sample %s is dropped: %s", sample_id, error)
         running = self._state.fail(sample_id)
         self._wake.set()
-        self._count_failure(error)
+        self._count_failure(sample_id, error, began)
         await self._abort(running)
 
-    def _count_failure(self, error: Exception) -> None:
+    def _count_failure(self, sample_id: str, error: Exception, began: int) -> None:
         """Stop the run when everything fails, instead of dropping group after group."""
-        self._failures_in_a_row += 1
         limit = self._config.max_consecutive_failures
-        if self._failures_in_a_row == limit:
+        in_a_row = self._failure_count.failed(cause_of(error, sample_id), began)
+        if in_a_row >= limit and self._fatal is None:
             self._fatal = RolloutError(
-                f"{limit} generations or rewards failed in a row; the last: {error}"
+                f"{limit} generations or rewards failed in a row "
+                f"(rollout.max_consecutive_failures); the last: {one_line(error)}"
             )
             self._stopping.set()  # not raised: cancelled calls would lose their tokens
             self._wake.set()
 
     async def _abort(self, sample_ids: Sequence[str]) -> None:
-        """Abort the generate calls of these samples; those that have ended meanwhile are left."""
+        """Abort the generate calls of these samples; those that have ended meanwhile are left, and
+        those of an engine that does not answer end when Serve replaces it."""
         request_ids = [self._requests[s] for s in sample_ids if s in self._requests]
-        if request_ids:
+        if not request_ids:
+            return
+        try:
             await self._client.abort(request_ids)
+        except RolloutError as error:
+            logger.warning("%d calls are not aborted: %s", len(request_ids), one_line(error))
 
     def _seed(self, sample: Sample) -> int | None:
         """Seed of one request: siblings and continuations draw differently."""
@@ -460,17 +499,48 @@ class RolloutWorker:
         """Let these replicas join the collective group of the weights."""
         await self._client.join_weight_group(group, first_ranks)
 
-    async def sleep(self) -> None:
-        """Have the engines leave their devices to the train workers, until the next sync."""
+    async def sleep(self) -> bool:
+        """Have the engines leave their devices to the train workers, until the next sync.
+
+        Returns:
+            False if requests have to end first: the caller calls again.
+        """
         await self._started.wait()
+        if not await self._has_drained():
+            return False
         await self._client.sleep("wait" if self._partial_rollout.drain else "abort")
+        return True
 
     async def begin_sync(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
-    ) -> None:
+    ) -> bool:
         """Pause the engines and let them listen for the weights of `policy_version`, or read them
-        where `handles` say."""
+        where `handles` say.
+
+        Returns:
+            False if requests have to end first: the caller calls again.
+        """
+        if not await self._has_drained():
+            return False
         await self._sync.begin(policy_version, handles)
+        return True
+
+    async def _has_drained(self) -> bool:
+        """Let requests in flight end where the settings say so, in calls of a limited time.
+
+        Waits for: the engines. Unblocked by: the end of all requests; `_DRAIN_CALL_S`. A request
+        whose engine makes no progress is ended there.
+        """
+        if not self._partial_rollout.drain:
+            return True
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._client.pause("wait"), name="drain")
+        draining = self._draining
+        await asyncio.wait({draining}, timeout=_DRAIN_CALL_S)
+        if draining.done():
+            self._draining = None
+            draining.result()
+        return draining.done()
 
     async def wait_until_read(self) -> None:
         """Wait until the engines have read the shared weights of the sync that has begun."""

@@ -54,7 +54,6 @@ def build_rollout_app(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
-    reports_load: bool = False,
     max_model_len: int | None = None,
     on_cuda: bool = False,
     evaluates: bool = False,
@@ -65,7 +64,6 @@ def build_rollout_app(
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
         kv_cache: What becomes of KV entries of old weights at a weight sync.
-        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         on_cuda: Whether the engines run on GPUs.
         evaluates: Whether some requests are evaluations, which go first in an engine's queue.
@@ -88,7 +86,7 @@ def build_rollout_app(
         **_placement(config, on_cuda),
     )
     servers = deployment.bind(
-        model, arguments, kv_cache == "keep", reports_load, config.is_colocated
+        model, arguments, kv_cache == "keep", config.stall_timeout_s, config.is_colocated
     )
     if config.http_port is None:
         return servers
@@ -151,7 +149,6 @@ def start_rollout_servers(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
-    reports_load: bool = False,
     max_model_len: int | None = None,
     evaluates: bool = False,
     cancelled: threading.Event | None = None,
@@ -163,7 +160,6 @@ def start_rollout_servers(
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
         kv_cache: What becomes of KV entries of old weights at a weight sync.
-        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         evaluates: Whether some requests are evaluations, which go first in an engine's queue.
         cancelled: Another thread sets it to end the wait.
@@ -179,7 +175,6 @@ def start_rollout_servers(
         model=model,
         config=config,
         kv_cache=kv_cache,
-        reports_load=reports_load,
         max_model_len=max_model_len,
         on_cuda=on_cuda,
         evaluates=evaluates,

@@ -4,7 +4,8 @@ Invariants, kept by `ServeRolloutClient`:
     * Requests of one session share a replica as long as one of them runs (prefix-cache hits); a
       session that begins goes to the replica with the fewest requests.
     * A control verb reaches every replica, or raises with the names of those that it did not.
-    * Every call has a time limit.
+    * Every control call has a time limit. A generate call ends with its engine's progress: the
+      server sees to that, and Serve to servers that do not answer.
     * A request whose caller has gone is aborted where it runs.
 
 Serve routes a session id by consistent hashing, which neither balances nor tells where it goes. The
@@ -63,7 +64,7 @@ class ServeRolloutClient:
         """A handle for each replica that gets requests, by replica id."""
         self._handles: dict[str, Any] = {}
         """The same, with those of replicas that have other weights."""
-        self._exchange = Exchange(self._find, timeout_s=config.request_timeout_s)
+        self._exchange = Exchange(self._find)
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight
@@ -88,11 +89,14 @@ class ServeRolloutClient:
         """Continue `token_ids`; see `RolloutClient`.
 
         Raises:
-            RolloutError: If the call fails, exceeds ``request_timeout_s``, or has the id of another
-                one that is under way.
+            RolloutError: If the request is refused, or has the id of another one that is under way.
+            EngineUnavailableError: If no engine takes it, or its engine ended; no fault of it.
         """
         if not self._slots:
-            await self._learn()
+            try:
+                await self._learn()
+            except RolloutError as error:  # also where a server does not answer in time
+                raise EngineUnavailableError(str(error)) from error
         if request_id in self._placed:
             raise RolloutError(f"request {request_id} is under way already")
         placement, slots = self._placement, self._slots
@@ -122,15 +126,16 @@ class ServeRolloutClient:
         return generation
 
     async def _outcome(self, replica_id: str, slot: Any, request: Mapping[str, Any]) -> Generation:
-        """Send a request, and wait for its end."""
-        limit_s, request_id = self._config.request_timeout_s, request["request_id"]
+        """Send a request, and wait for its end.
+
+        Waits for: the outcome. Unblocked by: the replica, which ends what does not go on; its
+        death; the limit of `Exchange` for one that says nothing.
+        """
         future = self._exchange.post(replica_id, request)
         try:
-            async with asyncio.timeout(limit_s):
-                return await future
-        except TimeoutError as error:
-            raise RolloutError(f"request {request_id}: no answer within {limit_s:g} s") from error
+            return await future
         finally:
+            request_id = request["request_id"]
             if future.cancelled() and not self._exchange.withdraw(replica_id, request_id):
                 with contextlib.suppress(RayError, RayServeException):
                     slot.abort.remote([request_id])
@@ -159,11 +164,11 @@ class ServeRolloutClient:
             # one that Serve has started again has the base model until the next sync, and one that
             # is paused may be in the midst of it
             newest = self._policy_version
-            ready = {s.replica_id for s in running if s.is_paused or s.policy_version >= newest}
+            living = [status for status in running if not status.is_stalled]
+            ready = {s.replica_id for s in living if s.is_paused or s.policy_version >= newest}
             if not ready:
-                raise EngineUnavailableError(
-                    f"no rollout server has the weights of version {self._policy_version}"
-                )
+                lacks = f"has the weights of version {newest}" if living else "makes any token"
+                raise EngineUnavailableError(f"no rollout server {lacks}")
             replicas = {status.replica_id for status in running}
             found: dict[str, Any] = {}
             for number in range(_NUM_SLOTS_TRIED * len(replicas)):
@@ -211,8 +216,8 @@ class ServeRolloutClient:
         await self._stop("sleep", mode)
 
     async def _stop(self, verb: str, mode: PauseMode) -> None:
-        limit_s = self._config.request_timeout_s if mode == "wait" else _CONTROL_TIMEOUT_S
-        await self._all(verb, mode, timeout_s=limit_s)
+        # what a pause waits for ends with its engine's progress, however long it takes
+        await self._all(verb, mode, timeout_s=None if mode == "wait" else _CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
         """Unfreeze all engines; every replica is tried before an error is raised."""
@@ -285,7 +290,9 @@ class ServeRolloutClient:
         if sum(took_part) < len(members):
             raise WeightSyncError(f"{verb}: only {sum(took_part)} of {len(members)} servers live")
 
-    async def _all(self, verb: str, *args: Any, timeout_s: float = _CONTROL_TIMEOUT_S) -> list[Any]:
+    async def _all(
+        self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
+    ) -> list[Any]:
         """Call every replica; raise what the first one of them raised.
 
         A replica that has died is none any more, though Serve knows it for some seconds.

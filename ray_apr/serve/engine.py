@@ -8,6 +8,8 @@ Invariants, kept by `Engine`:
       the version between whose two syncs the call ran, which is exact as long as a sync aborts.
     * After a broken weight sync nothing is generated until the next one that succeeds; what was
       frozen during it comes back with the tokens from before.
+    * A call ends by itself, or because the engine has made no progress for a stated time, however
+      long it takes: its tokens come back then, too, and the engine is no longer healthy.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from ray_apr.serve.outputs import (
     vllm_params,
 )
 from ray_apr.serve.plugin import BACKEND, register, start_error
+from ray_apr.serve.stall import StallWatch
 from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
@@ -67,7 +70,8 @@ class Engine:
         replica_id: Name in statuses and replies.
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
         keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
-        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
+        stall_timeout_s: Longest time without progress of an engine that has calls and is not
+            paused.
         takes_turns: Whether the engine has its device in turns with a train worker: it sleeps from
             the start on, and wakes for each set of weights.
     """
@@ -79,18 +83,19 @@ class Engine:
         replica_id: str,
         engine_kwargs: Mapping[str, Any],
         keep_kv_cache: bool = False,
-        reports_load: bool = False,
+        stall_timeout_s: float = 300.0,
         takes_turns: bool = False,
     ) -> None:
         self._model = model
         self._kwargs = dict(engine_kwargs)
         self._keep_kv_cache = keep_kv_cache
-        self._reports_load = reports_load
         self._takes_turns = takes_turns
         self._is_asleep = False
         self._is_frozen = False
         """Whether calls stay inside while the engine is paused."""
-        self._load = EngineLoad()
+        self._stall = StallWatch(stall_timeout_s)
+        self._load = EngineLoad(self._stall.move)
+        self._stall_task: asyncio.Task[None] | None = None
         self.replica_id = replica_id
         self._llm: Any = None
         self._gate = asyncio.Event()
@@ -130,7 +135,7 @@ class Engine:
                 **self._kwargs,
             )
             with start_error() as reason:
-                loggers = [self._load.make_logger()] if self._reports_load else None
+                loggers = [self._load.make_logger()]
                 self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (TypeError, ValueError) as error:
             raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error
@@ -143,6 +148,7 @@ class Engine:
         if self._attests:
             await self._llm.update_weight_version(str(self._policy_version))
         self._activity.start()
+        self._watch()
         if self._takes_turns:
             await self.sleep("abort")
 
@@ -200,6 +206,8 @@ class Engine:
         try:
             if not await self._enter(aborted):
                 return self._generation(request_id, (), FinishReason.ABORT)
+            if self._stall.is_stalled:
+                raise EngineUnavailableError(self._stalled())
             if not self._weights_valid:
                 raise EngineUnavailableError(
                     f"the weights of {self.replica_id} are undefined after a broken weight sync"
@@ -264,14 +272,18 @@ class Engine:
     @contextlib.contextmanager
     def _inside_engine(self, request_id: str) -> Iterator[_Call]:
         call = self._inside[request_id] = _Call()
-        self._activity.set_running(len(self._inside))
+        self._count_inside()
         try:
             yield call
         finally:
             del self._inside[request_id]
             call.entered.set()
             call.ended.set()
-            self._activity.set_running(len(self._inside))
+            self._count_inside()
+
+    def _count_inside(self) -> None:
+        self._activity.set_running(len(self._inside))
+        self._stall.set_running(len(self._inside))
 
     @property
     def _dead_error(self) -> type[Exception]:
@@ -368,6 +380,7 @@ class Engine:
             self._activity.set_paused(True)
             with self._dead_is_unavailable():
                 await self._freeze("keep" if mode == "keep" else "abort")
+            self._stall.set_paused(True)  # not before: a core that does not answer has stalled
             self._is_frozen = mode == "keep"
 
     async def _freeze(self, mode: PauseMode) -> None:
@@ -411,6 +424,7 @@ class Engine:
                     await self._llm.resume_generation()
             finally:
                 self._activity.set_paused(False)
+                self._stall.set_paused(False)
                 self._gate.set()
 
     async def sleep(self, mode: PauseMode) -> None:
@@ -502,8 +516,10 @@ class Engine:
             policy_version=self._policy_version,
             is_paused=self.is_paused,
             weights_valid=self._weights_valid,
+            is_stalled=self._stall.is_stalled,
             num_running=len(self._running),
             tokens_generated=self._tokens_generated,
+            tokens_made=self._load.num_tokens,
             num_aborted=self._num_aborted,
             spans=spans,
             uptime_s=activity.uptime_s,
@@ -517,11 +533,37 @@ class Engine:
         )
 
     async def check_health(self) -> None:
-        """Raise if the engine is dead."""
+        """Raise if the engine is dead, or has stalled."""
+        if self._stall.is_stalled:
+            raise EngineUnavailableError(self._stalled())
         await self._llm.check_health()
+
+    def _stalled(self) -> str:
+        limit_s = self._stall.limit_s
+        return f"{self.replica_id} made no token for {limit_s:g} s (rollout.stall_timeout_s)"
+
+    def _watch(self) -> None:
+        self._stall_task = asyncio.create_task(self._end_stalled(), name="stall-watch")
+
+    async def _end_stalled(self) -> None:
+        """End the calls of an engine that stalls, with the tokens that have come of them.
+
+        Consumes: progress. Waits for: the limit without any. Unblocked by: the clock, or
+        `shutdown`. Produces: aborted calls.
+        """
+        while True:
+            await self._stall.until_stalled()
+            logger.error("%s, with %d calls inside", self._stalled(), len(self._inside))
+            try:
+                # the core does not answer: vLLM ends them with what has left it
+                await self._llm.abort(list(self._inside))
+            except self._dead_error as error:
+                logger.error("%s is dead: %s", self.replica_id, error)
 
     def shutdown(self) -> None:
         """End the engine's processes."""
+        if self._stall_task is not None and not self._stall_task.get_loop().is_closed():
+            self._stall_task.cancel()
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None

@@ -10,8 +10,8 @@ Outcomes therefore travel with others that are there, not with those whose reque
 an interruption ends all of a replica's requests at once.
 
 Invariants:
-    * A request has one outcome: its own, or an error when its replica cannot be reached; then it is
-      aborted where it may still run.
+    * A request has one outcome: its own, or that its replica is unavailable; then it is aborted
+      where it may still run. How long it takes does not matter.
     * A mailbox has one reader, the newest: what it hands to an older one might reach nobody.
 """
 
@@ -36,7 +36,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, one_line
 from ray_apr.types import FinishReason, Generation
 
 Outcome = Generation | APRError
@@ -50,8 +50,12 @@ _LINGER_S = 0.2
 """A stream ends when it has owed nothing for so long."""
 _STREAM_S = 60.0
 """It also ends when it is so old; a client that lives asks for the next one."""
-_ABANDONED_S = 300.0
+_ABANDONED_S = 900.0
 """A client that has not asked for so long is gone."""
+_SILENT_S = 600.0
+"""Limit of one Serve call to a replica that says nothing: a server ends its streams much earlier,
+and Serve replaces one that does not answer its health checks (`serve.builder`). What is given up
+before that would come out later, and be lost."""
 
 
 # -- server ----------------------------------------------------------------------------------------
@@ -140,13 +144,11 @@ class Exchange:
     Args:
         find: Returns a handle that leads to a replica; the second argument tells that the last one
             led elsewhere. Raises an `APRError` for a replica that is gone.
-        timeout_s: Limit of one Serve call.
     """
 
-    def __init__(self, find: Callable[[str, bool], Awaitable[Any]], *, timeout_s: float) -> None:
+    def __init__(self, find: Callable[[str, bool], Awaitable[Any]]) -> None:
         self._id = uuid.uuid4().hex
         self._find = find
-        self._timeout_s = timeout_s
         self._calls: dict[str, _Call] = {}
         self._num_calls: Counter[str] = Counter()
         """Of each replica."""
@@ -208,7 +210,7 @@ class Exchange:
         if not outbox:
             return
         try:
-            async with ours("submit", self._timeout_s):
+            async with ours("submit", _SILENT_S):
                 there: str = await handle.submit.remote(self._id, list(outbox.values()))
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             self._fail(outbox, broken, handle)
@@ -235,7 +237,7 @@ class Exchange:
                     handle = None
                     handle = await self._find(replica_id, there != replica_id)
                 owed = self._owed_by(replica_id)
-                async with ours(f"outcomes of {replica_id}", _STREAM_S + self._timeout_s):
+                async with ours(f"outcomes of {replica_id}", _STREAM_S + _SILENT_S):
                     streamed = handle.options(stream=True).outcomes
                     async for piece in streamed.remote(self._id, replica_id):
                         there, outcomes = piece
@@ -261,7 +263,9 @@ class Exchange:
             BaseException: `broken` itself, if it ends this task from outside.
         """
         ids = [i for i in request_ids if i in self._calls]
-        error = broken if isinstance(broken, APRError) else EngineUnavailableError(repr(broken))
+        error = EngineUnavailableError(_one_line(broken))
+        if isinstance(broken, EngineUnavailableError):
+            error = broken
         for request_id in ids:
             self._end(request_id, error)
         if not isinstance(broken, Exception):
@@ -313,4 +317,10 @@ def translated(error: BaseException, what: str) -> APRError:
         return RolloutError(f"{what}: no answer within the time limit")
     if isinstance(cause, DeploymentUnavailableError):
         return none_runs(what)
-    return EngineUnavailableError(f"{what}: {type(cause).__name__}: {cause}")
+    return EngineUnavailableError(f"{what}: {_one_line(cause)}")
+
+
+def _one_line(error: BaseException) -> str:
+    """An error without the pages that Ray adds to it."""
+    said = one_line(error)
+    return said if isinstance(error, APRError) else f"{type(error).__name__}: {said}"

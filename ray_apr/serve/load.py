@@ -1,4 +1,4 @@
-"""How loaded a vLLM engine is, as its own scheduler reports it."""
+"""How loaded a vLLM engine is and how far it has come, as its own scheduler reports it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,36 @@ from typing import Any
 class EngineLoad:
     """The newest figures of one engine's scheduler.
 
+    Args:
+        on_progress: Called when tokens have come, or a prefill has gone on.
+
     Attributes:
+        num_tokens: Tokens that have come since the start, those of calls under way included.
         num_queued: Requests that wait for a place or for KV entries.
         kv_usage: Share of the KV cache in use.
         num_preempted: Requests that lost their KV entries to others, since the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
+        self.num_tokens = 0
         self.num_queued = 0
         self.kv_usage = 0.0
         self.num_preempted = 0
+
+    def take(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Take vLLM's figures of one step; either may be missing."""
+        has_moved = False
+        if scheduler_stats is not None:
+            has_moved = scheduler_stats.kv_cache_usage != self.kv_usage
+            self.num_queued = scheduler_stats.num_waiting_reqs
+            self.kv_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            has_moved = has_moved or iteration_stats.num_generation_tokens > 0
+            self.num_tokens += iteration_stats.num_generation_tokens
+            self.num_preempted += iteration_stats.num_preempted_reqs
+        if has_moved:
+            self._on_progress()
 
     def make_logger(self) -> Callable[..., Any]:
         """What ``AsyncLLM`` takes as a stat logger: it writes into this object at every step."""
@@ -37,11 +57,7 @@ class EngineLoad:
             ) -> None:
                 """Take the figures of one step; either may be missing."""
                 del args, kwargs  # they differ between versions of vLLM
-                if scheduler_stats is not None:
-                    load.num_queued = scheduler_stats.num_waiting_reqs
-                    load.kv_usage = scheduler_stats.kv_cache_usage
-                if iteration_stats is not None:
-                    load.num_preempted += iteration_stats.num_preempted_reqs
+                load.take(scheduler_stats, iteration_stats)
 
             def log_engine_initialized(self) -> None:
                 """Say nothing."""

@@ -25,7 +25,7 @@ class RolloutServer:
         model: Folder or hub id.
         engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
         keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
-        reports_load: Whether statuses tell the queue, the KV use and the preemptions.
+        stall_timeout_s: Longest time without progress of an engine that has requests.
         takes_turns: Whether the engine has its device in turns with a train worker.
     """
 
@@ -34,7 +34,7 @@ class RolloutServer:
         model: str,
         engine_kwargs: Mapping[str, Any],
         keep_kv_cache: bool,
-        reports_load: bool,
+        stall_timeout_s: float,
         takes_turns: bool,
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -43,7 +43,7 @@ class RolloutServer:
             replica_id=replica_id,
             engine_kwargs=engine_kwargs,
             keep_kv_cache=keep_kv_cache,
-            reports_load=reports_load,
+            stall_timeout_s=stall_timeout_s,
             takes_turns=takes_turns,
         )
         self._mailboxes = Mailboxes()

@@ -7,7 +7,7 @@ where syncs overlap: handles of actors may be used by several threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,7 +15,7 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError
+from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError, one_line
 from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class RunControl:
         self._evaluator = evaluator
         self._evaluation = evaluation
         self._evaluating: Any = None
+        self.is_draining = False
+        """Whether a sync waits for requests to end, which takes as long as they do."""
         self._metrics = Metrics()
 
     @property
@@ -133,8 +135,8 @@ class RunControl:
         """
         limit = self._sync_timeout_s + _CALL_TIMEOUT_S
         whom = f"rollout servers, to resume with version {policy_version}"
-        _get(
-            self._worker.begin_sync.remote(policy_version, sender.handles),
+        self._until_drained(
+            lambda: self._worker.begin_sync.remote(policy_version, sender.handles),
             f"rollout servers, to pause for the weights of version {policy_version}",
             limit,
         )
@@ -167,7 +169,20 @@ class RunControl:
             ended, _ = ray.wait(under_way, num_returns=len(under_way), timeout=limit_s)
             if len(ended) < len(under_way):
                 logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
-        _get(self._worker.sleep.remote(), "rollout servers, to sleep", self._sync_timeout_s)
+        whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + _CALL_TIMEOUT_S
+        self._until_drained(self._worker.sleep.remote, whom, limit_s)
+
+    def _until_drained(self, call: Callable[[], Any], whom: str, limit_s: float) -> None:
+        """Call the rollout worker, and again while it answers that requests have to end first.
+
+        Waits for: those requests. Unblocked by: their end, or the limit of an engine that makes no
+        progress; `limit_s` of each call.
+        """
+        try:
+            while _get(call(), whom, limit_s) is False:
+                self.is_draining = True
+        finally:
+            self.is_draining = False
 
     def _group_state(self, timeout_s: float) -> WeightGroupState:
         asked = self._worker.weight_group_state.remote()
@@ -177,15 +192,24 @@ class RunControl:
     def evaluate_last(self, policy_version: int) -> None:
         """Evaluate the weights that the run ends with, and wait for it.
 
-        What it takes too long for, or breaks on, is logged: the training has succeeded.
+        What breaks it is logged, as is that it makes no progress: the training has succeeded.
         """
         if self._evaluation is None:
             return
         limit_s = self._evaluation.timeout_s
+        under_way = self._evaluator.evaluate.remote(policy_version, is_last=True)
         try:
-            ray.get(self._evaluator.evaluate.remote(policy_version, is_last=True), timeout=limit_s)
-        except (GetTimeoutError, RayError) as error:
-            logger.error("the last evaluation did not end within %g s: %s", limit_s, error)
+            before = None
+            while not ray.wait([under_way], timeout=limit_s)[0]:
+                now = ray.get(self._evaluator.progress.remote(), timeout=_CALL_TIMEOUT_S)
+                if now == before:
+                    raise StarvedError(
+                        f"it made no progress for {limit_s:g} s (evaluation.timeout_s)"
+                    )
+                before = now
+            ray.get(under_way)
+        except (GetTimeoutError, RayError, StarvedError) as error:
+            logger.error("the last evaluation did not end: %s", one_line(error))
 
     def record_step(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step, and set its metrics."""

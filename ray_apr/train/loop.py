@@ -63,6 +63,10 @@ _REPORT_EVERY = 10
 faster worker wait; the run folder and the metrics have every step."""
 
 
+_DRAIN_LIMIT_S = 7 * 24 * 3600.0
+"""Longer than any response takes."""
+
+
 class LoopSettings(TypedDict, total=False):
     """What the controller hands to each train worker; handles are those of Ray actors."""
 
@@ -82,8 +86,6 @@ class LoopSettings(TypedDict, total=False):
     recorder: Any
     num_replicas: int
     start_timeout_s: float
-    sync_timeout_s: float
-    """Limit of one weight sync as the rollout side has it; without it, that of `train`."""
     wire_dtype: str | None
     """Data type of the weight sync; without it, that of the master weights."""
     takes_turns: bool
@@ -157,6 +159,7 @@ class _TrainLoop:
         if settings.get("takes_turns", False):
             models = [self._model] if self._reference is None else [self._model, self._reference]
             self._offload = Offload(models, self._optimizer)
+        if self._offload is not None or settings["partial_rollout"].drain:
             # ranks wait for the engines: not on the GPU, which these have then, and for longer
             limit = datetime.timedelta(seconds=_turn_limit_s(settings))
             self._turns = dist.new_group(backend="gloo", timeout=limit)
@@ -179,6 +182,7 @@ class _TrainLoop:
             overlaps=partial_rollout.overlap_sync,
             timeout_s=self._train.weight_sync_timeout_s,
             after_gather=None if self._offload is None else self._end_turn,
+            meet=(lambda: dist.barrier(self._turns)) if partial_rollout.drain else None,
         )
 
     def _begin_turn(self) -> None:
@@ -339,14 +343,13 @@ def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
 
 def _turn_limit_s(settings: LoopSettings) -> float:
     """Longest that a rank may wait for rank 0, which waits for engines: their start, an evaluation,
-    what a sync may take."""
+    what a sync may take. Where a sync waits for responses to end, rank 0's own waits are the limit;
+    a rank that dies ends the others' wait at once."""
+    if settings["partial_rollout"].drain:
+        return _DRAIN_LIMIT_S
     evaluation = settings.get("evaluation")
-    engines_s = settings["start_timeout_s"] + sync_limit_s(_sync_timeout_s(settings))
+    engines_s = settings["start_timeout_s"] + sync_limit_s(settings["train"].weight_sync_timeout_s)
     return 2 * engines_s + (0.0 if evaluation is None else evaluation.timeout_s)
-
-
-def _sync_timeout_s(settings: LoopSettings) -> float:
-    return settings.get("sync_timeout_s", settings["train"].weight_sync_timeout_s)
 
 
 def _make_control(settings: LoopSettings) -> RunControl:
@@ -354,7 +357,7 @@ def _make_control(settings: LoopSettings) -> RunControl:
         buffer=settings["buffer"],
         worker=settings["worker"],
         recorder=settings["recorder"],
-        sync_timeout_s=_sync_timeout_s(settings),
+        sync_timeout_s=settings["train"].weight_sync_timeout_s,
         evaluator=settings.get("evaluator"),
         evaluation=settings.get("evaluation"),
     )

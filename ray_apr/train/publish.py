@@ -50,6 +50,8 @@ class WeightPublisher:
         overlaps: Whether the trainer goes on while the weights travel.
         timeout_s: Limit for the engine workers to join the group, and of one collective call.
         after_gather: Called on every rank before the weights leave it.
+        meet: Lets the ranks wait for rank 0 where that may wait for engines longer than a
+            collective may take; None where it does not.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class WeightPublisher:
         overlaps: bool,
         timeout_s: float,
         after_gather: Callable[[], None] | None = None,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         self._sender = sender
         self._control = control
@@ -68,6 +71,7 @@ class WeightPublisher:
         self._overlaps = overlaps
         self._timeout_s = timeout_s
         self._after_gather = after_gather
+        self._meet = meet or (lambda: None)
         self._is_connected = False
         self._pending: _Pending | None = None
 
@@ -105,8 +109,12 @@ class WeightPublisher:
         is_due = not is_last and num_steps % self._sync_every == 0
         with Span() as waited:
             ended = self._join(must_end=is_due or is_last)
+            if is_due or is_last:
+                self._meet()
             if is_due:
                 ended = self._begin(policy_version) or ended
+                if not self._overlaps:
+                    self._meet()
         if self._control is not None and (is_due or ended is not None):
             self._control.record_span("sync", waited.start_s, waited.end_s)
         return {**(ended or _NO_SYNC), "weight_wait_s": waited.duration_s}
@@ -187,6 +195,8 @@ class WeightPublisher:
             return None
         limit_s = self._control.sync_limit_s if must_end else 0.0
         done, _ = concurrent.futures.wait([pending.times], timeout=limit_s)
+        while not done and must_end and self._control.is_draining:  # as long as engines make tokens
+            done, _ = concurrent.futures.wait([pending.times], timeout=limit_s)
         if not done and not must_end:
             return None
         self._pending = None

@@ -8,6 +8,7 @@ import pytest
 
 from ray_apr.config import BufferConfig
 from ray_apr.data.buffer import SampleBuffer
+from ray_apr.data.movement import Moves
 from ray_apr.exceptions import APRError, RolloutError, StarvedError
 from ray_apr.types import FinishReason, SampleMeta
 
@@ -151,7 +152,7 @@ async def test_a_starved_trainer_learns_what_the_rollout_side_waits_for():
     await buffer.grant(7, 0)
     await asyncio.sleep(0.06)
     assert await buffer.take(0, None) is None, "the servers' start has a limit of its own"
-    await buffer.report_rollout("3 of 8 groups wait for reward")
+    await buffer.report_rollout("3 of 8 groups wait for reward", Moves())
     with pytest.raises(StarvedError, match=r"step 7 .* 2 of 4 .* 3 of 8 groups wait for reward"):
         await buffer.take(0, None)
         await buffer.take(0, None)
@@ -218,7 +219,7 @@ async def test_wait_leaves_no_unfinished_group_behind_that_would_expire():
     await buffer.report_unfinished({0: 2})
     await buffer.grant(1, 1)
     assert await buffer.take(0, None) is None, "version 0 is trained now or never"
-    await buffer.report_rollout("2 samples in flight")
+    await buffer.report_rollout("2 samples in flight", Moves())
     await asyncio.sleep(0.02)
     with pytest.raises(StarvedError, match=r"older ones come first; unfinished by version: {0: 2}"):
         await buffer.take(0, None)

@@ -6,7 +6,7 @@ import pytest
 import ray.train
 
 from ray_apr import trainer
-from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
+from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve import builder
 from tests.run_plans import run_plan
@@ -57,15 +57,6 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
     assert 2 * engine["GPU"] > 1.0, "and no second engine"
     assert run_plan(scaling=scaling).worker_scaling is scaling
-
-
-def test_what_a_sync_waits_for_is_a_part_of_its_limit():
-    rollout, train = RolloutConfig(request_timeout_s=50.0), TrainConfig(weight_sync_timeout_s=7.0)
-    interrupts, waits = (
-        run_plan(rollout=rollout, train=train, partial_rollout=PartialRolloutConfig.preset(mode))
-        for mode in ("apr", "async")
-    )
-    assert (interrupts.sync_timeout_s, waits.sync_timeout_s) == (7.0, 57.0)
 
 
 def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):

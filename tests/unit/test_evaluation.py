@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.exceptions import ConfigError, RewardError, RolloutError
+from ray_apr.exceptions import ConfigError, EngineUnavailableError, RewardError, RolloutError
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
 from ray_apr.rollout.state import TurnRules
@@ -142,6 +142,22 @@ async def test_failures_are_counted_and_in_no_mean(make):
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (2, 2)
     assert row["reward_mean"] == pytest.approx(0.75)
+
+
+async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, monkeypatch):
+    monkeypatch.setattr(module, "_ENGINE_PAUSE_S", 0.001)
+    engine = ScriptedEngine(auto=1)
+    engine.fail = {
+        "evaluation-0-2-0": [EngineUnavailableError("gone") for _ in range(5)],
+        "evaluation-0-1-0": [EngineUnavailableError("gone") for _ in range(10_000)],
+    }
+    evaluator, _ = make(engine, at_start=False)
+    evaluator._rollout = RolloutConfig(max_request_failures=2, stall_timeout_s=0.1)
+    await evaluator.start()
+    before = await evaluator.progress()
+    row = await evaluator.evaluate(0)
+    assert (row["num_samples"], row["num_failed"]) == (3, 1)
+    assert await evaluator.progress() != before
 
 
 async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_is_not(make):

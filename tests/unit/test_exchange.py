@@ -116,7 +116,7 @@ async def finder(servers):
 
 @pytest.fixture
 async def client(finder):
-    return Exchange(finder, timeout_s=5.0)
+    return Exchange(finder)
 
 
 async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
@@ -197,7 +197,7 @@ async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
 
 async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch):
     monkeypatch.setattr(exchange, "_STREAM_S", 0.1)
-    client = Exchange(finder, timeout_s=0.1)
+    client = Exchange(finder)
     futures = []
     for i in range(40):
         futures.append(client.post("a", {"request_id": f"{i}"}))

@@ -39,6 +39,7 @@ class Control:
         self.began = threading.Event()
         self.error = error
         self.sync_limit_s = limit_s
+        self.is_draining = False
         self.num_connected = 0
         self.is_whole = True
         self.sent: list[int] = []
@@ -64,7 +65,7 @@ class Control:
         self.spans.append(actor)
 
 
-def make(control, *, sync_every=1, overlaps=False, after_gather=None):
+def make(control, *, sync_every=1, overlaps=False, **given):
     sender = Sender()
     publisher = WeightPublisher(
         sender,
@@ -72,7 +73,7 @@ def make(control, *, sync_every=1, overlaps=False, after_gather=None):
         sync_every=sync_every,
         overlaps=overlaps,
         timeout_s=5.0,
-        after_gather=after_gather,
+        **given,
     )
     return publisher, sender
 
@@ -128,6 +129,17 @@ def test_a_sync_that_does_not_end_is_an_error_that_names_the_setting():
     with pytest.raises(WeightSyncError, match=r"version 1 .*weight_sync_timeout_s"):
         publisher.close()
     control.arrived.set()
+
+
+def test_a_sync_that_lets_responses_end_first_is_waited_for_however_long_it_takes():
+    control, met = Control(arrives=False, limit_s=0.05), []
+    publisher, _ = make(control, overlaps=True, meet=lambda: met.append(list(control.sent)))
+    publisher.after_step(1, 1, is_last=False)
+    control.is_draining = True
+    threading.Timer(0.3, control.arrived.set).start()
+    publisher.after_step(2, 2, is_last=True)
+    assert control.sent == [1]
+    assert met == [[], [1]], "the other ranks wait where rank 0 does, outside of the collectives"
 
 
 def test_what_comes_after_the_gather_is_done_on_every_rank_before_the_weights_leave():

@@ -138,6 +138,42 @@ async def test_samples_of_an_engine_that_is_gone_wait_for_another_one(monkeypatc
     await run.check_ledger(run.summary)
 
 
+async def test_samples_that_fail_together_of_one_cause_do_not_end_a_run(monkeypatch):
+    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
+    engine = ScriptedEngine(auto=2)
+    engine.fail = {
+        f"e0-{group}-{i}": [RolloutError(f"request e0-{group}-{i}#0: cut off")]
+        for group in range(3)
+        for i in range(2)
+    }
+    async with running(engine, max_staleness=2, rollout={"max_consecutive_failures": 3}) as run:
+        assert len(await run.step(0)) == 4
+    await run.check_ledger(run.summary)
+
+
+async def test_an_engine_that_dies_while_it_is_asked_to_abort_does_not_end_a_run():
+    class Mortal(ScriptedEngine):
+        num_asked = 0
+
+        async def abort(self, request_ids=None):
+            if request_ids is not None:
+                self.num_asked += 1
+                raise EngineUnavailableError("it died just now")
+            return await super().abort(None)
+
+    engine, bad = Mortal(lengths={"e0-0-1": 12}), Scorer(bad={"e0-0-0"})
+    async with running(engine, scorer=bad, max_staleness=2) as run:
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(4)
+        await until(lambda: engine.num_asked == 1)
+        step = asyncio.create_task(run.step(0))
+        while not step.done():
+            engine.advance(4)
+            await asyncio.sleep(0.01)
+        assert len(step.result()) == 4
+    await run.check_ledger(run.summary)
+
+
 async def test_a_run_whose_engines_are_gone_still_tells_its_figures():
     class Mortal(ScriptedEngine):
         is_dead = False
@@ -146,9 +182,9 @@ async def test_a_run_whose_engines_are_gone_still_tells_its_figures():
             self._check()
             return await super().abort(request_ids)
 
-        async def status(self):
+        async def status(self, *, drain=True):
             self._check()
-            return await super().status()
+            return await super().status(drain=drain)
 
         def _check(self) -> None:
             if self.is_dead:

@@ -212,14 +212,13 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
 
     parts = object.__new__(_Parts)
     parts.plan = run_plan(
-        rollout=RolloutConfig(request_timeout_s=50.0),
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
         train=TrainConfig(weight_sync_timeout_s=77.0),
     )
     parts._tables, parts._buffer, parts.recorder = [], None, None
     monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
     settings = parts._make_worker()
-    assert settings["sync_timeout_s"] == 127.0
+    assert settings["sync_timeout_s"] == 77.0, "beside the requests"
     client = settings["make_client"]()
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(1)

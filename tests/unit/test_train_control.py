@@ -25,6 +25,10 @@ class Actor:
         return call()
 
 
+EVALUATE = type("Call", (), {"remote": lambda _, *args, **kwargs: "evaluation"})()
+PROGRESS = type("Call", (), {"remote": lambda _: "progress"})()
+
+
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
     waited_for: list[tuple] = []
@@ -55,6 +59,49 @@ def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
         control.sleep_engines()
     evaluation = [("evaluator.wait_until_idle",), ("evaluator.evaluate", 2)] if evaluates else []
     assert waited_for == [*evaluation, ("worker.sleep",)]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_last_evaluation_is_waited_for_while_it_makes_progress(monkeypatch, caplog, goes_on):
+    waits: list[float] = []
+
+    def wait(refs, timeout):
+        waits.append(timeout)
+        return (refs, []) if len(waits) == 20 else ([], refs)
+
+    def get(ref, timeout=None):
+        return len(waits) if goes_on else 7
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(control_module.ray, "wait", wait)
+    control = RunControl(
+        buffer=None,
+        worker=Actor("worker"),
+        recorder=None,
+        sync_timeout_s=5.0,
+        evaluator=type("Evaluator", (), {"evaluate": EVALUATE, "progress": PROGRESS})(),
+        evaluation=EvaluationConfig(timeout_s=30.0),
+    )
+    control.evaluate_last(3)
+    assert waits == [30.0] * (20 if goes_on else 2)
+    assert ("evaluation.timeout_s" in caplog.text) != goes_on
+
+
+def test_a_sync_is_begun_again_while_responses_have_to_end_first(monkeypatch):
+    answers, seen = [False, False, True], []
+
+    def get(ref, timeout):
+        seen.append((ref[0], control.is_draining))
+        return answers.pop(0) if ref[0] == "worker.begin_sync" else {"stopped_s": 0.0}
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
+    sender = type("Sender", (), {"handles": None, "send": lambda _: seen.append(("send", None))})()
+    control.broadcast(sender, 1)
+    assert seen == [
+        ("worker.begin_sync", False), ("worker.begin_sync", True), ("worker.begin_sync", True),
+        ("send", None), ("worker.finish_sync", False),
+    ]  # fmt: skip
 
 
 def test_shared_weights_are_released_between_reading_and_going_on(monkeypatch):

@@ -29,7 +29,6 @@ def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: An
         replica_id="engine-0",
         engine_kwargs={**arguments, "max_num_seqs": 64, **engine_kwargs},
         keep_kv_cache=keep_kv_cache,
-        reports_load=True,
     )
 
 

@@ -1,0 +1,171 @@
+"""Limits measure progress: the worker, the client, the servers and the buffer in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from ray_apr.config import BufferConfig, RolloutConfig
+from ray_apr.exceptions import EngineUnavailableError, StarvedError
+from ray_apr.rollout import worker as worker_module
+from tests.fakes import FIRST_TOKEN
+from tests.rollout_run import running, without_ray
+from tests.slow_engines import slow_engines
+from tests.virtual_time import run_in_virtual_time
+
+LONG = 160_000
+SPEED = 40.0
+"""Tokens a second of each request: a long response takes 4,000 s."""
+SYNC = {
+    "mode": "sync",
+    "max_staleness": 0,
+    "oversampling_factor": 1.0,
+    "interrupt": "never",
+    "admission": "batch",
+    "overlap_rewards": False,
+}
+DRAIN = {"max_staleness": 1, "oversampling_factor": 2.0, "interrupt": "never", "drain": True}
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(worker_module, "_HEARTBEAT_S", 5.0)
+
+
+def config(**rollout):
+    return {"max_response_tokens": LONG, **rollout}
+
+
+async def check_ledger(run) -> int:
+    """Tokens that the engines made are all somewhere; returns how many."""
+    stats, ledger = await run.buffer.stats(), run.summary.ledger
+    placed = stats.trained_tokens + stats.masked_tokens + stats.buffered_tokens
+    placed += stats.evicted_tokens + ledger.pending + ledger.interrupted
+    placed += sum(ledger.discarded.values())
+    assert sum(engine.tokens_generated for engine in run.summary.engines) == placed
+    return placed
+
+
+def is_whole(sample) -> bool:
+    return sample.response_ids == tuple(range(FIRST_TOKEN, FIRST_TOKEN + sample.num_tokens))
+
+
+@pytest.mark.parametrize(
+    "partial",
+    [SYNC, {"max_staleness": 4, "oversampling_factor": 2.0}, DRAIN],
+    ids=["sync", "apr", "drain"],
+)
+def test_responses_of_160000_tokens_at_40_tokens_a_second_are_trained(monkeypatch, partial):
+    """A call ended after 600 s, its tokens were lost, and the trainer starved after 300 s."""
+
+    def lengths(sample_id: str) -> int:  # two groups end early, and are the first batch
+        return 4_000 if sample_id.startswith(("e0-0", "e0-1")) else LONG
+
+    async def work() -> None:
+        rollout, loop = config(), asyncio.get_running_loop()
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lengths
+        ) as (_, client):
+            trained, began = [], loop.time()
+            async with running(
+                client, rollout=rollout, buffer=BufferConfig(), limit_s=20_000, **partial
+            ) as run:
+                for step in range(2):
+                    trained += await run.step(step)
+                    await run.sync(step + 1)
+                took = loop.time() - began
+            assert sorted({s.num_tokens for s in trained}) == [4_000, LONG]
+            assert all(is_whole(sample) for sample in trained)
+            assert 4_000 <= took < (5_000 if "drain" not in partial else 9_000)
+            if "max_staleness" in partial and partial["max_staleness"] == 4:
+                assert run.summary.samples_resumed > 0, "the first sync interrupted the long ones"
+            await check_ledger(run)
+
+    run_in_virtual_time(monkeypatch, work)
+
+
+def test_a_stalled_engine_is_noticed_and_its_samples_go_on_elsewhere_with_their_tokens(
+    monkeypatch, caplog
+):
+    """Its calls waited for 600 s and lost their tokens; every sample logged each second."""
+    caplog.set_level(logging.WARNING)
+
+    async def work() -> None:
+        rollout, loop = config(num_replicas=2, stall_timeout_s=100.0), asyncio.get_running_loop()
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: 20_000
+        ) as (serve, client):
+            async with running(
+                client,
+                rollout=rollout,
+                buffer=BufferConfig(),
+                limit_s=20_000,
+                max_staleness=2,
+                oversampling_factor=1.0,
+            ) as run:
+                await asyncio.sleep(200.0)
+                stalled, other = serve.replicas
+                assert stalled.server._engine.num_inside == other.server._engine.num_inside == 2
+                stalled.llm.is_hung, hung_at = True, loop.time()
+                await asyncio.sleep(89.0)
+                assert not stalled.server._engine.status().is_stalled
+                await asyncio.sleep(12.0)
+                assert stalled.server._engine.status().is_stalled
+                assert stalled.server._engine.num_inside == 0
+                assert stalled.server._engine._tokens_generated > 0, "they came out"
+                trained = await run.step(0)
+                assert all(is_whole(sample) for sample in trained)
+                assert {sample.num_interruptions for sample in trained} == {0, 1}
+                assert stalled.died.is_set() and stalled.unhealthy_at[0] - hung_at < 110.0
+            await check_ledger(run)
+
+    run_in_virtual_time(monkeypatch, work)
+    told = [r.message for r in caplog.records if r.name == "ray_apr.rollout.failures"]
+    assert len(told) <= 2, "once when they wait, once when they go on"
+
+
+def test_a_starved_trainer_learns_what_has_not_moved(monkeypatch):
+    async def work() -> None:
+        rollout = config(stall_timeout_s=1e6)
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: LONG
+        ) as (serve, client):
+            buffer, loop = BufferConfig(poll_timeout_s=5.0), asyncio.get_running_loop()
+            async with running(client, rollout=rollout, buffer=buffer, limit_s=20_000) as run:
+                step = asyncio.create_task(run.step(0))
+                await asyncio.sleep(1_000.0)
+                assert not step.done(), "tokens move"
+                serve.replicas[0].llm.is_hung, hung_at = True, loop.time()
+                starved = (
+                    r"nothing has moved for 300 s \(buffer.wait_timeout_s\): last token 3\d\d s"
+                )
+                with pytest.raises(StarvedError, match=starved):
+                    await step
+                assert loop.time() - hung_at < 320.0
+                serve.replicas[0].llm.is_hung = False
+            await check_ledger(run)
+
+    run_in_virtual_time(monkeypatch, work)
+
+
+def test_a_run_whose_only_engine_stalled_ends_with_that(monkeypatch):
+    async def work() -> None:
+        rollout = config(stall_timeout_s=100.0)
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: LONG
+        ) as (serve, client):
+            async with running(
+                client, rollout=rollout, buffer=BufferConfig(), limit_s=20_000
+            ) as run:
+                await asyncio.sleep(200.0)
+                serve.replicas[0].llm.is_hung = True
+                with pytest.raises(
+                    EngineUnavailableError, match=r"made no token for 100 s.*no rollout server"
+                ):
+                    await run.step(0)
+            assert await check_ledger(run) >= 8 * 190 * SPEED, "all that had come out is kept"
+
+    run_in_virtual_time(monkeypatch, work)
