@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray_apr.exceptions import APRError, ConfigError
+from ray_apr.exceptions import APRError, ConfigError, one_line
 from ray_apr.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 (the outermost frame: reported, exit code 1)
-        _complain(f"error: {type(error).__name__}: {error}", args.verbose)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        _complain(f"error: {type(error).__name__}: {one_line(error)}{notes}", args.verbose)
         if not isinstance(error, APRError) and not args.verbose:
             _complain("run again with -v for the traceback", verbose=False)
         return EXIT_FAILED

@@ -10,13 +10,12 @@
                              └────────── grant, ack ──────────────┘
 
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
-buffer. Whatever fails, on whichever side, ends the run with its own error, and `_Parts.close`
-leaves nothing behind.
+buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
+the run folder, and `_Parts.close` leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -29,14 +28,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_apr.causes import cause_of, death_of, write_error_log
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, ResourceError
+from ray_apr.exceptions import APRError, ResourceError, RolloutError, one_line
+from ray_apr.final import final_figures
 from ray_apr.progress import follow_progress
 from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.evaluation import Evaluator
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ERROR_LOG = "error.log"
+"""File of the run folder with the tracebacks of a run that failed."""
 _CALL_TIMEOUT_S = 60.0
 _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
@@ -131,6 +134,7 @@ class _Parts:
             self._tables = self._encode(prompts)
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
+            threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True).start()
             self._evaluator = None if held_out is None else self._make_evaluator(held_out)
         except BaseException:
             self._closing.set()
@@ -238,8 +242,8 @@ class _Parts:
             return self._make_trainer().fit()
         except SystemExit as error:  # what Ray Train makes of Ctrl-C
             raise KeyboardInterrupt from error
-        except Exception as error:
-            raise self._reason(error) from error
+        except Exception as error:  # noqa: BLE001  (its cause is raised)
+            raise self._reason(error) from None
         finally:
             self._closing.set()
             self._servers.join(timeout=_CALL_TIMEOUT_S)
@@ -321,17 +325,41 @@ class _Parts:
             dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         )
 
-    def _reason(self, error: Exception) -> BaseException:
-        """The error of ours behind a failed run, or that one."""
+    def _watch_worker(self) -> None:
+        """Tell the trainer that the rollout worker died, at once.
+
+        Consumes: nothing. Waits for: the worker's end. Unblocked by: `RolloutWorker.stop`, or its
+        death, at the latest in `close`. Produces: a failure in the buffer.
+        """
+        try:
+            ray.get(self._worker.wait_until_stopped.remote())
+        except RayActorError as error:
+            if not self._closing.is_set():
+                died = RolloutError(f"the rollout worker died: {death_of(error)}")
+                self._ask(self._buffer.fail.remote(died), "sample buffer")
+
+    def _reason(self, error: Exception) -> APRError:
+        """The error of ours behind a failed run; it names the file with the tracebacks."""
+        reason = self._first_error() or cause_of(error)
+        log = self.plan.folder / ERROR_LOG
+        write_error_log(log, error, reason)
+        reason.add_note(f"traceback: {log}")
+        return reason
+
+    def _first_error(self) -> APRError | None:
+        """What failed before the train workers did, if anything."""
         if self._start_error is not None:
-            return self._start_error
-        with contextlib.suppress(RayError, TimeoutError):
-            failure = ray.get(self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S)
-            if failure is not None:
-                return failure
-        if isinstance(error, APRError):
-            return error
-        return APRError(f"training failed: {error}")
+            return cause_of(self._start_error)
+        try:
+            failure: APRError | None = ray.get(
+                self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
+            )
+        except RayActorError as error:
+            return APRError(f"the sample buffer died: {death_of(error)}")
+        except (RayError, TimeoutError) as error:
+            logger.error("the sample buffer does not answer: %s", one_line(error))
+            return None
+        return failure
 
     def close(self, error: BaseException | None) -> None:
         """End everything: streams, loops, servers, actors; write the final figures."""
@@ -339,74 +367,35 @@ class _Parts:
         training_end = time.time()
         try:
             if self._evaluator is not None:
-                ray.get(self._evaluator.stop.remote(), timeout=_CALL_TIMEOUT_S)
-            summary: RolloutSummary = ray.get(self._worker.stop.remote(), timeout=_CALL_TIMEOUT_S)
-            stats: BufferStats = ray.get(self._buffer.stats.remote(), timeout=_CALL_TIMEOUT_S)
-            final = _final_figures(plan, summary, stats)
+                self._ask(self._evaluator.stop.remote(), "evaluator")
+            summary: RolloutSummary | None = self._ask(self._worker.stop.remote(), "rollout worker")
+            stats: BufferStats | None = self._ask(self._buffer.stats.remote(), "sample buffer")
+            steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
+            final = final_figures(plan, summary, stats, steps)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             final["status"] = "ok" if error is None else "failed"
-            final["error"] = None if error is None else f"{type(error).__name__}: {error}"
+            final["error"] = None
+            if error is not None:
+                final["error"] = f"{type(error).__name__}: {one_line(error)}"
             _write_json(plan.folder / "final.json", final)
-            ray.get(self._buffer.close.remote(), timeout=_CALL_TIMEOUT_S)
-            ray.get(self.recorder.close.remote(), timeout=_CALL_TIMEOUT_S)
-        except (RayError, TimeoutError) as broken:
-            logger.error("the final figures of the run are missing: %s", broken)
+            self._ask(self._buffer.close.remote(), "sample buffer")
+            self._ask(self.recorder.close.remote(), "recorder")
         finally:
             stop_rollout_servers(plan.name)
             self._kill_actors()
 
+    def _ask(self, answer: Any, whom: str) -> Any:
+        """An actor's answer; None from one that is dead or does not answer in time."""
+        try:
+            return ray.get(answer, timeout=_CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            logger.error("the %s does not answer: %s", whom, one_line(error))
+            return None
+
     def _kill_actors(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-
-
-def _final_figures(plan: RunPlan, summary: RolloutSummary, stats: BufferStats) -> dict[str, Any]:
-    """The run's last counters; the ledger is closed across engines, worker and buffer.
-
-    Tokens generated are counted by the engines, where tokens are handed out; their places are
-    counted by the rollout worker and by the buffer. `ledger_error` is the difference.
-    """
-    ledger = summary.ledger
-    generated = sum(engine.tokens_generated for engine in summary.engines)
-    discarded = {**ledger.discarded}
-    for reason, tokens in (("stale", stats.evicted_tokens), ("masked", stats.masked_tokens)):
-        if tokens:
-            discarded[reason] = discarded.get(reason, 0) + tokens
-    # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
-    buffered = ledger.pending + stats.buffered_tokens
-    placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())
-    return {
-        "mode": plan.partial_rollout.mode,
-        "seed": plan.train.seed,
-        "steps": stats.trained_samples // plan.step_size,
-        "max_staleness": plan.partial_rollout.max_staleness,
-        "batch_size": plan.step_size,
-        "num_replicas": plan.rollout.num_replicas,
-        "num_train_workers": plan.scaling.num_workers,
-        "samples_trained": stats.trained_samples,
-        "samples_interrupted": summary.samples_interrupted,
-        "samples_resumed": summary.samples_resumed,
-        "tokens_generated": generated,
-        "tokens_trained": stats.trained_tokens,
-        "tokens_buffered": buffered,
-        "tokens_interrupted": ledger.interrupted,
-        "tokens_discarded": discarded,
-        "ledger_error": generated - placed,
-        "read_ahead_max": stats.read_ahead_max,
-        "prompts_position": summary.prompts_position,
-        "engines": [
-            {
-                "replica_id": e.replica_id,
-                "policy_version": e.policy_version,
-                "uptime_s": e.uptime_s,
-                "busy_s": e.busy_s,
-                "paused_s": e.paused_s,
-                "tokens_generated": e.tokens_generated,
-            }
-            for e in summary.engines
-        ],
-    }
 
 
 def _write_json(path: Path, value: Any) -> None:

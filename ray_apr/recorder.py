@@ -85,6 +85,10 @@ class RunRecorder:
                 return [], self._status
         return self._steps[num_seen:], self._status
 
+    async def num_steps(self) -> int:
+        """Steps that were recorded."""
+        return len(self._steps)
+
     async def close(self) -> None:
         """Close the files."""
         for file in self._files.values():

@@ -170,6 +170,7 @@ class Sample:
     """Decoded after the end, for the reward function; never encoded again."""
     reward: float | None = None
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the reward told beside its number (`RewardResult.metrics`)."""
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -389,16 +390,38 @@ def _merge(segments: Iterable[Segment], sample_id: str) -> tuple[Segment, ...]:
     return tuple(merged)
 
 
+MAX_REWARD_METRICS = 64
+"""Most figures beside a reward, and most names of them in a step's row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
     """A reward with figures worth logging beside it."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Finite numbers by name, at most `MAX_REWARD_METRICS`; the run folder has their mean, least
+    and greatest of each step."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be a finite number, got {self.reward!r}")
+        if len(self.metrics) > MAX_REWARD_METRICS:
+            raise ValueError(
+                f"a reward has {len(self.metrics)} metrics; at most {MAX_REWARD_METRICS} are kept"
+            )
+        metrics = {name: _finite(name, value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not isinstance(name, str) or not math.isfinite(number):
+        raise ValueError(f"metric {name!r} of a reward must be a finite number, got {value!r}")
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +479,7 @@ class SampleMeta:
     num_interruptions: int
     version_tokens: tuple[tuple[int, int], ...]
     """(policy version, tokens generated under it), oldest first, each version once."""
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_generated(self) -> int:
@@ -496,6 +520,7 @@ class SampleMeta:
             finish_reason=sample.finish_reason,
             num_interruptions=sample.num_interruptions,
             version_tokens=_version_tokens(sample.segments),
+            reward_metrics=sample.reward_metrics,
         )
 
 

@@ -89,7 +89,8 @@ def fail_by_killing(
     victim: str, folder: Path, address: str, env: dict[str, str], *overrides: str,
     after_steps: int = 1, before: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Start a run on a cluster and kill one of its parts: it fails, and leaves none.
+    """Start a run on a cluster and kill one of its parts: it fails, says why in one line, and
+    leaves none.
 
     `before` is called when all parts are there. Returns the final figures.
     """
@@ -111,6 +112,14 @@ def fail_by_killing(
     rest, _ = run.communicate(timeout=240)
     assert run.returncode == 1, "".join(seen) + rest
     final = json.loads((folder / "run" / "final.json").read_text())
-    assert (final["status"], final["ledger_error"]) == ("failed", 0)
+    # its half of the ledger is gone with the rollout worker
+    balance = None if victim == "RolloutWorker" else 0
+    assert (final["status"], final["ledger_error"]) == ("failed", balance)
+    log = folder / "run" / "error.log"
+    (said,) = [line for line in rest.splitlines() if line.startswith("error: ")]
+    assert said == f"error: {final['error']} (traceback: {log})"
+    assert log.read_text().startswith(final["error"] + "\n")
+    rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    assert final["steps"] == len(rows), rest
     assert living_parts(address, env) == "[]"
     return final

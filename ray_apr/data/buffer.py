@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.data.stock import BatchTicket, BufferStats, Stock
+from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures
 from ray_apr.exceptions import APRError, StarvedError
 from ray_apr.metrics import Metrics
 from ray_apr.types import SampleMeta
@@ -140,18 +140,21 @@ class SampleBuffer:
                 async with asyncio.timeout(self._config.poll_timeout_s):
                     await self._changed.wait_for(ready)
             except TimeoutError:
-                self._check_starved()
-                return None
+                if not self._is_starved():
+                    return None
             if self._failure is not None:
                 raise self._failure
             return BatchTicket() if self._closed else self._stock.hand_out()
 
-    async def ack(self, step: int, next_policy_version: int | None = None) -> None:
+    async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
         """The optimizer has done `step`: its samples are trained, and their payload is let go.
 
         Args:
             step: The step that was trained.
             next_policy_version: With it, the next step is granted at this version at once.
+
+        Returns:
+            Figures of what rewards told beside their number; see `reward_figures`.
 
         Raises:
             APRError: If this is not the step that was handed out.
@@ -163,6 +166,7 @@ class SampleBuffer:
                 self._stock.grant(step + 1, next_policy_version, time.monotonic())
             self._choose()
         await self._recorder.record_many.remote("sample", rows)
+        return reward_figures([row["reward_metrics"] for row in rows])
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""
@@ -216,19 +220,22 @@ class SampleBuffer:
             self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
         self._touch()
 
-    def _check_starved(self) -> None:
-        """Raise if the granted batch is waited for and nothing has moved for too long."""
+    def _is_starved(self) -> bool:
+        """Fail if the granted batch is waited for and nothing has moved for too long."""
         grant, movement = self._stock.granted, self._movement
         if grant is None or grant.ticket is not None or not movement.has_begun:
-            return
+            return False
         waited_s, limit_s = time.monotonic() - grant.granted_at, self._config.wait_timeout_s
-        if min(waited_s, movement.quiet_s()) >= limit_s:
-            raise StarvedError(
-                f"trainer starved: step {grant.step} waited {waited_s:.0f} s for a batch, "
-                f"{self._stock.diagnosis()}, and nothing has moved for {limit_s:g} s "
-                f"(buffer.wait_timeout_s): {movement.describe()}; rollout side "
-                f"{movement.report_age_s:.0f} s ago: {self._diagnosis}"
-            )
+        if min(waited_s, movement.quiet_s()) < limit_s:
+            return False
+        self._failure = StarvedError(
+            f"trainer starved: step {grant.step} waited {waited_s:.0f} s for a batch, "
+            f"{self._stock.diagnosis()}, and nothing has moved for {limit_s:g} s "
+            f"(buffer.wait_timeout_s): {movement.describe()}; rollout side "
+            f"{movement.report_age_s:.0f} s ago: {self._diagnosis}"
+        )
+        self._touch()
+        return True
 
     def _touch(self) -> None:
         self._cursor += 1

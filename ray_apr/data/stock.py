@@ -13,6 +13,7 @@ Pure: no I/O, no clock, no ray, no torch.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from ray_apr.data.batch import BatchPlan, plan_batch
 from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.staleness import next_version, oldest_trainable, staleness
-from ray_apr.types import GroupMeta, SampleMeta
+from ray_apr.types import MAX_REWARD_METRICS, GroupMeta, SampleMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +250,27 @@ class Stock:
         )
         refs = tuple(self._refs.pop(group.group_id) for group in plan.groups)
         return BatchTicket(plan=plan, refs=refs)
+
+
+def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean, least and greatest of each figure of a batch's rewards, over the samples that have it.
+
+    Args:
+        metrics: `RewardResult.metrics` of each sample. Names beyond `MAX_REWARD_METRICS` are left
+            out, the last of the alphabet first.
+
+    Example:
+        >>> reward_figures([{"form": 1.0}, {"form": 0.0}, {}])
+        {'reward/form_mean': 0.5, 'reward/form_min': 0.0, 'reward/form_max': 1.0}
+    """
+    names = sorted({name for found in metrics for name in found})[:MAX_REWARD_METRICS]
+    figures: dict[str, float] = {}
+    for name in names:
+        values = [found[name] for found in metrics if name in found]
+        figures[f"reward/{name}_mean"] = statistics.fmean(values)
+        figures[f"reward/{name}_min"] = min(values)
+        figures[f"reward/{name}_max"] = max(values)
+    return figures
 
 
 def _sample_row(sample: SampleMeta, grant: Grant, oldest_version: int) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def render(run: RunData, summary: Mapping[str, Any], warnings: Sequence[str]) ->
         "<h2>Learning</h2>",
         plots.reward_chart(run),
         _evaluations(run),
+        plots.reward_part_charts(run),
         "<h2>Samples</h2>",
         plots.staleness_chart(run, summary["max_staleness"]),
         plots.length_chart(run),

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray_apr.report.load import Row, RunData
-from ray_apr.report.summary import finite, trained_ages
+from ray_apr.report.summary import finite, reward_parts, trained_ages
 from ray_apr.report.svg import Chart, esc, moving_average, nice_ticks, whole_ticks
 
 _MAX_BARS = 150
 _NUM_LENGTH_BINS = 24
+_MAX_PARTS = 12
+"""Figures of rewards that have a chart; metrics.jsonl has all."""
 
 STEP_PARTS = {
     "trainer_wait_s": ("waits for data", "wait"),
@@ -199,6 +201,27 @@ def health_charts(run: RunData) -> str:
             chart.line(list(zip(steps, numbers, strict=True)), "s1")
             charts.append(chart.render())
     return f'<div class="pair">{"".join(charts)}</div>' if charts else ""
+
+
+def reward_part_charts(run: RunData) -> str:
+    """A small chart of each figure that rewards told: mean, least and greatest of a batch."""
+    charts = []
+    for name in reward_parts(run)[:_MAX_PARTS]:
+        columns = {what: f"reward/{name}_{what}" for what in ("mean", "min", "max")}
+        values = finite(row.get(key) for key in columns.values() for row in run.steps)
+        chart = _step_chart(run, name, "of a batch", values, width=440, height=210)
+        if chart is None:
+            continue
+        chart.y_ticks = nice_ticks(chart.y_ticks[0], max(values), 4)
+        chart.x_ticks = whole_ticks(0, chart.x_high, 5)
+        legend = {}
+        for number, (what, key) in enumerate(columns.items(), start=1):
+            points = [(row["step"], float(row.get(key, math.nan))) for row in run.steps]
+            chart.line(points, legend.setdefault(what, f"s{number}"))
+        charts.append(chart.render(legend))
+    return (
+        f'<h2>Parts of the reward</h2><div class="pair">{"".join(charts)}</div>' if charts else ""
+    )
 
 
 def _empty(title: str, why: str) -> str:

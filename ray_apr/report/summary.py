@@ -38,6 +38,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "setup_s": final.get("setup_s"),
         "reward_first": mean(rewards[:NUM_END_STEPS]),
         "reward_last": mean(rewards[-NUM_END_STEPS:]),
+        "reward_parts": {name: _first_and_last(run, name) for name in reward_parts(run)},
         "samples_trained": len(run.samples),
         "samples_interrupted": _counter(run, "samples_interrupted"),
         "samples_resumed": _counter(run, "samples_resumed"),
@@ -63,6 +64,18 @@ def summarize(run: RunData) -> dict[str, Any]:
         "rollout_tokens_per_s": _rate(tokens_generated, window),
         "read_ahead_max": final.get("read_ahead_max"),
     }
+
+
+def reward_parts(run: RunData) -> list[str]:
+    """Names of the figures that rewards told beside their number."""
+    begin, end = "reward/", "_mean"
+    keys = {key for row in run.steps for key in row if key.startswith(begin) and key.endswith(end)}
+    return sorted(key[len(begin) : -len(end)] for key in keys)
+
+
+def _first_and_last(run: RunData, name: str) -> dict[str, float | None]:
+    means = finite(row.get(f"reward/{name}_mean") for row in run.steps)
+    return {"first": mean(means[:NUM_END_STEPS]), "last": mean(means[-NUM_END_STEPS:])}
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:

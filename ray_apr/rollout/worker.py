@@ -187,6 +187,10 @@ class RolloutWorker:
             engines=self._engines.statuses,
         )
 
+    async def wait_until_stopped(self) -> None:
+        """Wait for the end of the run; who waits learns at once of this process's death."""
+        await self._stopping.wait()
+
     async def _abort_until_done(self, main: asyncio.Task[None]) -> None:
         """Abort again and again: a call that was just about to begin escapes the first time."""
         for _ in range(_STOP_TRIES):

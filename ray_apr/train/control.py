@@ -93,16 +93,21 @@ class RunControl:
             _CALL_TIMEOUT_S,
         )
 
-    def end_step(self, step: int, next_policy_version: int | None) -> None:
+    def end_step(self, step: int, next_policy_version: int | None) -> Mapping[str, float]:
         """Tell the buffer that `step` is trained, and let it choose the next batch.
 
         Args:
             step: The step that was trained.
             next_policy_version: Version that the next batch is chosen against; None after the last.
+
+        Returns:
+            Figures of the batch's rewards, for the step's row.
         """
         # one call: the order in which an async actor runs two of them is not certain
         ended = self._buffer.ack.remote(step, next_policy_version)
-        _get(ended, f"sample buffer, to end step {step}", _CALL_TIMEOUT_S)
+        whom = f"sample buffer, to end step {step}"
+        figures: Mapping[str, float] = _get(ended, whom, _CALL_TIMEOUT_S)
+        return figures
 
     def is_group_whole(self) -> bool:
         """Whether the engine workers that run are those that have joined the weight group."""

@@ -49,7 +49,7 @@ from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
-from ray_apr.train.publish import WeightPublisher
+from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
 from ray_apr.types import SamplingParams
@@ -254,22 +254,27 @@ class _TrainLoop:
         version = next_version(done.policy_version)
         self._progress = Progress(step=done.step + 1, policy_version=version)
         is_last = self._progress.step == self._train.steps
+        rewards: Mapping[str, float] = {}
         if self._control is not None:
             # granted before the sync: Ray Data reads the next batch while the weights move
-            self._control.end_step(done.step, None if is_last else version)
+            rewards = self._control.end_step(done.step, None if is_last else version)
         row: dict[str, Any] = {
             "step": done.step,
             "policy_version": self._progress.policy_version,
             "time_s": trained.end_s - self._started_at,
             **figures,
+            **rewards,
             "trainer_wait_s": wait_s,
             "trainer_step_s": trained.duration_s,
+            **NO_SYNC,
         }
         if self._offload is not None:  # after the sync there is nothing here to save
             self._report(row, is_last=is_last)
-        row |= self._publisher.after_step(self._progress.step, version, is_last=is_last)
-        if self._control is not None:
-            self._control.record_step(row)
+        try:
+            row |= self._publisher.after_step(self._progress.step, version, is_last=is_last)
+        finally:  # it was trained, whatever becomes of its weights
+            if self._control is not None:
+                self._control.record_step(row)
         if self._offload is None:
             self._report(row, is_last=is_last)
 

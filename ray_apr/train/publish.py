@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NO_SYNC = {"weight_sync_s": 0.0, "weight_gather_s": 0.0, "generation_stopped_s": 0.0}
+NO_SYNC = {
+    "weight_sync_s": 0.0,
+    "weight_gather_s": 0.0,
+    "generation_stopped_s": 0.0,
+    "weight_wait_s": 0.0,
+}
+"""Times of a step without a sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ class WeightPublisher:
                     self._meet()
         if self._control is not None and (is_due or ended is not None):
             self._control.record_span("sync", waited.start_s, waited.end_s)
-        return {**(ended or _NO_SYNC), "weight_wait_s": waited.duration_s}
+        return {**NO_SYNC, **(ended or {}), "weight_wait_s": waited.duration_s}
 
     def close(self) -> None:
         """Wait for a sync that is still under way, and leave the group.

@@ -28,7 +28,8 @@ from tests.whole_runs import (
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
 SUMMARY_KEYS = {
-    "mode", "steps", "wall_s", "setup_s", "reward_first", "reward_last", "samples_trained",
+    "mode", "steps", "wall_s", "setup_s", "reward_first", "reward_last", "reward_parts",
+    "samples_trained",
     "samples_interrupted", "samples_resumed", "tokens_generated", "tokens_trained",
     "tokens_buffered", "tokens_interrupted", "tokens_discarded", "ledger_error", "staleness_max",
     "staleness_mean", "max_staleness", "policy_version", "num_replicas", "num_train_workers",
@@ -190,13 +191,15 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
     assert gone < new >= old - 1, "the new one gets the weights of the old one"
 
 
-def test_a_run_without_its_only_server_engine_or_trainer_fails_and_leaves_nothing(tmp_path, marked):
+def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing(tmp_path, marked):
     _, env = marked
+    victims = ("RayTrainWorker", "ServeReplica", "EngineCore", "RolloutWorker")
     with running_cluster(env) as (address, _):
-        for number, victim in enumerate(("RayTrainWorker", "ServeReplica", "EngineCore")):
+        for number, victim in enumerate(victims):
             folder = tmp_path / str(number)  # not the victim's name, which its command would have
             folder.mkdir()
-            fail_by_killing(
+            final = fail_by_killing(
                 victim, folder, address, env, "rollout.num_replicas=1", "train.steps=1000",
                 "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
             )  # fmt: skip
+    assert final["error"].startswith("RolloutError: the rollout worker died")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -158,6 +159,39 @@ async def test_a_starved_trainer_learns_what_the_rollout_side_waits_for():
         await buffer.take(0, None)
 
 
+async def test_a_batch_is_waited_for_while_tokens_rewards_or_engines_move():
+    """300 s after its grant a run ended, however well it did."""
+    buffer, _ = make(wait_timeout_s=0.1)
+    await buffer.grant(0, 0)
+    for i in range(12):
+        kind = ("tokens", "rewards", "engines")[i % 3]
+        await buffer.report_rollout("slow", Moves(**{kind: i + 1}))
+        assert await buffer.take(0, None) is None
+    await asyncio.sleep(0.06)
+    with pytest.raises(StarvedError, match=r"for 0.1 s \(buffer.wait_timeout_s\): last token"):
+        await buffer.take(0, None)
+        await buffer.take(0, None)
+
+
+async def test_what_rewards_told_is_summed_up_over_the_whole_batch():
+    """Reward parts were read nowhere."""
+    buffer, recorder = make(num_ranks=2)
+    told = [{"form": 1.0, "length": -0.5}, {"form": 0.0}, {}, {"form": 0.5}]
+    for name, metrics in (("a", told[:2]), ("b", told[2:])):
+        samples = [
+            dataclasses.replace(sample, reward_metrics=found)
+            for sample, found in zip(group(name, 0), metrics, strict=True)
+        ]
+        await buffer.put_group(samples, [f"ref-{name}"])
+    await buffer.grant(0, 0)
+    await buffer.take(0, None)
+    assert await buffer.ack(0, 1) == {
+        "reward/form_mean": 0.5, "reward/form_min": 0.0, "reward/form_max": 1.0,
+        "reward/length_mean": -0.5, "reward/length_min": -0.5, "reward/length_max": -0.5,
+    }  # fmt: skip
+    assert [row["reward_metrics"] for row in recorder.rows] == told
+
+
 async def test_a_failure_of_the_rollout_side_reaches_every_reader():
     buffer, _ = make(poll_timeout_s=5.0)
     waiting = asyncio.create_task(buffer.take(0, None))
@@ -212,17 +246,23 @@ async def test_mask_evicts_a_group_without_any_young_token():
     assert (await buffer.stats()).evicted_samples == 2
 
 
-async def test_wait_leaves_no_unfinished_group_behind_that_would_expire():
+@pytest.mark.parametrize("comes", [True, False])
+async def test_wait_leaves_no_unfinished_group_behind_that_would_expire(comes):
     buffer, _ = make(on_stale="wait", wait_timeout_s=0.01)
     for name in "bc":
         await put(buffer, name, 1)
     await buffer.report_unfinished({0: 2})
     await buffer.grant(1, 1)
     assert await buffer.take(0, None) is None, "version 0 is trained now or never"
-    await buffer.report_rollout("2 samples in flight", Moves())
-    await asyncio.sleep(0.02)
-    with pytest.raises(StarvedError, match=r"older ones come first; unfinished by version: {0: 2}"):
-        await buffer.take(0, None)
+    if not comes:
+        await buffer.report_rollout("2 samples in flight", Moves())
+        await asyncio.sleep(0.02)
+        starved = r"older ones come first; unfinished by version: {0: 2}"
+        for _ in range(2):
+            with pytest.raises(StarvedError, match=starved):
+                await buffer.take(0, None)
+        assert isinstance(await buffer.failure(), StarvedError), "whoever asks learns it"
+        return
     await put(buffer, "a", 0)
     await buffer.report_unfinished({})
     assert (await buffer.take(0, None)).refs == ("ref-a", "ref-b")

@@ -97,6 +97,7 @@ EXPECTED = {
     "setup_s": 9.0,
     "reward_first": pytest.approx(0.3),  # 0.1 ... 0.5
     "reward_last": pytest.approx(0.4),  # 0.2 ... 0.6
+    "reward_parts": {},
     "samples_trained": 3,
     "samples_interrupted": 5,
     "samples_resumed": 4,
@@ -233,6 +234,28 @@ def test_a_killed_run_is_reported_from_its_rows(make_run: Callable[..., Path]) -
     assert summary["tokens_trained"] == 60
     assert summary["ledger_error"] is None
     assert "final.json is missing" in warnings_of(folder)
+
+
+def test_what_rewards_told_beside_their_number_has_charts(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    parts = {f"reward/{EVIL}_{what}": i for i, what in enumerate(("min", "mean", "max"))}
+    rows = [{**row, **parts, "reward/form_mean": row["step"]} for row in STEPS[1:]]
+    (folder / "metrics.jsonl").write_text(lines([STEPS[0], *rows]))
+    report = write_report(folder)
+    summary = json.loads(report.summary_path.read_text())
+    assert summary["reward_parts"] == {
+        EVIL: {"first": 1.0, "last": 1.0},
+        "form": {"first": 3.0, "last": 3.0},
+    }
+    page = report.html_path.read_text()
+    assert "Parts of the reward" in page and "form" in page and EVIL not in page
+
+
+def test_a_run_whose_worker_died_is_reported(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    final = {"status": "failed", "error": "RolloutError: it died", "steps": 6, "ledger_error": None}
+    (folder / "final.json").write_text(json.dumps(final))
+    assert write_report(folder).warnings == ["the run failed: RolloutError: it died"]
 
 
 def test_masked_tokens_are_not_trained_and_have_no_age(make_run: Callable[..., Path]) -> None:

@@ -117,6 +117,18 @@ def test_reward_is_finite(reward):
         RewardResult(reward=reward)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "high"])
+def test_what_a_reward_tells_beside_its_number_is_finite(value):
+    with pytest.raises(ValueError, match=r"metric 'form' of a reward must be a finite number"):
+        RewardResult(reward=1.0, metrics={"form": value})
+
+
+def test_what_a_reward_tells_beside_its_number_is_bounded_and_plain():
+    assert RewardResult(reward=1.0, metrics={"ok": True}).metrics == {"ok": 1.0}
+    with pytest.raises(ValueError, match="65 metrics; at most 64"):
+        RewardResult(reward=1.0, metrics={str(i): 0.0 for i in range(65)})
+
+
 def test_meta_of_a_scored_sample():
     s = sample().append(generation(segment(1, 1), segment(2, 2, 3), reason=FinishReason.STOP))
     meta = SampleMeta.of(dataclasses.replace(s, reward=0.5))

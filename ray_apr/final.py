@@ -1,0 +1,71 @@
+"""The last counters of a run: the content of ``final.json``, but for its times and its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_apr.data.stock import BufferStats
+    from ray_apr.rollout.worker import RolloutSummary
+    from ray_apr.run_plan import RunPlan
+    from ray_apr.types import ServerStatus
+
+
+def final_figures(
+    plan: RunPlan,
+    summary: RolloutSummary | None,
+    stats: BufferStats | None,
+    num_steps: int | None,
+) -> dict[str, Any]:
+    """The run's last counters, without those of an actor that did not answer.
+
+    The ledger is closed across engines, worker and buffer. Tokens generated are counted by the
+    engines, where tokens are handed out; their places are counted by the rollout worker and by the
+    buffer. `ledger_error` is the difference. Steps are those that were recorded.
+    """
+    figures: dict[str, Any] = {
+        "mode": plan.partial_rollout.mode,
+        "seed": plan.train.seed,
+        "steps": num_steps,
+        "max_staleness": plan.partial_rollout.max_staleness,
+        "batch_size": plan.step_size,
+        "num_replicas": plan.rollout.num_replicas,
+        "num_train_workers": plan.scaling.num_workers,
+        "ledger_error": None,
+    }
+    if num_steps is None:
+        del figures["steps"]
+    if stats is not None:
+        figures |= {
+            "samples_trained": stats.trained_samples,
+            "tokens_trained": stats.trained_tokens,
+            "read_ahead_max": stats.read_ahead_max,
+        }
+    if summary is not None:
+        figures |= {
+            "samples_interrupted": summary.samples_interrupted,
+            "samples_resumed": summary.samples_resumed,
+            "tokens_generated": sum(engine.tokens_generated for engine in summary.engines),
+            "tokens_interrupted": summary.ledger.interrupted,
+            "prompts_position": summary.prompts_position,
+            "engines": [_engine_figures(engine) for engine in summary.engines],
+        }
+    if summary is not None and stats is not None:
+        ledger, discarded = summary.ledger, {**summary.ledger.discarded}
+        for reason, tokens in (("stale", stats.evicted_tokens), ("masked", stats.masked_tokens)):
+            if tokens:
+                discarded[reason] = discarded.get(reason, 0) + tokens
+        # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
+        buffered = ledger.pending + stats.buffered_tokens
+        placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())
+        figures |= {
+            "tokens_buffered": buffered,
+            "tokens_discarded": discarded,
+            "ledger_error": figures["tokens_generated"] - placed,
+        }
+    return figures
+
+
+def _engine_figures(engine: ServerStatus) -> dict[str, Any]:
+    names = ("replica_id", "policy_version", "uptime_s", "busy_s", "paused_s", "tokens_generated")
+    return {name: getattr(engine, name) for name in names}

@@ -1,0 +1,191 @@
+"""What a person reads of a run that failed (causes.py, final.py, cli.py, train/loop.py)."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from ray_apr import cli
+from ray_apr.causes import cause_of, death_of, write_error_log
+from ray_apr.controller import _Parts
+from ray_apr.data.stock import BufferStats
+from ray_apr.exceptions import APRError, StarvedError, TrainError, WeightSyncError
+from ray_apr.final import final_figures
+from ray_apr.rollout.ledger import LedgerSnapshot
+from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.train import loop as loop_module
+from ray_apr.train.checkpoint import Progress
+from tests.run_plans import run_plan
+
+STATS = BufferStats(
+    buffered_samples=0, buffered_tokens=5, trained_samples=12, trained_tokens=40, masked_tokens=3,
+    evicted_samples=0, evicted_tokens=0, read_ahead_max=4,
+)  # fmt: skip
+SUMMARY = RolloutSummary(
+    ledger=LedgerSnapshot(interrupted=2), samples_interrupted=1, samples_resumed=1,
+    prompts_position=9, engines=(),
+)  # fmt: skip
+
+
+class OfAWorker(Exception):
+    """What Ray Train makes of an error in a train worker."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("Traceback (most recent call last):\n  of the worker")
+        self._base_exc = error
+
+
+def of_a_task(error: Exception) -> Exception:
+    return RayTaskError("take", "Traceback (most recent call last):\n  far away", error)
+
+
+def group_error(**failures: Exception) -> WorkerGroupError:
+    ranks = {int(name.removeprefix("rank")): error for name, error in failures.items()}
+    return WorkerGroupError("[Rank 0 Error Snippet]: Traceback ...", ranks)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        group_error(rank0=OfAWorker(WeightSyncError("the sender died"))),
+        group_error(rank0=OfAWorker(of_a_task(of_a_task(WeightSyncError("the sender died"))))),
+        group_error(
+            rank1=OfAWorker(WeightSyncError("the sender died")),
+            rank0=OfAWorker(RuntimeError("Connection closed by peer")),
+        ),
+        ControllerError(of_a_task(WeightSyncError("the sender died"))),
+    ],
+)
+def test_the_cause_is_ours_and_comes_without_what_ray_puts_around_it(error):
+    """The error was a truncated traceback of Ray Train with ours in its middle."""
+    cause = cause_of(error)
+    assert type(cause) is WeightSyncError and str(cause) == "the sender died"
+
+
+def test_a_cause_that_is_not_ours_is_told_in_one_line():
+    error = group_error(rank0=OfAWorker(RuntimeError("CUDA out of memory.\nTried to allocate")))
+    cause = cause_of(error)
+    assert isinstance(cause, TrainError)
+    assert str(cause) == "training failed: RuntimeError: CUDA out of memory."
+
+
+def test_the_log_begins_with_the_cause_and_has_the_traceback_of_each_worker(tmp_path):
+    error = group_error(rank3=OfAWorker(WeightSyncError("the sender died")))
+    write_error_log(tmp_path / "error.log", error, cause_of(error))
+    text = (tmp_path / "error.log").read_text()
+    assert text.startswith("WeightSyncError: the sender died\n")
+    assert "train worker 3:\nTraceback (most recent call last):\n  of the worker" in text
+
+
+def test_the_death_of_an_actor_is_told_by_its_reason():
+    died = ActorDiedError()
+    died.error_msg = "The actor died.\n\tclass_name: X\nThe actor is dead because of a signal."
+    assert death_of(died) == "The actor is dead because of a signal."
+    assert "training failed: ActorDiedError: The actor is dead because" in str(cause_of(died))
+
+
+class Handle:
+    def __init__(self, **answers) -> None:
+        for verb, answer in answers.items():
+            setattr(self, verb, types.SimpleNamespace(remote=lambda *_, answer=answer: answer))
+
+
+def get(answer, timeout=None):
+    if isinstance(answer, ActorDiedError):
+        raise answer
+    return answer
+
+
+def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
+    monkeypatch.setattr("ray_apr.controller.ray.get", get)
+    monkeypatch.setattr("ray_apr.controller.ray.kill", lambda actor: None)
+    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
+    parts = object.__new__(_Parts)
+    parts.plan = run_plan()
+    monkeypatch.setattr(type(parts.plan), "folder", tmp_path)
+    parts._start_error = parts._evaluator = parts._setup_s = None
+    parts._started_at, parts._actors = 0.0, []
+    parts._buffer, parts._worker, parts.recorder = (
+        actors[name] for name in ("buffer", "worker", "recorder")
+    )
+    return parts
+
+
+BUFFER = Handle(failure=None, stats=STATS, close=None, fail=None)
+RECORDER = Handle(num_steps=3, close=None)
+
+
+def test_a_failed_run_says_why_in_one_line_that_names_the_log(monkeypatch, tmp_path, capsys):
+    starved = StarvedError("trainer starved: step 7 waited")
+    buffer = Handle(failure=starved, stats=STATS, close=None)
+    worker = Handle(stop=SUMMARY)
+    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=worker, recorder=RECORDER)
+    reason = parts._reason(group_error(rank0=OfAWorker(RuntimeError("the stream broke"))))
+    assert reason is starved
+    monkeypatch.setattr(cli, "_doctor", lambda args: (_ for _ in ()).throw(reason))
+    assert cli.main(["doctor"]) == 1
+    log = tmp_path / "error.log"
+    said = f"error: StarvedError: trainer starved: step 7 waited (traceback: {log})\n"
+    assert capsys.readouterr().err == said
+    assert "the stream broke" in log.read_text()
+
+
+def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_path):
+    """final.json was missing."""
+    worker = Handle(stop=ActorDiedError())
+    parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=worker, recorder=RECORDER)
+    parts.close(APRError("the rollout worker died:\nkilled"))
+    text = (tmp_path / "final.json").read_text()
+    assert '"status": "failed"' in text and '"ledger_error": null' in text
+    assert '"error": "APRError: the rollout worker died: killed"' in text
+    assert '"samples_trained": 12' in text
+
+
+def test_the_death_of_the_rollout_worker_reaches_the_trainer_at_once(monkeypatch, tmp_path):
+    told = []
+    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
+    worker = Handle(wait_until_stopped=ActorDiedError())
+    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=worker, recorder=RECORDER)
+    for is_closing in (True, False):
+        parts._closing = types.SimpleNamespace(is_set=lambda closing=is_closing: closing)
+        parts._watch_worker()
+    (error,) = told
+    assert str(error).startswith("the rollout worker died: ")
+
+
+@pytest.mark.parametrize(("summary", "stats"), [(SUMMARY, STATS), (None, STATS), (SUMMARY, None)])
+def test_final_figures_count_the_steps_that_were_recorded(summary, stats):
+    final = final_figures(run_plan(), summary, stats, 11)
+    assert final["steps"] == 11
+    assert (final["ledger_error"] is None) == (summary is None or stats is None)
+    assert "steps" not in final_figures(run_plan(), summary, stats, None)
+
+
+def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
+    """final.json said one step more than the rows."""
+    recorded = []
+    control = types.SimpleNamespace(
+        end_step=lambda step, version: {"reward/form_mean": 0.5},
+        record_step=recorded.append,
+        record_span=lambda *_: None,
+    )
+
+    def fail(*_, **__):
+        raise WeightSyncError("no engine")
+
+    monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
+    loop = object.__new__(loop_module._TrainLoop)
+    loop._control, loop._offload, loop._started_at = control, None, 0.0
+    loop._progress = Progress(step=4, policy_version=4)
+    loop._train, loop._settings = run_plan().train, {"algorithm": None}
+    loop._model = loop._optimizer = loop._reference = None
+    loop._publisher = types.SimpleNamespace(after_step=fail)
+    monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
+    with pytest.raises(WeightSyncError):
+        loop._step(iter(()))
+    (row,) = recorded
+    assert (row["step"], row["policy_version"], row["weight_sync_s"]) == (4, 5, 0.0)
+    assert (row["loss"], row["reward/form_mean"]) == (1.0, 0.5)
