@@ -96,6 +96,9 @@ class SimulationError(APRError, RuntimeError):
     """A simulated run cannot go on."""
 
 
+_TRACEBACK = "Traceback (most recent call last)"
+
+
 def one_line(error: BaseException) -> str:
     """What an error says, in one line: of a traceback inside of it, what was raised.
 
@@ -106,10 +109,9 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return repr(error)
-    if isinstance(error, APRError) and not _is_traceback(lines):
+    raised = lines[-1] if any(line.startswith(_TRACEBACK) for line in lines) else None
+    if not isinstance(error, APRError):
+        return raised or lines[0]
+    if raised is None:
         return " ".join(lines)
-    return lines[-1] if _is_traceback(lines) else lines[0]
-
-
-def _is_traceback(lines: list[str]) -> bool:
-    return any(line.startswith("Traceback (most recent call last)") for line in lines)
+    return raised if lines[0].startswith(_TRACEBACK) else f"{lines[0]} … {raised}"

@@ -214,7 +214,7 @@ def reward_part_charts(run: RunData) -> str:
             continue
         chart.y_ticks = nice_ticks(chart.y_ticks[0], max(values), 4)
         chart.x_ticks = whole_ticks(0, chart.x_high, 5)
-        legend = {}
+        legend: dict[str, str] = {}
         for number, (what, key) in enumerate(columns.items(), start=1):
             points = [(row["step"], float(row.get(key, math.nan))) for row in run.steps]
             chart.line(points, legend.setdefault(what, f"s{number}"))

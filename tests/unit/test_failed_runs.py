@@ -130,7 +130,7 @@ def test_a_failed_run_says_why_in_one_line_that_names_the_log(monkeypatch, tmp_p
     log = tmp_path / "error.log"
     said = f"error: StarvedError: trainer starved: step 7 waited (traceback: {log})\n"
     assert capsys.readouterr().err == said
-    assert "the stream broke" in log.read_text()
+    assert "train worker 0:\nTraceback" in log.read_text()
 
 
 def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_path):

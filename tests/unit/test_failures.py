@@ -117,3 +117,5 @@ def test_an_error_is_told_in_one_line():
     assert one_line(KeyError()) == "KeyError()"
     text = "Traceback (most recent call last):\n  File ...\n\nValueError: no row"
     assert one_line(RuntimeError(text)) == "ValueError: no row"
+    cannot = RolloutError(f"it cannot start: 3 tries.\n{text}")
+    assert one_line(cannot) == "it cannot start: 3 tries. … ValueError: no row"

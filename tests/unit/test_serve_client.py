@@ -156,6 +156,52 @@ async def test_a_replica_that_gets_its_weights_later_than_another_gets_requests(
     assert set(client._slots) == {"a", "b"}
 
 
+async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_sample(deployment):
+    handle, client = deployment
+    handle.error = TimeoutError("Timed out waiting for broadcast results.")
+    with pytest.raises(EngineUnavailableError, match="no answer within the time limit"):
+        await client.generate(
+            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+        )
+
+
+async def test_an_engine_that_has_stalled_gets_no_request(deployment, monkeypatch):
+    handle, client = deployment
+    found = itertools.cycle("ab")
+    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, next(found)))
+    monkeypatch.setattr(
+        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
+    )
+    stalled = dataclasses.replace(handle.statuses["a"], is_stalled=True)
+    handle.statuses["a"] = stalled
+    await client._learn()
+    assert set(client._slots) == {"b"}
+    client._slots, handle.statuses["b"] = {}, dataclasses.replace(stalled, replica_id="b")
+    with pytest.raises(EngineUnavailableError, match="no rollout server makes any token"):
+        await client._learn()
+
+
+async def test_a_pause_that_lets_requests_end_has_no_limit_of_its_own(deployment):
+    _, client = deployment
+    for mode, limit_s in (("wait", None), ("abort", client_module._CONTROL_TIMEOUT_S)):
+        await client.pause(mode)
+        assert LIMITS_S[-1] == limit_s
+
+
+def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
+    from ray_apr import controller
+    from ray_apr.train.control import sync_limit_s
+
+    parts = object.__new__(controller._Parts)
+    parts.plan = run_plan(train=TrainConfig(weight_sync_timeout_s=1000.0))
+    parts._evaluator = parts._buffer = parts._worker = parts.recorder = None
+    parts._started_at = 0.0
+    monkeypatch.setattr(controller, "sample_stream", lambda *_, **__: None)
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda *_, **given: given)
+    limit_s = parts._make_trainer()["torch_config"].timeout_s
+    assert limit_s > sync_limit_s(1000.0) > 600
+
+
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):
     _, client = deployment
     client._slots = client._handles = {"a": None}  # nothing can be sent there

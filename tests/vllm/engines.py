@@ -17,7 +17,13 @@ FREE = SamplingParams(ignore_eos=True)
 PROMPT = (5, 9, 2, 14, 3)
 
 
-def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: Any) -> Any:
+def make_engine(
+    model: Path,
+    *,
+    keep_kv_cache: bool = False,
+    stall_timeout_s: float = 300.0,
+    **engine_kwargs: Any,
+) -> Any:
     """An engine that is not started, set up as the rollout servers are on CPU."""
     from ray_apr.config import RolloutConfig
     from ray_apr.serve.engine import Engine
@@ -29,6 +35,7 @@ def make_engine(model: Path, *, keep_kv_cache: bool = False, **engine_kwargs: An
         replica_id="engine-0",
         engine_kwargs={**arguments, "max_num_seqs": 64, **engine_kwargs},
         keep_kv_cache=keep_kv_cache,
+        stall_timeout_s=stall_timeout_s,
     )
 
 

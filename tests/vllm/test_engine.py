@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
+import signal
 
 import pytest
 import torch
@@ -414,6 +416,50 @@ def test_tokens_of_evaluations_are_counted_apart(parts):
         after = engine.status()
         assert after.tokens_generated - before.tokens_generated == 64
         assert after.tokens_evaluated - before.tokens_evaluated == 64
+
+    run(body())
+
+
+def test_an_engine_whose_core_stands_still_gives_its_calls_back_with_their_tokens(parts):
+    """Its calls waited for ten minutes, and their tokens were lost."""
+    run, engine, trainer = parts
+
+    async def body():
+        before = engine.status()
+        engine._stall.limit_s = 1.5
+        engine._stall_task.cancel()
+        engine._watch()
+        (core,) = engine._llm.engine_core.resources.engine_manager.processes
+        calls = [start(engine, sampling=FREE, max_tokens=400, name=f"still{i}") for i in range(4)]
+        async with asyncio.timeout(60):
+            while engine.status().tokens_made < before.tokens_made + 4 * 32:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        os.kill(core.pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(10):
+                generations = await asyncio.gather(*calls)
+            assert {g.finish_reason for g in generations} == {FinishReason.ABORT}
+            made = sum(g.num_tokens for g in generations)
+            assert made >= 4 * 32
+            assert engine.status().tokens_generated == before.tokens_generated + made
+            assert engine.status().is_stalled
+            with pytest.raises(
+                EngineUnavailableError, match=r"for 1.5 s \(rollout.stall_timeout_s"
+            ):
+                await engine.check_health()
+            with pytest.raises(EngineUnavailableError, match=r"rollout.stall_timeout_s"):
+                await generate(engine)
+        finally:
+            os.kill(core.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while engine.status().is_stalled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        engine._stall.limit_s = 300.0
+        for generation in generations:  # each goes on where it was
+            ids = (*PROMPT, *ids_of(generation))
+            rest = await generate(engine, ids=ids, max_tokens=8)
+            expected = hf_logprobs(trainer.model, ids, ids_of(rest))
+            assert largest_gap(logprobs_of(rest), expected) < 1e-3
 
     run(body())
 
