@@ -19,6 +19,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 UV := uv==0.13.8
+SCHEMATHESIS := schemathesis==4.32.5
 
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
 ARGS ?=
@@ -38,7 +39,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-unit lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-unit fuzz-http lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -56,6 +57,10 @@ test: $(DEV) ## run all tests
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
 	@exec $(PY) -m pytest tests/unit $(ARGS)
+
+fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
+	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"
+	PYTHONPATH=$(CURDIR):.cache/schemathesis exec $(PY) tests/fuzz/http_cases.py
 
 lint: $(DEV) ## check style, types and layers
 	@rc=0

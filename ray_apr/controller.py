@@ -32,6 +32,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.causes import cause_of, death_of, write_error_log
+from ray_apr.config import goes_on_across_syncs
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
@@ -260,6 +261,7 @@ class _Parts:
                 model=plan.model,
                 config=plan.rollout,
                 kv_cache=plan.partial_rollout.kv_cache,
+                needs_attestation=goes_on_across_syncs(plan.partial_rollout, plan.rollout),
                 max_model_len=plan.max_model_len,
                 evaluates=plan.evaluation is not None,
                 cancelled=self._closing,

@@ -46,6 +46,7 @@ def final_figures(
             "samples_interrupted": summary.samples_interrupted,
             "samples_resumed": summary.samples_resumed,
             "tokens_generated": sum(engine.tokens_generated for engine in summary.engines),
+            "tokens_outside": sum(engine.tokens_outside for engine in summary.engines),
             "tokens_interrupted": summary.ledger.interrupted,
             "prompts_position": summary.prompts_position,
             "engines": [_engine_figures(engine) for engine in summary.engines],

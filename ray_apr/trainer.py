@@ -18,8 +18,10 @@ from ray_apr.config import (
     PartialRolloutConfig,
     RolloutConfig,
     TrainConfig,
+    check_attestation,
     check_placement,
     check_together,
+    installed_vllm,
 )
 from ray_apr.controller import run
 from ray_apr.data.datasource import READ_TASK_CPUS
@@ -106,6 +108,7 @@ class APRTrainer:
         _check_scaling(scaling, rollout, train)
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
+        check_attestation(partial_rollout, rollout, installed_vllm())
         failures = run_config and run_config.failure_config
         if rollout.is_colocated and failures and failures.max_failures:
             remedy = (

@@ -75,6 +75,17 @@ class Segment:
             )
 
 
+class Origin(StrEnum):
+    """Where a request to an engine comes from."""
+
+    ROLLOUT = "rollout"
+    """The run's rollout worker: its tokens are in the ledger."""
+    EVALUATION = "evaluation"
+    """The run's evaluation, whose requests go first in an engine's queue."""
+    OUTSIDE = "outside"
+    """Somebody else, over HTTP."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn; a plain value, so that no engine class leaves `serve`."""
@@ -95,8 +106,8 @@ class SamplingParams:
     """Seed of one request; None draws from the engine's own random state."""
     ignore_eos: bool = False
     """Generate the whole budget (replay of traces)."""
-    is_evaluation: bool = False
-    """The request belongs to no rollout: it goes first in a queue, and its tokens count apart."""
+    origin: Origin = Origin.ROLLOUT
+    """Where the request comes from; an engine counts the tokens of each origin apart."""
 
     def of_call(self, sample: Sample, *, seed: int | None = None) -> SamplingParams:
         """Parameters of the next call of a sample, which goes on where the last one ended.
@@ -588,7 +599,7 @@ class ServerStatus:
     num_running: int
     """Requests that the engine holds, queued ones included."""
     tokens_generated: int
-    """Tokens handed out since the start (the server's side of the ledger)."""
+    """Tokens handed out to rollouts since the start (the server's side of the ledger)."""
     num_aborted: int
     uptime_s: float
     busy_s: float
@@ -608,5 +619,7 @@ class ServerStatus:
     """Whether it has made no token for ``rollout.stall_timeout_s`` although it has requests."""
     tokens_evaluated: int = 0
     """Tokens handed out to evaluations; `tokens_generated` does not count them."""
+    tokens_outside: int = 0
+    """Tokens handed out to requests from outside of the run, which it does not count either."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""

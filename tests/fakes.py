@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
@@ -287,6 +288,70 @@ class ScriptedEngine:
 
     def _replica(self, session_id: str) -> str:
         return f"engine-{sum(session_id.encode()) % self._num_replicas}"
+
+
+class OutsideClient:
+    """What the HTTP ingress calls: engines that are as strict with numbers as vLLM's arrays.
+
+    Attributes:
+        asked: Sampling of every generate call.
+        error: Raised by every verb from now on.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[SamplingParams] = []
+        self.error: Exception | None = None
+        self._engines = ScriptedEngine()
+
+    def _answer(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        session_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+    ) -> Generation:
+        """Make the first token again and again, at most four times."""
+        self._answer()
+        array("i", [*token_ids, *sampling.stop_token_ids, sampling.top_k, max_tokens])
+        array("q", [sampling.seed or 0])
+        f"{request_id} {session_id}".encode()
+        self.asked.append(sampling)
+        ids = (token_ids[0],) * min(4, max_tokens)
+        segment = Segment(policy_version=0, token_ids=ids, logprobs=(-1.0,) * len(ids))
+        return Generation(
+            request_id=request_id, segments=(segment,), finish_reason=FinishReason.LENGTH
+        )
+
+    async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
+        """Nothing runs."""
+        self._answer()
+        return 0
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Nothing to freeze."""
+        self._answer()
+        assert mode in get_args(PauseMode)
+
+    async def resume(self) -> None:
+        """Nothing to unfreeze."""
+        self._answer()
+
+    async def status(self, *, drain: bool) -> list[ServerStatus]:
+        """Of one replica."""
+        self._answer()
+        assert not drain
+        return await self._engines.status()
+
+    async def is_paused(self) -> bool:
+        """Never."""
+        self._answer()
+        return False
 
 
 def _segments(request: _Request) -> tuple[Segment, ...]:

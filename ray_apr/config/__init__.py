@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ray_apr.checks import require
 from ray_apr.config.algorithm import AlgorithmConfig
+from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig, ResumeOrder
 from ray_apr.config.rollout import RolloutConfig
@@ -25,8 +26,11 @@ __all__ = [
     "ResumeOrder",
     "RolloutConfig",
     "TrainConfig",
+    "check_attestation",
     "check_placement",
     "check_together",
+    "goes_on_across_syncs",
+    "installed_vllm",
 ]
 
 

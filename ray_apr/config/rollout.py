@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +23,13 @@ from ray_apr.config.engine_options import check_engine_options
 from ray_apr.types import SamplingParams
 
 Device = Literal["auto", "cpu", "cuda"]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +85,11 @@ class RolloutConfig:
     response gets exactly so long, whatever the model says. It replays a trace; None lets the model
     decide."""
     http_host: str = "127.0.0.1"
+    """Address that the HTTP ingress listens at; any but loopback demands a control token."""
     http_port: int | None = None
     """Port of the HTTP ingress; None opens none."""
     control_token: str | None = field(default=None, repr=False)
-    """Bearer token that abort, pause and resume demand over HTTP; None demands none."""
+    """Bearer token that all of HTTP but ``/healthz`` demands; None demands none."""
     start_timeout_s: float = 600.0
     """Limit for all servers to become ready."""
     stall_timeout_s: float = 300.0
@@ -138,6 +148,20 @@ class RolloutConfig:
             )
         port = self.http_port
         require(port is None or port < 65536, f"{s}.http_port", port, "must be in 1..65535 or None")
+        token = self.control_token
+        require(
+            token is None or re.fullmatch(r"[!-~]+", token) is not None,
+            f"{s}.control_token",
+            "…",
+            "must be visible ASCII characters, at least one",
+        )
+        require(
+            port is None or token is not None or _is_loopback(self.http_host),
+            f"{s}.control_token",
+            token,
+            f'must be set with http_host = "{self.http_host}", which others than this machine '
+            'reach; or set http_host to "127.0.0.1"',
+        )
 
     def _check_stops(self) -> None:
         s = "rollout"

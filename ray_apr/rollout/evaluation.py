@@ -28,7 +28,7 @@ from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import TurnRules
 from ray_apr.rollout.turns import encode_step
-from ray_apr.types import Prompt, RewardResult, Sample, SamplingParams
+from ray_apr.types import Origin, Prompt, RewardResult, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Evaluator:
             stop_token_ids=rollout.stop_token_ids,
             stop_strings=rollout.stop_strings,
             min_tokens=min(rollout.min_response_tokens, self._max_response_tokens),
-            is_evaluation=True,
+            origin=Origin.EVALUATION,
         )
 
     async def start(self) -> None:

@@ -54,6 +54,7 @@ def build_rollout_app(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
+    needs_attestation: bool = False,
     max_model_len: int | None = None,
     on_cuda: bool = False,
     evaluates: bool = False,
@@ -64,6 +65,8 @@ def build_rollout_app(
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
         kv_cache: What becomes of KV entries of old weights at a weight sync.
+        needs_attestation: Whether requests go on across weight syncs, so that vLLM has to tell the
+            version of each token.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         on_cuda: Whether the engines run on GPUs.
         evaluates: Whether some requests are evaluations, which go first in an engine's queue.
@@ -86,11 +89,16 @@ def build_rollout_app(
         **_placement(config, on_cuda),
     )
     servers = deployment.bind(
-        model, arguments, kv_cache == "keep", config.stall_timeout_s, config.is_colocated
+        model,
+        arguments,
+        kv_cache == "keep",
+        config.stall_timeout_s,
+        config.is_colocated,
+        needs_attestation,
     )
     if config.http_port is None:
         return servers
-    return build_ingress(servers, config)
+    return build_ingress(servers, config, max_model_len)
 
 
 def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
@@ -149,6 +157,7 @@ def start_rollout_servers(
     model: str,
     config: RolloutConfig,
     kv_cache: KVCache = "recompute",
+    needs_attestation: bool = False,
     max_model_len: int | None = None,
     evaluates: bool = False,
     cancelled: threading.Event | None = None,
@@ -160,6 +169,8 @@ def start_rollout_servers(
         model: Folder or hub id.
         config: Replicas, devices, engine arguments, HTTP.
         kv_cache: What becomes of KV entries of old weights at a weight sync.
+        needs_attestation: Whether requests go on across weight syncs, so that vLLM has to tell the
+            version of each token.
         max_model_len: Longest prompt + response, in tokens; None takes the model's.
         evaluates: Whether some requests are evaluations, which go first in an engine's queue.
         cancelled: Another thread sets it to end the wait.
@@ -175,6 +186,7 @@ def start_rollout_servers(
         model=model,
         config=config,
         kv_cache=kv_cache,
+        needs_attestation=needs_attestation,
         max_model_len=max_model_len,
         on_cuda=on_cuda,
         evaluates=evaluates,

@@ -5,7 +5,8 @@ Invariants, kept by `Engine`:
     * A call that is stopped returns what it has; awaiting tasks are never cancelled to stop one,
       which would lose the tokens.
     * Each token carries the version that vLLM attests (spans, since 0.32); where it attests none,
-      the version between whose two syncs the call ran, which is exact as long as a sync aborts.
+      the version between whose two syncs the call ran. A run whose syncs leave calls inside, for
+      which that would be wrong, is refused there.
     * After a broken weight sync nothing is generated until the next one that succeeds; what was
       frozen during it comes back with the tokens from before.
     * A call ends by itself, or because the engine has made no progress for a stated time, however
@@ -20,6 +21,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ray_apr.config.engine_version import NEEDS_ATTESTATION
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
@@ -34,7 +36,7 @@ from ray_apr.serve.outputs import (
 )
 from ray_apr.serve.plugin import BACKEND, register, start_error
 from ray_apr.serve.stall import StallWatch
-from ray_apr.types import FinishReason, Generation, SamplingParams, Segment, ServerStatus
+from ray_apr.types import FinishReason, Generation, Origin, SamplingParams, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class Engine:
             paused.
         takes_turns: Whether the engine has its device in turns with a train worker: it sleeps from
             the start on, and wakes for each set of weights.
+        needs_attestation: Whether calls go on across weight syncs, so that vLLM has to tell the
+            version of each token.
     """
 
     def __init__(
@@ -85,8 +89,10 @@ class Engine:
         keep_kv_cache: bool = False,
         stall_timeout_s: float = 300.0,
         takes_turns: bool = False,
+        needs_attestation: bool = False,
     ) -> None:
         self._model = model
+        self._needs_attestation = needs_attestation
         self._kwargs = dict(engine_kwargs)
         self._keep_kv_cache = keep_kv_cache
         self._takes_turns = takes_turns
@@ -110,8 +116,8 @@ class Engine:
         """Calls that vLLM holds, or that are on their way into it."""
         self._policy_version = 0
         self._weights_valid = True
-        self._tokens_generated = 0
-        self._tokens_evaluated = 0
+        self._tokens = dict.fromkeys(Origin, 0)
+        """Tokens handed out, by where their requests came from."""
         self._num_aborted = 0
         self._num_ended = 0
         self._activity = Activity()
@@ -120,7 +126,8 @@ class Engine:
         """Load the model; returns when the engine answers.
 
         Raises:
-            ConfigError: If vLLM does not take the arguments.
+            ConfigError: If vLLM does not take the arguments, or does not tell versions that are
+                needed.
             EngineUnavailableError: If the engine cannot start for another reason.
         """
         register()
@@ -128,6 +135,9 @@ class Engine:
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self._attests = hasattr(AsyncLLM, "update_weight_version")
+        if self._needs_attestation and not self._attests:
+            raise ConfigError("partial_rollout.interrupt", "never", NEEDS_ATTESTATION)
         try:
             args = AsyncEngineArgs(
                 model=self._model,
@@ -143,8 +153,8 @@ class Engine:
             raise EngineUnavailableError(
                 f"{self.replica_id} cannot start: {reason() or error}"
             ) from error
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._is_multimodal = bool(self._llm.model_config.is_multimodal_model)
-        self._attests = hasattr(self._llm, "update_weight_version")
         if self._attests:
             await self._llm.update_weight_version(str(self._policy_version))
         self._activity.start()
@@ -202,6 +212,8 @@ class Engine:
                 f"request {request_id} has {len(token_ids)} tokens and a budget of {max_tokens}; "
                 "both must be at least 1"
             )
+        if sampling.origin is Origin.OUTSIDE:
+            self._check_ids(request_id, (*token_ids, *sampling.stop_token_ids))
         aborted = self._running[request_id] = asyncio.Event()
         try:
             if not await self._enter(aborted):
@@ -219,13 +231,19 @@ class Engine:
             salt = session_id if self._keep_kv_cache else f"v{self._policy_version}"
             prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt or request_id}
             generation = await self._run(request_id, prompt, sampling, max_tokens)
-            if sampling.is_evaluation:
-                self._tokens_evaluated += generation.num_tokens
-            else:
-                self._tokens_generated += generation.num_tokens
+            self._tokens[sampling.origin] += generation.num_tokens
             return generation
         finally:
             del self._running[request_id]
+
+    def _check_ids(self, request_id: str, ids: Sequence[int]) -> None:
+        """Refuse ids that the model has no row for: vLLM may take those that its tokenizer has, and
+        an index out of range ends the engine."""
+        if max(ids) >= self._vocabulary or min(ids) < 0:
+            raise RolloutError(
+                f"request {request_id} has token ids outside of the model's vocabulary of "
+                f"{self._vocabulary}"
+            )
 
     async def _enter(self, aborted: asyncio.Event) -> bool:
         """Wait at the gate; False if the call was aborted there."""
@@ -242,7 +260,7 @@ class Engine:
         self, request_id: str, prompt: Mapping[str, Any], sampling: SamplingParams, max_tokens: int
     ) -> Generation:
         params = vllm_params(sampling, max_tokens)
-        priority = {"priority": _FIRST} if sampling.is_evaluation else {}
+        priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         version = self._policy_version
         with self._inside_engine(request_id) as call, self._dead_is_unavailable():
             try:
@@ -518,7 +536,7 @@ class Engine:
             weights_valid=self._weights_valid,
             is_stalled=self._stall.is_stalled,
             num_running=len(self._running),
-            tokens_generated=self._tokens_generated,
+            tokens_generated=self._tokens[Origin.ROLLOUT],
             tokens_made=self._load.num_tokens,
             num_aborted=self._num_aborted,
             spans=spans,
@@ -529,7 +547,8 @@ class Engine:
             kv_usage=self._load.kv_usage,
             num_preempted=self._load.num_preempted,
             num_ended=self._num_ended,
-            tokens_evaluated=self._tokens_evaluated,
+            tokens_evaluated=self._tokens[Origin.EVALUATION],
+            tokens_outside=self._tokens[Origin.OUTSIDE],
         )
 
     async def check_health(self) -> None:

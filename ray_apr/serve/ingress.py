@@ -1,139 +1,195 @@
-"""The HTTP face of the rollout servers: the same verbs, on loopback unless told otherwise."""
+"""The HTTP face of the rollout servers: the same verbs, on loopback unless told otherwise.
+
+Invariants:
+    * With a control token, nothing but ``/healthz`` is answered without it, and no body is read.
+    * No body is read beyond what a prompt of the model's context takes.
+    * What comes in here is no rollout: engines count its tokens apart (`Origin.OUTSIDE`).
+    * A bad request is answered by a 4xx, a server that cannot answer by a 503; the reply repeats
+      nothing of the request that could not be written as JSON.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hmac
+import json
 from typing import Any
 
-from fastapi import FastAPI, Header, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
 from ray import serve
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
-from ray_apr.protocols import PauseMode
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.serve.bodies import AbortRequest, GenerateRequest, PauseRequest
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.names import INGRESS
-from ray_apr.types import SamplingParams
+
+OPEN_PATH = "/healthz"
+"""Answered without a token."""
+_ANY_CONTEXT = 2**20
+"""Tokens of a context that is not known here."""
+_BYTES_PER_TOKEN = 12
+"""Ten digits, a comma and a space."""
+_OTHER_BYTES = 2**16
 
 
-class GenerateRequest(BaseModel):
-    """Body of ``POST /v1/rollouts/generate``."""
+class _Reply(JSONResponse):
+    """JSON in ASCII: a lone surrogate, which JSON may hold, cannot be sent as UTF-8."""
 
-    request_id: str
-    session_id: str = ""
-    token_ids: list[int] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    stop_token_ids: list[int] = []
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def sampling(self) -> SamplingParams:
-        """The sampling part."""
-        names = {f.name for f in dataclasses.fields(SamplingParams)}
-        values = {k: v for k, v in self.model_dump().items() if k in names}
-        return SamplingParams(**{**values, "stop_token_ids": tuple(self.stop_token_ids)})
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-class AbortRequest(BaseModel):
-    """Body of ``POST /v1/rollouts/abort``; without ids, everything is aborted."""
+class _Guard:
+    """What a request has to pass before the application sees it (ASGI).
 
-    request_ids: list[str] | None = None
+    Args:
+        app: What follows.
+        token: What it has to bring; None asks for nothing.
+        max_bytes: Longest body.
+    """
+
+    def __init__(self, app: Any, token: str | None, max_bytes: int) -> None:
+        self._app = app
+        self._wanted = None if token is None else f"Bearer {token}".encode()
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        is_open = self._wanted is None or scope["path"] == OPEN_PATH
+        if not (is_open or hmac.compare_digest(given, self._wanted)):
+            detail = "this needs the control token: Authorization: Bearer …"
+            await _Reply({"detail": detail}, 401)(scope, receive, send)
+            return
+        body = await self._read(receive)
+        if body is None:
+            detail = f"the body has more than {self._max_bytes} bytes"
+            await _Reply({"detail": detail}, 413)(scope, receive, send)
+            return
+        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Any:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Any) -> bytes | None:
+        """The whole body; None if it is too long."""
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                return None
+            more = message.get("more_body", False)
+        return bytes(body)
 
 
-class PauseRequest(BaseModel):
-    """Body of ``POST /v1/rollouts/pause``."""
+class _Verbs:
+    """What is behind each path."""
 
-    mode: PauseMode = "abort"
+    def __init__(self, client: Any, max_model_len: int | None) -> None:
+        self._client = client
+        self._max_model_len = max_model_len
 
-
-http = FastAPI(title="ray_apr rollout servers")
-
-
-@http.exception_handler(RolloutError)
-async def _on_rollout_error(request: Request, error: RolloutError) -> JSONResponse:
-    """An engine that cannot answer is a 503, a request that it refuses a 400."""
-    code = 503 if isinstance(error, EngineUnavailableError) else 400
-    return JSONResponse({"detail": str(error)}, status_code=code)
-
-
-@serve.ingress(http)
-class RolloutIngress:
-    """The verbs over HTTP; abort, pause and resume demand the control token if one is set."""
-
-    def __init__(self, servers: Any, config: RolloutConfig) -> None:
-        del servers  # bound so that Serve starts them; the client finds them by name
-        app_name = serve.get_replica_context().app_name
-        self._client = ServeRolloutClient(app_name, config)
-        self._token = config.control_token
-
-    def _authorize(self, authorization: str | None) -> None:
-        """Refuse a control verb without the token."""
-        given = (authorization or "").removeprefix("Bearer ").encode()
-        if self._token is not None and not hmac.compare_digest(given, self._token.encode()):
-            raise HTTPException(401, "this verb needs the control token: Authorization: Bearer …")
-
-    @http.post("/v1/rollouts/generate")
-    async def generate(self, body: GenerateRequest) -> dict[str, Any]:
+    async def generate(self, body: GenerateRequest) -> _Reply:
         """Continue token ids."""
-        generation = await self._client.generate(
-            request_id=body.request_id,
-            session_id=body.session_id or body.request_id,
-            token_ids=body.token_ids,
-            sampling=body.sampling(),
-            max_tokens=body.max_tokens,
-        )
-        return dataclasses.asdict(generation)
+        context, num_tokens = self._max_model_len, len(body.token_ids) + body.max_tokens
+        if context is not None and num_tokens > context:
+            detail = f"token_ids and max_tokens are {num_tokens} tokens; the context has {context}"
+            raise HTTPException(422, detail)
+        try:
+            generation = await self._client.generate(
+                request_id=body.request_id,
+                session_id=body.session_id or body.request_id,
+                token_ids=body.token_ids,
+                sampling=body.sampling(),
+                max_tokens=body.max_tokens,
+            )
+        except EngineUnavailableError:
+            raise
+        except RolloutError as error:
+            raise HTTPException(400, str(error)) from error
+        return _Reply(dataclasses.asdict(generation))
 
-    @http.post("/v1/rollouts/abort")
-    async def abort(
-        self, body: AbortRequest, authorization: str | None = Header(None)
-    ) -> dict[str, int]:
+    async def abort(self, body: AbortRequest) -> _Reply:
         """Stop calls, all or by id."""
-        self._authorize(authorization)
-        ids = body.request_ids
-        return {"num_aborted": await self._client.abort_anywhere(ids)}
+        return _Reply({"num_aborted": await self._client.abort_anywhere(body.request_ids)})
 
-    @http.post("/v1/rollouts/pause")
-    async def pause(
-        self, body: PauseRequest, authorization: str | None = Header(None)
-    ) -> dict[str, bool]:
+    async def pause(self, body: PauseRequest) -> _Reply:
         """Freeze all engines."""
-        self._authorize(authorization)
         await self._client.pause(body.mode)
-        return {"is_paused": True}
+        return _Reply({"is_paused": True})
 
-    @http.post("/v1/rollouts/resume")
-    async def resume(self, authorization: str | None = Header(None)) -> dict[str, bool]:
+    async def resume(self) -> _Reply:
         """Unfreeze all engines."""
-        self._authorize(authorization)
         await self._client.resume()
-        return {"is_paused": False}
+        return _Reply({"is_paused": False})
 
-    @http.get("/status")
-    async def status(self) -> list[dict[str, Any]]:
+    async def status(self) -> _Reply:
         """One entry for each replica; the spans stay with the rollout worker."""
-        return [dataclasses.asdict(s) for s in await self._client.status(drain=False)]
+        return _Reply([dataclasses.asdict(s) for s in await self._client.status(drain=False)])
 
-    @http.get("/healthz")
-    async def healthz(self) -> dict[str, str]:
+    async def healthz(self) -> _Reply:
         """Whether all engines answer."""
         await self._client.is_paused()
-        return {"status": "ok"}
+        return _Reply({"status": "ok"})
 
 
-def build_ingress(servers: Any, config: RolloutConfig) -> serve.Application:
+async def _on_error(request: Request, error: APRError) -> _Reply:
+    """The servers cannot answer."""
+    return _Reply({"detail": str(error)}, 503)
+
+
+async def _on_bad_request(request: Request, error: RequestValidationError) -> _Reply:
+    """The body is not what it must be; its values are not repeated."""
+    found = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+    return _Reply({"detail": found}, 422)
+
+
+def make_api(client: Any, *, token: str | None, max_model_len: int | None) -> FastAPI:
+    """The verbs as an ASGI application.
+
+    Args:
+        client: A `ServeRolloutClient`, or what answers like one.
+        token: What every request but that for health has to bring; None asks for nothing.
+        max_model_len: Longest prompt + response, in tokens; None leaves it to the engines.
+    """
+    api = FastAPI(title="ray_apr rollout servers")
+    max_bytes = _OTHER_BYTES + _BYTES_PER_TOKEN * (max_model_len or _ANY_CONTEXT)
+    api.add_middleware(_Guard, token=token, max_bytes=max_bytes)
+    api.add_exception_handler(APRError, _on_error)  # type: ignore[arg-type]
+    api.add_exception_handler(RequestValidationError, _on_bad_request)  # type: ignore[arg-type]
+    verbs = _Verbs(client, max_model_len)
+    for verb in (verbs.generate, verbs.abort, verbs.pause, verbs.resume):
+        api.post(f"/v1/rollouts/{verb.__name__}", response_model=None)(verb)
+    api.get("/status", response_model=None)(verbs.status)
+    api.get(OPEN_PATH, response_model=None)(verbs.healthz)
+    return api
+
+
+def build_ingress(
+    servers: Any, config: RolloutConfig, max_model_len: int | None
+) -> serve.Application:
     """Put the HTTP ingress in front of bound servers."""
+
+    def make() -> FastAPI:
+        """Runs in the replica."""
+        client = ServeRolloutClient(serve.get_replica_context().app_name, config)
+        return make_api(client, token=config.control_token, max_model_len=max_model_len)
+
     deployment = serve.deployment(
-        RolloutIngress,
+        serve.ingress(make)(),
         name=INGRESS,
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment.bind(servers, config)
+    return deployment.bind(servers)  # so that Serve starts them; the client finds them by name

@@ -27,6 +27,7 @@ class RolloutServer:
         keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
         stall_timeout_s: Longest time without progress of an engine that has requests.
         takes_turns: Whether the engine has its device in turns with a train worker.
+        needs_attestation: Whether vLLM has to tell the version of each token.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -36,6 +37,7 @@ class RolloutServer:
         keep_kv_cache: bool,
         stall_timeout_s: float,
         takes_turns: bool,
+        needs_attestation: bool,
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = Engine(
@@ -45,6 +47,7 @@ class RolloutServer:
             keep_kv_cache=keep_kv_cache,
             stall_timeout_s=stall_timeout_s,
             takes_turns=takes_turns,
+            needs_attestation=needs_attestation,
         )
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()

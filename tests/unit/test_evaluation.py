@@ -13,7 +13,7 @@ from ray_apr.exceptions import ConfigError, EngineUnavailableError, RewardError,
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
 from ray_apr.rollout.state import TurnRules
-from ray_apr.types import Prompt, RewardResult, Step
+from ray_apr.types import Origin, Prompt, RewardResult, Step
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 
 PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]
@@ -116,7 +116,7 @@ async def test_it_asks_greedily_and_apart_from_the_run(make):
     evaluator, _ = make(Engine(auto=1), at_start=False)
     await evaluator.start()
     await evaluator.evaluate(0)
-    assert all(s.is_evaluation and s.top_k == 1 for s in asked) and len(asked) == 4
+    assert all(s.origin is Origin.EVALUATION and s.top_k == 1 for s in asked) and len(asked) == 4
 
 
 async def test_an_interrupted_response_goes_on_with_its_tokens(make):

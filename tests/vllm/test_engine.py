@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
-from ray_apr.types import FinishReason, Generation, Prompt, Sample, SamplingParams, Segment
+from ray_apr.types import FinishReason, Generation, Origin, Prompt, Sample, SamplingParams, Segment
 from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches
@@ -107,8 +107,10 @@ def test_log_probs_are_those_that_the_trainer_computes(parts, temperature, seed)
 def test_an_evaluation_beside_rollouts_leaves_their_log_probs_alone(parts):
     run, engine, trainer = parts
     tempered = SamplingParams(temperature=0.7, ignore_eos=True)
-    greedy = SamplingParams(top_k=1, ignore_eos=True, is_evaluation=True)
-    truncated = SamplingParams(temperature=0.6, top_p=0.9, ignore_eos=True, is_evaluation=True)
+    greedy = SamplingParams(top_k=1, ignore_eos=True, origin=Origin.EVALUATION)
+    truncated = SamplingParams(
+        temperature=0.6, top_p=0.9, ignore_eos=True, origin=Origin.EVALUATION
+    )
 
     async def body():
         calls = (generate(engine, sampling=s) for s in (tempered, greedy, truncated, tempered))
@@ -411,7 +413,7 @@ def test_tokens_of_evaluations_are_counted_apart(parts):
 
     async def body():
         before = engine.status()
-        held_out = SamplingParams(top_k=1, ignore_eos=True, is_evaluation=True)
+        held_out = SamplingParams(top_k=1, ignore_eos=True, origin=Origin.EVALUATION)
         assert ids_of(await generate(engine, sampling=held_out)) == ids_of(await generate(engine))
         after = engine.status()
         assert after.tokens_generated - before.tokens_generated == 64

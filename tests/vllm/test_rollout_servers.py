@@ -225,27 +225,34 @@ def http(config, method, path, body=None, token=None):
 def test_http_verbs(servers):
     _, _, config = servers
     assert http(config, "GET", "/healthz") == (200, {"status": "ok"})
+    before = http(config, "GET", "/status", token=TOKEN)[1]
     code, generation = http(
         config, "POST", "/v1/rollouts/generate",
-        {"request_id": "h1", "token_ids": [5, 6], "max_tokens": 4, "ignore_eos": True},
+        {"request_id": "h1", "token_ids": [5, 6], "max_tokens": 4, "ignore_eos": True}, TOKEN,
     )  # fmt: skip
     assert (code, generation["finish_reason"]) == (200, "length")
     segment = generation["segments"][0]
     assert len(segment["token_ids"]) == len(segment["logprobs"]) == 4
     assert segment["policy_version"] == 0
-    code, status = http(config, "GET", "/status")
+    code, status = http(config, "GET", "/status", token=TOKEN)
     assert (code, len(status)) == (200, 2)
+    made = {
+        key: sum(s[key] for s in status) - sum(s[key] for s in before)
+        for key in ("tokens_generated", "tokens_outside")
+    }
+    assert made == {"tokens_generated": 0, "tokens_outside": 4}, "the run's ledger has no part"
 
 
-def test_http_control_verbs_need_the_token(servers):
+def test_http_verbs_need_the_token(servers):
     _, _, config = servers
     for verb, body in (("pause", {"mode": "abort"}), ("resume", {}), ("abort", {})):
         for token in (None, "wrong"):
             code, _ = http(config, "POST", f"/v1/rollouts/{verb}", body, token)
             assert code == 401, verb
-    assert not http(config, "GET", "/status")[1][0]["is_paused"]
+    assert http(config, "GET", "/status")[0] == 401
+    assert not http(config, "GET", "/status", token=TOKEN)[1][0]["is_paused"]
     assert http(config, "POST", "/v1/rollouts/pause", {"mode": "keep"}, TOKEN)[0] == 200
-    assert all(s["is_paused"] for s in http(config, "GET", "/status")[1])
+    assert all(s["is_paused"] for s in http(config, "GET", "/status", token=TOKEN)[1])
     assert http(config, "POST", "/v1/rollouts/resume", {}, TOKEN)[0] == 200
     assert http(config, "POST", "/v1/rollouts/abort", {}, TOKEN) == (200, {"num_aborted": 0})
 
@@ -253,11 +260,14 @@ def test_http_control_verbs_need_the_token(servers):
 def test_bad_http_bodies_are_refused(servers):
     _, _, config = servers
     good = {"request_id": "h2", "token_ids": [5], "max_tokens": 4}
-    for change in ({"token_ids": []}, {"max_tokens": 0}, {"temperature": -1}, {"token_ids": "x"}):
-        code, _ = http(config, "POST", "/v1/rollouts/generate", {**good, **change})
+    for change in ({"token_ids": []}, {"max_tokens": 0}, {"temperature": -1}, {"token_ids": "x"},
+                   {"token_ids": [5] * 600}):  # fmt: skip
+        code, _ = http(config, "POST", "/v1/rollouts/generate", {**good, **change}, TOKEN)
         assert code == 422, change
-    code, reply = http(config, "POST", "/v1/rollouts/generate", {**good, "token_ids": [5] * 600})
-    assert code == 400, reply
+    for change in ({"token_ids": [10**6]}, {"stop_token_ids": [10**6]}):
+        code, reply = http(config, "POST", "/v1/rollouts/generate", {**good, **change}, TOKEN)
+        assert code == 400 and "vocabulary" in reply["detail"], reply
+    assert http(config, "POST", "/v1/rollouts/generate", good, TOKEN)[0] == 200, "all engines live"
 
 
 class Syncs:

