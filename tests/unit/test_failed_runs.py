@@ -18,6 +18,7 @@ from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
+from ray_apr.types import SamplingParams
 from tests.run_plans import run_plan
 
 STATS = BufferStats(
@@ -182,6 +183,7 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     loop._progress = Progress(step=4, policy_version=4)
     loop._train, loop._settings = run_plan().train, {"algorithm": None}
     loop._model = loop._optimizer = loop._reference = None
+    loop._sampling = SamplingParams()
     loop._publisher = types.SimpleNamespace(after_step=fail)
     monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
     with pytest.raises(WeightSyncError):
