@@ -24,8 +24,9 @@ def cause_of(error: BaseException) -> APRError:
     if ours is not None:
         return ours
     first = leaves[0]
-    said = death_of(first) if isinstance(first, RayActorError) else one_line(first)
-    return TrainError(f"training failed: {type(first).__name__}: {said}")
+    if isinstance(first, RayActorError):
+        return TrainError(f"training failed: a process of it died: {death_of(first)}")
+    return TrainError(f"training failed: {type(first).__name__}: {one_line(first)}")
 
 
 def death_of(error: RayActorError) -> str:
@@ -55,8 +56,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         for _, failure in sorted(failures.items()):
             yield from _leaves(failure)
         return
-    # of Ray Train's controller, of a train worker, of another process
-    for name in ("controller_failure", "_base_exc"):
+    # of Ray Train: its controller, a train worker that died, the code of one
+    for name in ("controller_failure", "health_check_failure", "_base_exc"):
         inner = getattr(error, name, None)
         if isinstance(inner, BaseException):
             yield from _leaves(inner)

@@ -215,7 +215,8 @@ class RolloutWorker:
             logger.error("the rollout worker stops: %r", error, exc_info=None if is_ours else error)
             reason = error if isinstance(error, APRError) else RolloutError(repr(error))
             if isinstance(reason, EngineUnavailableError) and self._outage.reason:
-                reason = EngineUnavailableError(f"{self._outage.reason}; then {reason}")
+                met = self._outage.reason.rstrip(".")
+                reason = EngineUnavailableError(f"{met}; then {reason}")
             await self._buffer.fail.remote(reason)
 
     # -- loops -----------------------------------------------------------------------------------

@@ -85,7 +85,12 @@ def test_the_death_of_an_actor_is_told_by_its_reason():
     died = ActorDiedError()
     died.error_msg = "The actor died.\n\tclass_name: X\nThe actor is dead because of a signal."
     assert death_of(died) == "The actor is dead because of a signal."
-    assert "training failed: ActorDiedError: The actor is dead because" in str(cause_of(died))
+    unwell = RuntimeError("A worker health check failed.")
+    unwell.health_check_failure = died  # as Ray Train has it
+    of_a_worker = group_error(rank0=unwell)
+    for error in (died, of_a_worker):
+        said = "training failed: a process of it died: The actor is dead because of a signal."
+        assert str(cause_of(error)) == said
 
 
 class Handle:
