@@ -104,7 +104,7 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
     from ray_apr import AlgorithmConfig, TrainConfig
     from ray_apr.data.batch import build_rank_batches
     from ray_apr.train.fsdp import build_optimizer
-    from ray_apr.train.logprobs import attach_response_logprobs
+    from ray_apr.train.head import attach_response_logprobs
     from ray_apr.train.step import train_step
 
     torch.set_num_threads(1)

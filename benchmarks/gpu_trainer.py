@@ -259,8 +259,8 @@ def bare_step(
 
     from ray_apr.data.batch import build_rank_batches
     from ray_apr.train.attention import attention_name
+    from ray_apr.train.head import attach_response_logprobs
     from ray_apr.train.logprobs import (
-        attach_response_logprobs,
         micro_batches,
         response_logprobs,
     )

@@ -25,7 +25,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ray_apr.train.attention import Packing, attention_name
-from ray_apr.train.logprobs import MicroBatch, attach_response_logprobs, response_logprobs
+from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.logprobs import MicroBatch, response_logprobs
 
 VOCABULARY, HIDDEN = 151_936, 1024
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,6 +94,7 @@ def make_batch(tokens: int, sample_tokens: int) -> MicroBatch:
         versions=torch.zeros(shape, dtype=torch.int64),
         end_ids=torch.zeros(0, dtype=torch.int64),
         is_early=torch.zeros(len(targets_R), dtype=torch.bool),
+        support=torch.zeros(len(targets_R), 0, dtype=torch.int32),
     )
 
 

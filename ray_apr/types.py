@@ -1,8 +1,8 @@
 """Values that cross processes: frozen, slotted, free of torch and ray.
 
 Invariants:
-    * A segment's ids and log-probs have the same length; segments are in order of generation, and
-      their policy versions never decrease.
+    * A segment's ids, log-probs and supports have the same length; segments are in order of
+      generation, and their policy versions never decrease.
     * Tokens enter a sample through `Sample.append` (generated) and `Sample.observe` (said by an
       environment) alone, which keep ids, log-probs, versions, masks and the budget in step. Prompt
       and response never mix.
@@ -15,12 +15,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from ray_apr.exceptions import RolloutError
+
+_EQUAL_LOGITS = 8
+"""Logits equal to the last one within top_k that a support has room for."""
 
 
 class SampleState(StrEnum):
@@ -67,12 +71,33 @@ class Segment:
     """Natural log-probabilities of `token_ids` under the sampling policy, same length."""
     is_generated: bool = True
     """False for what an environment said: context of the policy, never trained."""
+    support: tuple[bytes, ...] = ()
+    """Of each token the ids that could be drawn in its place, itself included, as 32-bit integers
+    (`pack_ids`); none if all of the vocabulary could."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise RolloutError(
                 f"segment has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probs"
             )
+        if self.support and len(self.token_ids) != len(self.support):
+            raise RolloutError(
+                f"segment has {len(self.token_ids)} token ids and {len(self.support)} supports"
+            )
+
+    def up_to(self, num_tokens: int) -> Segment:
+        """The first tokens alone."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            support=self.support[:num_tokens],
+        )
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as 32-bit integers in the machine's order, for `Segment.support`."""
+    return array("i", ids).tobytes()
 
 
 class Origin(StrEnum):
@@ -106,8 +131,16 @@ class SamplingParams:
     """Seed of one request; None draws from the engine's own random state."""
     ignore_eos: bool = False
     """Generate the whole budget (replay of traces)."""
+    reports_support: bool = False
+    """Generations say which ids could be drawn at each token (`Segment.support`); for a `top_k`."""
     origin: Origin = Origin.ROLLOUT
     """Where the request comes from; an engine counts the tokens of each origin apart."""
+
+    @property
+    def support_size(self) -> int:
+        """Most ids that a generation says could be drawn at a token; 0 if it says none. Some more
+        than `top_k`: of equal logits at its edge none is cut off."""
+        return self.top_k + _EQUAL_LOGITS if self.reports_support else 0
 
     def of_call(self, sample: Sample, *, seed: int | None = None) -> SamplingParams:
         """Parameters of the next call of a sample, which goes on where the last one ended.
@@ -218,6 +251,18 @@ class Sample:
     def behavior_logprobs(self) -> tuple[float, ...]:
         """Log-prob of each response token under the policy that sampled it; 0.0 if observed."""
         return tuple(itertools.chain.from_iterable(s.logprobs for s in self.segments))
+
+    @property
+    def support(self) -> tuple[bytes, ...]:
+        """Ids that could be drawn at each response token, see `Segment.support`; of observed tokens
+        nothing. Empty if all of the vocabulary could be drawn."""
+        if not any(s.support for s in self.segments):
+            return ()
+        return tuple(
+            itertools.chain.from_iterable(
+                s.support or (b"",) * len(s.token_ids) for s in self.segments
+            )
+        )
 
     @property
     def token_versions(self) -> tuple[int, ...]:
@@ -395,6 +440,7 @@ def _merge(segments: Iterable[Segment], sample_id: str) -> tuple[Segment, ...]:
                 last,
                 token_ids=last.token_ids + segment.token_ids,
                 logprobs=last.logprobs + segment.logprobs,
+                support=last.support + segment.support,
             )
         else:
             merged.append(segment)

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ray_apr.config import TrainConfig
-from ray_apr.train.logprobs import attach_response_logprobs
+from ray_apr.train.head import attach_response_logprobs
 
 TRAIN = TrainConfig(learning_rate=0.05, max_grad_norm=1e9)
 

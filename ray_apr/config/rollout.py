@@ -23,6 +23,8 @@ from ray_apr.config.engine_options import check_engine_options
 from ray_apr.types import SamplingParams
 
 Device = Literal["auto", "cpu", "cuda"]
+_LARGEST_SUPPORT = 64
+"""Largest top_k. Four bytes a token and id travel with each sample."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -47,9 +49,10 @@ class RolloutConfig:
     temperature: float = 1.0
     """Tokens are drawn from softmax(logits / temperature), and that distribution is trained."""
     top_p: float = 1.0
-    """1, the whole vocabulary: the trainer would have to know which tokens were cut off."""
+    """Below 1 it needs a `top_k`, within which engines say what was left of the vocabulary."""
     top_k: int = 0
-    """0, the whole vocabulary; see `top_p`."""
+    """Tokens are drawn from so many of the likeliest, at most 64: engines say with each token which
+    they were, and the trainer's distribution is on the same ones. 0 takes the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's end-of-sequence id."""
     stop_strings: tuple[str, ...] = ()
@@ -125,12 +128,22 @@ class RolloutConfig:
         at_least(s, self, 0, "reward_retries", "min_response_tokens", "engine_seed")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "stall_timeout_s", "reward_timeout_s")
-        whole_vocabulary = (
-            "the trainer's log-probs are of the whole vocabulary, and those of a truncated "
-            "distribution differ from them at every token; set temperature instead"
+        require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        require(
+            self.top_k <= _LARGEST_SUPPORT,
+            f"{s}.top_k",
+            self.top_k,
+            f"must be at most {_LARGEST_SUPPORT}: the trainer has to know which tokens could be "
+            "drawn, and they are recorded with each one; 0 takes the whole vocabulary",
         )
-        require(self.top_p == 1, f"{s}.top_p", self.top_p, f"must be 1: {whole_vocabulary}")
-        require(self.top_k == 0, f"{s}.top_k", self.top_k, f"must be 0: {whole_vocabulary}")
+        require(
+            self.top_p == 1 or self.top_k > 0,
+            f"{s}.top_p",
+            self.top_p,
+            "must be 1 without top_k: the trainer has to know which tokens could be drawn, and "
+            f"engines say it within a top_k of at most {_LARGEST_SUPPORT}; set both, e.g. "
+            f"top_k = {_LARGEST_SUPPORT}",
+        )
         one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         check_engine_options(self.engine_kwargs)
@@ -210,5 +223,6 @@ class RolloutConfig:
             stop_token_ids=self.stop_token_ids,
             stop_strings=self.stop_strings,
             min_tokens=self.min_response_tokens,
+            reports_support=self.top_k > 0,
             ignore_eos=self.replay_column is not None,
         )

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ray_apr.data.packing import MicroBatches, plan_micro_batches
 from ray_apr.types import FinishReason, GroupMeta, Sample, SampleMeta
 
@@ -65,6 +67,11 @@ class RankBatch:
     """[sum of response_lens] 1 for each response token that enters the loss, 0 for the others."""
     all_loss_lens: Sequence[int]
     """[B] tokens that enter the loss."""
+    support_ids: bytes = b""
+    """Ids that could be drawn at each response token, as 32-bit integers, token after token."""
+    support_sizes: bytes = b""
+    """[sum of response_lens] how many they are, as 16-bit integers; empty if all of the vocabulary
+    could be drawn."""
 
     def __post_init__(self) -> None:
         num_samples = len(self.sample_index)
@@ -90,6 +97,10 @@ class RankBatch:
                 int(sum(self.all_loss_lens[i] for i in self.sample_index)),
             ),
         }
+        if self.support_sizes:
+            support_sizes = np.frombuffer(self.support_sizes, np.uint16)
+            sizes["support_sizes"] = (len(support_sizes), num_response)
+            sizes["support_ids"] = (len(self.support_ids) // 4, int(support_sizes.sum()))
         for name, (got, expected) in sizes.items():
             if got != expected:
                 raise ValueError(
@@ -167,6 +178,7 @@ class BatchPlan:
         for i, sample in zip(index, samples, strict=True):
             if SampleMeta.of(sample) != metas[i]:
                 raise ValueError(f"{SampleMeta.of(sample)} was delivered, {metas[i]} was planned")
+        support = [ids for s in samples for ids in s.support]
         return RankBatch(
             step=self.step,
             policy_version=self.policy_version,
@@ -185,6 +197,8 @@ class BatchPlan:
             truncated=[int(m.finish_reason is FinishReason.LENGTH) for m in metas],
             loss_mask=[kept for s in samples for kept in loss_mask(s, self.oldest_version)],
             all_loss_lens=[m.trainable_tokens(self.oldest_version) for m in metas],
+            support_ids=b"".join(support),
+            support_sizes=np.array([len(ids) // 4 for ids in support], np.uint16).tobytes(),
         )
 
 

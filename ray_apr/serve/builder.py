@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
+_MAX_LOGPROBS = 20
+"""vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
 _COLOCATED_MEMORY = 0.8
 """Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
 CUDA context, and for a moment the gathered weights."""
@@ -136,6 +138,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
         "seed": config.engine_seed,
+        "max_logprobs": max(_MAX_LOGPROBS, config.sampling.support_size),
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,

@@ -259,7 +259,7 @@ class Engine:
     async def _run(
         self, request_id: str, prompt: Mapping[str, Any], sampling: SamplingParams, max_tokens: int
     ) -> Generation:
-        params = vllm_params(sampling, max_tokens)
+        params = vllm_params(sampling, max_tokens, self._llm.model_config.get_vocab_size())
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         version = self._policy_version
         with self._inside_engine(request_id) as call, self._dead_is_unavailable():
@@ -279,7 +279,7 @@ class Engine:
         reason = REASONS.get(output.finish_reason or "abort")
         if reason is None:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
-        segments = segments_of(output, version)
+        segments = segments_of(output, version, with_support=sampling.reports_support)
         if sampling.num_carried:
             given, made = prompt["prompt_token_ids"], output.token_ids
             end = end_of_straddling_stop(self._llm.tokenizer, sampling, given, made)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from ray_apr.types import FinishReason, SamplingParams, Segment
+from ray_apr.types import FinishReason, SamplingParams, Segment, pack_ids
 
 REASONS = {
     "stop": FinishReason.STOP,
@@ -21,7 +21,7 @@ _IDS_PER_CHARACTER = 4
 _UNFINISHED = "\ufffd"
 
 
-def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
+def vllm_params(sampling: SamplingParams, max_tokens: int, vocabulary: int) -> Any:
     """vLLM's own parameters of a call: one final output, text only where it may end the call,
     log-probs of what is drawn."""
     from vllm import SamplingParams as VLLMSamplingParams
@@ -38,38 +38,53 @@ def vllm_params(sampling: SamplingParams, max_tokens: int) -> Any:
         include_stop_str_in_output=True,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
-        logprobs=0,
+        logprobs=min(sampling.support_size, vocabulary),
         flat_logprobs=True,
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def segments_of(output: Any, version: int) -> tuple[Segment, ...]:
+def segments_of(output: Any, version: int, *, with_support: bool) -> tuple[Segment, ...]:
     """Cut an output at the boundaries that vLLM attests; `version` where it attests none."""
     ids = tuple(output.token_ids)
-    logprobs = tuple(output.logprobs.logprobs) if ids else ()  # flat: one number for each token
+    logprobs, support = _columns(output.logprobs, with_support) if ids else ((), ())
     spans = getattr(output, "weight_versions", None)
     if spans is None:
         cuts = [(version, 0, len(ids))]
     else:
         cuts = [(int(s.version), s.start, s.end) for s in spans]
     return tuple(
-        Segment(policy_version=v, token_ids=ids[start:end], logprobs=logprobs[start:end])
+        Segment(
+            policy_version=v,
+            token_ids=ids[start:end],
+            logprobs=logprobs[start:end],
+            support=support[start:end],
+        )
         for v, start, end in cuts
         if end > start
     )
+
+
+def _columns(flat: Any, with_support: bool) -> tuple[tuple[float, ...], tuple[bytes, ...]]:
+    """Log-probs and supports from vLLM's flat log-probs, where a token stands before the likeliest
+    ones; those that could not be drawn have no probability."""
+    if not with_support:
+        return tuple(flat.logprobs), ()  # one number for each token
+    support = tuple(
+        pack_ids({flat.token_ids[i] for i in range(begin, end) if flat.logprobs[i] > -math.inf})
+        for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    )
+    return tuple(flat.logprobs[begin] for begin in flat.start_indices), support
 
 
 def up_to(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
     """The first tokens of segments."""
     kept = []
     for segment in segments:
-        size = min(len(segment.token_ids), num_tokens)
-        num_tokens -= size
-        if size:
-            ids, logprobs = segment.token_ids[:size], segment.logprobs[:size]
-            kept.append(replace(segment, token_ids=ids, logprobs=logprobs))
+        if num_tokens > 0:
+            kept.append(segment.up_to(num_tokens))
+        num_tokens -= len(segment.token_ids)
     return tuple(kept)
 
 

@@ -84,8 +84,14 @@ class _Piece:
     def output(self, request_id: str) -> EngineCoreOutput:
         logprobs = None
         if self.logprobs:
-            columns = zip(*(found[:3] for found in self.logprobs), strict=True)
-            logprobs = LogprobsLists(*map(np.concatenate, columns))
+            # a step's are as wide as the request with the most asked for; this one needs no more
+            width = min(found[1].shape[1] for found in self.logprobs)
+            ids, values, ranks = zip(*(found[:3] for found in self.logprobs), strict=True)
+            logprobs = LogprobsLists(
+                np.concatenate([i[:, :width] for i in ids]),
+                np.concatenate([v[:, :width] for v in values]),
+                np.concatenate(ranks),
+            )
         return EngineCoreOutput(request_id, self.token_ids, new_logprobs=logprobs)
 
 

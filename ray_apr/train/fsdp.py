@@ -35,7 +35,7 @@ from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.compilation import compile_for_all_sizes
-from ray_apr.train.logprobs import attach_response_logprobs
+from ray_apr.train.head import attach_response_logprobs
 from ray_apr.weights.gather import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         device: Where this rank computes.
 
     Returns:
-        The model, with the method of `logprobs.attach_response_logprobs`. Parameter names
+        The model, with the method of `head.attach_response_logprobs`. Parameter names
         are those of Hugging Face; tied weights stay tied.
 
     Raises:

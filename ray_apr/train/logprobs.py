@@ -4,45 +4,32 @@ Invariants:
     * A micro-batch is packed, sample after sample in one row without padding, and attention stays
       within each sample (see `attention`); or it is padded on the right, so that causal attention
       alone keeps the padding out of every real token. Positions count from 0 in each sample.
-    * Logits exist only at positions that predict a token of the loss, and no more than
-      `_CHUNK_LOGITS` (`_CHUNK_LOGITS_COMPILED`) of them at a time; larger micro-batches compute
-      them again in the backward pass.
-    * Log-probs are those of the distribution that the engines draw from, whose log-probs they hand
-      out: of logits / temperature, and early in a response without what would end it; in float32
-      whatever the forward pass runs in.
+    * A micro-batch says what could be drawn where its tokens were; `head` takes their log-probs on
+      that.
 
 Axis suffixes: `_N` samples of a micro-batch, `_L` prompt + response positions, `_T` response
-tokens, `_R` tokens of the loss of all samples in a row, `_V` vocabulary.
+tokens, `_R` tokens of the loss of all samples in a row, `_K` ids that could be drawn.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 
 from ray_apr.train.attention import Packing
-from ray_apr.train.compilation import compile_for_all_sizes
+from ray_apr.train.head import METHOD
+from ray_apr.types import SamplingParams
 from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
 
-_CHUNK_LOGITS = 2**26
-_CHUNK_LOGITS_COMPILED = 2**28
-"""A compiled chunk makes no float32 copies of its logits, and large ones keep a GPU busier."""
-_METHOD = "response_logprobs"
-_FORBIDDEN = -1e30
-"""Logit of an id that cannot be drawn: no probability, and none of infinity's traps."""
+_PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +58,8 @@ class MicroBatch:
     """[E], ids that could not be drawn early in a response; none if nothing forbids them."""
     is_early: torch.Tensor
     """[R], whether a token was drawn without them."""
+    support: torch.Tensor
+    """[R, K], ids that could be drawn, int32, filled up with -1; K = 0 if all could."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device, moved by one copy that the host does not wait for."""
@@ -88,8 +77,7 @@ def micro_batches(
     device: torch.device,
     *,
     packed: bool = False,
-    min_tokens: int = 0,
-    end_ids: Sequence[int] = (),
+    sampling: SamplingParams = _PLAIN,
 ) -> list[MicroBatch]:
     """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches.
 
@@ -97,10 +85,16 @@ def micro_batches(
         batch: The row.
         device: Where the tensors go.
         packed: Whether samples lie in one row without padding.
-        min_tokens: Response tokens that were drawn without `end_ids`.
-        end_ids: Ids that end a response.
+        sampling: What could be drawn: with `min_tokens`, early in a response none of
+            `stop_token_ids`, which are then all that end one; with `reports_support` what the row
+            says.
+
+    Raises:
+        ValueError: If a token of the loss has no support where all should have one.
     """
-    ends = _Ends(min_tokens, tuple(end_ids) if min_tokens else ())
+    support_sizes = np.frombuffer(batch.support_sizes, np.uint16)
+    support_begins = _begins(support_sizes.astype(np.int64))
+    support_ids = np.frombuffer(batch.support_ids, np.int32)
     sizes = np.asarray(batch.micro_batch_sizes)
     prompts, responses = np.asarray(batch.prompt_lens), np.asarray(batch.response_lens)
     sequence_begins = _begins(prompts + responses)
@@ -112,36 +106,60 @@ def micro_batches(
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
-            cut.append(_empty_micro_batch(ends).to(device))
+            cut.append(_empty_micro_batch(sampling).to(device))
             continue
         rows = slice(int(first), int(first + size))
+        begin = response_begins[rows.start]
         cut.append(
             _micro_batch(
                 sample_index=np.asarray(batch.sample_index)[rows],
                 prompts_N=prompts[rows],
                 responses_N=responses[rows],
                 token_ids=token_ids[sequence_begins[rows.start] :],
-                behavior=behavior[response_begins[rows.start] :],
-                loss_mask=loss_mask[response_begins[rows.start] :],
-                versions=versions[response_begins[rows.start] :],
+                behavior=behavior[begin:],
+                loss_mask=loss_mask[begin:],
+                versions=versions[begin:],
                 packed=packed,
-                ends=ends,
+                sampling=sampling,
+                support=(support_ids, support_begins[begin:], support_sizes[begin:]),
             ).to(device)
         )
     return cut
 
 
-class _Ends(NamedTuple):
-    """Ids that were not drawn among the first tokens of a response."""
-
-    min_tokens: int
-    ids: tuple[int, ...]
-
-
-_NO_ENDS = _Ends(0, ())
+def _end_ids(sampling: SamplingParams) -> torch.Tensor:
+    """[E], what could not be drawn early in a response, where no support says it."""
+    matters = sampling.min_tokens and not sampling.support_size
+    return torch.tensor(sampling.stop_token_ids if matters else (), dtype=torch.int64)
 
 
-def _empty_micro_batch(ends: _Ends = _NO_ENDS) -> MicroBatch:
+def _width(sampling: SamplingParams) -> int:
+    """K: what engines report, and the token itself."""
+    return sampling.support_size + 1 if sampling.support_size else 0
+
+
+def _support(
+    support: tuple[np.ndarray, np.ndarray, np.ndarray], loss_mask: np.ndarray, width: int
+) -> np.ndarray:
+    """[R, K] of the tokens of the loss, from (ids, begins and sizes of each response token).
+
+    Raises:
+        ValueError: If one of them has none, or more than `width`.
+    """
+    ids, begins, sizes = support
+    if not width:
+        return np.zeros((int(loss_mask.sum()), 0), np.int32)
+    is_known = len(sizes) >= len(loss_mask)
+    begins_R, sizes_R = (c[: len(loss_mask)][loss_mask] if is_known else c for c in (begins, sizes))
+    if not is_known or np.any((sizes_R == 0) | (sizes_R > width)):
+        raise ValueError(f"a token of the loss does not say which 1 to {width} could be drawn")
+    rows_RK = np.full((len(sizes_R), width), -1, np.int32)
+    is_id = np.arange(width) < sizes_R[:, None]
+    rows_RK[is_id] = ids[(begins_R[:, None] + np.arange(width))[is_id]]
+    return rows_RK
+
+
+def _empty_micro_batch(sampling: SamplingParams = _PLAIN) -> MicroBatch:
     """One position and no response: keeps a rank in step with the others' collectives."""
     return MicroBatch(
         sample_index=torch.zeros(1, dtype=torch.int64),
@@ -153,8 +171,9 @@ def _empty_micro_batch(ends: _Ends = _NO_ENDS) -> MicroBatch:
         mask=torch.zeros(1, 1),
         behavior_logprobs=torch.zeros(1, 1),
         versions=torch.zeros(1, 1, dtype=torch.int64),
-        end_ids=torch.tensor(ends.ids, dtype=torch.int64),
+        end_ids=_end_ids(sampling),
         is_early=torch.zeros(0, dtype=torch.bool),
+        support=torch.zeros(0, _width(sampling), dtype=torch.int32),
     )
 
 
@@ -168,7 +187,8 @@ def _micro_batch(
     loss_mask: np.ndarray,
     versions: np.ndarray,
     packed: bool,
-    ends: _Ends = _NO_ENDS,
+    sampling: SamplingParams,
+    support: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> MicroBatch:
     """Pad or pack the samples whose tokens stand at the front of the flat columns."""
     lengths_N = prompts_N + responses_N
@@ -205,8 +225,9 @@ def _micro_batch(
         mask=torch.from_numpy(mask_NT),
         behavior_logprobs=torch.from_numpy(behavior_NT),
         versions=torch.from_numpy(versions_NT),
-        end_ids=torch.tensor(ends.ids, dtype=torch.int64),
-        is_early=torch.from_numpy(in_response[is_target] < ends.min_tokens),
+        end_ids=_end_ids(sampling),
+        is_early=torch.from_numpy(in_response[is_target] < sampling.min_tokens),
+        support=torch.from_numpy(_support(support, loss_mask[:num_responses], _width(sampling))),
     )
 
 
@@ -228,31 +249,13 @@ def _begins(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(lengths)[:-1]))
 
 
-def attach_response_logprobs(model: nn.Module, *, compiled: bool = False) -> None:
-    """Give a causal language model the method that `response_logprobs` calls.
-
-    Under FSDP2 the method counts as a forward pass of the root, which gathers the head's weights;
-    calling the base model and the head from outside would not.
-
-    Args:
-        model: The model.
-        compiled: Whether the scoring of the head's logits is compiled into few kernels.
-    """
-    score, chunk_logits = _score, _CHUNK_LOGITS
-    if compiled:
-        score, chunk_logits = compile_for_all_sizes(_score), _CHUNK_LOGITS_COMPILED
-    method = partial(_response_logprobs, score, chunk_logits)
-    setattr(model, _METHOD, types.MethodType(method, model))
-    register_fsdp_forward_method(model, _METHOD)
-
-
 def response_logprobs(
     model: Any, batch: MicroBatch, *, temperature: float = 1.0, entropy_gradients: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the model over a micro-batch.
 
     Args:
-        model: A model that `attach_response_logprobs` has seen.
+        model: A model that `head.attach_response_logprobs` has seen.
         batch: The micro-batch.
         temperature: Log-probs and entropies are those of softmax(logits / temperature).
         entropy_gradients: Whether gradients flow through the entropies, too.
@@ -263,8 +266,8 @@ def response_logprobs(
     """
     arguments = {} if batch.packing is None else batch.packing.arguments()
     # no tensors of floating point: FSDP would cast them to the data type of the parameters
-    drawn = (temperature, batch.end_ids, batch.is_early)
-    values_R = getattr(model, _METHOD)(
+    drawn = (temperature, batch.end_ids, batch.is_early, batch.support)
+    values_R = getattr(model, METHOD)(
         batch.input_ids, batch.positions, batch.targets, drawn, entropy_gradients, arguments
     )
     zeros = torch.zeros_like(batch.mask).flatten()
@@ -281,7 +284,7 @@ def warm_up(
     *,
     packed: bool,
     entropy_gradients: bool,
-    end_ids: Sequence[int] = (),
+    sampling: SamplingParams = _PLAIN,
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
@@ -290,12 +293,12 @@ def warm_up(
     ranks.
 
     Args:
-        model: A model that `attach_response_logprobs` has compiled.
+        model: A model that `head.attach_response_logprobs` has compiled.
         device: Where it computes.
         num_tokens: Most tokens of a micro-batch.
         packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
-        end_ids: As micro-batches will have them.
+        sampling: As micro-batches will have it.
     """
     config: Any = model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
@@ -308,7 +311,7 @@ def warm_up(
         (1, longest // 2),
         (2, 8),
     )
-    parts, ends = [], _Ends(1, tuple(end_ids))
+    parts = []
     for count, length in shapes:
         total, responses = count * length, count * (length - 2)
         part = _micro_batch(
@@ -320,75 +323,11 @@ def warm_up(
             loss_mask=np.ones(responses, dtype=bool),
             versions=np.zeros(responses, dtype=np.int64),
             packed=packed,
-            ends=ends,
+            sampling=sampling,
+            support=(np.zeros(1, np.int32), np.zeros(responses, int), np.ones(responses, int)),
         )
         parts.append(part)
-    for part in (*parts, _empty_micro_batch(ends)):
+    for part in (*parts, _empty_micro_batch(sampling)):
         logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
-
-
-def _response_logprobs(
-    score: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    chunk_logits: int,
-    model: Any,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    targets: torch.Tensor,
-    drawn: tuple[float, torch.Tensor, torch.Tensor],
-    entropy_gradients: bool,
-    arguments: Mapping[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [R] of `targets`, and the entropies [R]."""
-    output = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
-    hidden = output.last_hidden_state.flatten(0, 1)
-    head = model.get_output_embeddings()
-    temperature, end_ids, is_early = drawn
-    # a tensor: the compiler would compile again for each number
-    divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
-    rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
-    if len(targets) <= rows:
-        rows_R = hidden.index_select(0, positions)
-        return score(head, rows_R, targets, divisor, end_ids, is_early, entropy_gradients)
-    num_chunks = -(-len(targets) // rows)
-    parts = [
-        # copies of their own, of about one size: the compiler tells views and single rows apart
-        checkpoint(
-            score,
-            head,
-            hidden.index_select(0, chunk),
-            target_chunk.clone(),
-            divisor,
-            end_ids,
-            early_chunk.clone(),
-            entropy_gradients,
-            use_reentrant=False,
-        )
-        for chunk, target_chunk, early_chunk in zip(
-            *(t.tensor_split(num_chunks) for t in (positions, targets, is_early)), strict=True
-        )
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _score(
-    head: nn.Module,
-    hidden_R: torch.Tensor,
-    targets_R: torch.Tensor,
-    temperature: torch.Tensor,
-    end_ids_E: torch.Tensor,
-    is_early_R: torch.Tensor,
-    entropy_gradients: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [R] and entropies [R] of one chunk, in float32."""
-    # changed in place, as the engines do: no further copy of the logits, and no loss in bfloat16
-    logits_RV = head(hidden_R).float().div_(temperature)
-    if len(end_ids_E):
-        added_R1 = (_FORBIDDEN * is_early_R).unsqueeze(1)
-        logits_RV.index_add_(1, end_ids_E, added_R1.expand(-1, len(end_ids_E)))
-    logprobs_RV = logits_RV.log_softmax(dim=-1)
-    with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
-        entropies_R = -(logprobs_RV.exp() * logprobs_RV).sum(dim=-1)
-    return -F.nll_loss(logprobs_RV, targets_R, reduction="none"), entropies_R

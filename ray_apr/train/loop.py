@@ -153,7 +153,7 @@ class _TrainLoop:
                     self._train.micro_batch_tokens,
                     packed=self._train.packs(device.type),
                     entropy_gradients=settings["algorithm"].entropy_coef > 0,
-                    end_ids=self._sampling.stop_token_ids if self._sampling.min_tokens else (),
+                    sampling=self._sampling,
                 )
         self._offload: Offload | None = None
         if settings.get("takes_turns", False):

@@ -74,7 +74,7 @@ def train_step(
     """Forward and backward over this rank's micro-batches, and the optimizer's steps.
 
     Args:
-        model: From `fsdp.build_model`, or any model with `logprobs.attach_response_logprobs`.
+        model: From `fsdp.build_model`, or any model with `head.attach_response_logprobs`.
         optimizer: From `fsdp.build_optimizer`.
         batch: This rank's row (`data.batch.RankBatch`) of the step.
         algorithm: Advantages, loss, correction.
@@ -97,8 +97,7 @@ def train_step(
         batch,
         device,
         packed=train.packs(device.type),
-        min_tokens=sampling.min_tokens,
-        end_ids=sampling.stop_token_ids,
+        sampling=sampling,
     )
     num_steps = len(batch.mini_batch_sizes) * train.epochs
     first = int(batch.mini_batch_sizes[0])

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ray_apr.train.attention import VARLEN, attention_name
-from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
+from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.logprobs import micro_batches, response_logprobs
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples
 

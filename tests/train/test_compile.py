@@ -7,11 +7,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.train import attention, fsdp, logprobs
+from ray_apr.train import attention, fsdp, head, logprobs
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.step import train_step
+from ray_apr.types import SamplingParams
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -39,20 +40,45 @@ def as_on_a_gpu(monkeypatch):
 
 
 def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu, monkeypatch):
+    sampling = SamplingParams(temperature=0.7, min_tokens=3, stop_token_ids=(0, 5))
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     with process_group(tmp_path):
         model = build_model(str(folder), TRAIN, CPU)
         vocabulary = model.config.vocab_size
-        monkeypatch.setattr(logprobs, "_CHUNK_LOGITS_COMPILED", 64 * vocabulary)
-        logprobs.attach_response_logprobs(model, compiled=True)
-        warm_up(model, CPU, TRAIN.micro_batch_tokens, packed=True, entropy_gradients=False)
+        monkeypatch.setattr(head, "_CHUNK_LOGITS_COMPILED", 64 * vocabulary)
+        head.attach_response_logprobs(model, compiled=True)
+        limit = TRAIN.micro_batch_tokens
+        warm_up(model, CPU, limit, packed=True, entropy_gradients=False, sampling=sampling)
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            logprobs.response_logprobs(model, logprobs._empty_micro_batch())[0].sum().backward()
+            empty = logprobs._empty_micro_batch(sampling)
+            logprobs.response_logprobs(model, empty, temperature=0.7)[0].sum().backward()
             for step, limit in enumerate((512, 200, 96, 512, 64)):
                 samples = make_samples(num_segments=1 + step % 3)
                 (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
-                train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
+                train_step(model, optimizer, row, AlgorithmConfig(), TRAIN, sampling=sampling)
+
+
+def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():
+    torch._dynamo.reset()
+    score = COMPILE(head._score, backend="eager")
+    layer = torch.nn.Linear(8, 40, bias=False)
+
+    def step(rows, temperature):
+        support = torch.randint(0, 40, (rows, 13), dtype=torch.int32)
+        support[:, 5:] = -1
+        drawn = torch.tensor(temperature), torch.zeros(0, dtype=torch.int64)
+        early, targets = torch.zeros(rows, dtype=torch.bool), support[:, 0].long()
+        hidden = torch.randn(rows, 8, requires_grad=True)
+        logprobs, _ = score(layer, hidden, targets, *drawn, early, support, False)
+        logprobs.sum().backward()
+
+    for rows in (64, 40, 9, 1, 0):
+        step(rows, 0.7)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (63, 2, 17, 1, 0):
+            step(rows, 1.3)
+    torch._dynamo.reset()
 
 
 def test_the_compiler_is_told_not_to_guard_sizes(monkeypatch):

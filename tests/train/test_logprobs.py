@@ -5,8 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ray_apr.train import head
 from ray_apr.train import logprobs as module
-from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
+from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.logprobs import micro_batches, response_logprobs
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples
 
@@ -63,7 +65,7 @@ def test_chunks_of_the_head_change_neither_values_nor_gradients(model, monkeypat
     (part,) = micro_batches(row, CPU)
     results = []
     for limit in (2**26, 5 * model.config.vocab_size):
-        monkeypatch.setattr(module, "_CHUNK_LOGITS", limit)
+        monkeypatch.setattr(head, "_CHUNK_LOGITS", limit)
         model.zero_grad()
         logprobs, entropy = response_logprobs(model, part)
         (logprobs * part.mask.cumsum(1)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
+from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.train.step import train_step
-from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams, Segment
+from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams, Segment, pack_ids
 from tests.train_batches import make_batches
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
@@ -46,7 +48,7 @@ def make_sample(number, prompt, response, logprobs, reward):
 
 # -- a policy whose responses can be enumerated ------------------------------------------------
 
-VOCABULARY, LENGTH = 3, 3
+VOCABULARY, LENGTH = 4, 3
 RESPONSES = tuple(itertools.product(range(VOCABULARY), repeat=LENGTH))
 START = VOCABULARY
 """The prompt."""
@@ -72,22 +74,34 @@ class Bigram(nn.Module):
         return lambda states: 1.0 * states
 
 
-def logprobs_of(table, temperature, response):
-    """Log-probs [LENGTH] of a response, in float64."""
-    logprobs = (table / temperature).log_softmax(-1)
+def logprobs_of(table, temperature, response, mask=None):
+    """Log-probs [LENGTH] of a response, in float64; where a mask [states, tokens] is given, of the
+    distribution on its tokens alone."""
+    logits = table / temperature
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    logprobs = logits.log_softmax(-1)
     return torch.stack([logprobs[a, b] for a, b in itertools.pairwise((START, *response))])
 
 
-def cosine_with_the_true_gradient(temperature, trained_at, seed):
+def nucleus(table, temperature, top_p):
+    """[states, tokens], the fewest likeliest tokens that have this share together."""
+    chances, order = (table / temperature).softmax(-1).sort(descending=True)
+    kept = chances.cumsum(-1) - chances < top_p
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def cosine_with_the_true_gradient(temperature, trained_at, seed, top_p=None):
     """Of the expected update of stale samples, all of them enumerated, by the trainer's code."""
     rng = np.random.default_rng(seed)
-    table = rng.normal(size=(VOCABULARY + 1, VOCABULARY)) * 1.5
+    table = rng.normal(size=(VOCABULARY + 1, VOCABULARY))
     stale = torch.tensor(table + rng.normal(size=table.shape) * 0.5)
+    mask = None if top_p is None else nucleus(stale, temperature, top_p)
     rewards = rng.normal(size=len(RESPONSES))
 
     current = torch.tensor(table, requires_grad=True)
     expected = sum(
-        logprobs_of(current, temperature, y).sum().exp() * r
+        logprobs_of(current, temperature, y, mask).sum().exp() * r
         for y, r in zip(RESPONSES, rewards, strict=True)
     )
     expected.backward()
@@ -95,10 +109,19 @@ def cosine_with_the_true_gradient(temperature, trained_at, seed):
     prompt = Prompt(prompt_id="p", token_ids=(START,))
     samples = []
     for number, (response, reward) in enumerate(zip(RESPONSES, rewards, strict=True)):
-        behavior = logprobs_of(stale, temperature, response)
-        share = behavior.sum().exp().item() * len(RESPONSES)  # each response stands here once
+        behavior = logprobs_of(stale, temperature, response, mask)
+        if not behavior.isfinite().all():
+            continue  # it cannot be drawn
+        share = behavior.sum().exp().item()  # each response stands here once
         logprobs = tuple(behavior.tolist())
-        samples.append(make_sample(number, prompt, response, logprobs, reward * share))
+        sample = make_sample(number, prompt, response, logprobs, reward * share)
+        if mask is not None:
+            drawn = [mask[state].nonzero()[:, 0] for state in (START, *response[:-1])]
+            support = tuple(pack_ids(ids.tolist()) for ids in drawn)
+            (segment,) = sample.segments
+            segments = (dataclasses.replace(segment, support=support),)
+            sample = dataclasses.replace(sample, segments=segments)
+        samples.append(sample)
     (row,) = make_batches(samples, micro_batch_tokens=16)
     model = Bigram(table)
     optimizer = CapturingOptimizer(model.parameters(), lr=0.0)
@@ -108,7 +131,8 @@ def cosine_with_the_true_gradient(temperature, trained_at, seed):
         importance="sequence",
         importance_cap=None,
     )
-    sampling = SamplingParams(temperature=trained_at)
+    top_k = 0 if mask is None else VOCABULARY
+    sampling = SamplingParams(temperature=trained_at, top_k=top_k, reports_support=top_k > 0)
     train_step(model, optimizer, row, algorithm, TRAIN, sampling=sampling)
     update = -optimizer.gradients[0].double().flatten()
     return nn.functional.cosine_similarity(update, current.grad.flatten(), dim=0).item()
@@ -118,6 +142,13 @@ def cosine_with_the_true_gradient(temperature, trained_at, seed):
 def test_the_expected_update_of_stale_tempered_samples_is_the_true_gradient(temperature):
     for seed in range(4):
         assert cosine_with_the_true_gradient(temperature, temperature, seed) > 0.9999
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.6, 0.7, 1.0, 1.3])
+@pytest.mark.parametrize("top_p", [0.9, 0.7])
+def test_it_is_so_where_tokens_were_cut_off_too(temperature, top_p):
+    for seed in range(4):
+        assert cosine_with_the_true_gradient(temperature, temperature, seed, top_p) > 0.9999
 
 
 def test_at_another_temperature_than_that_of_the_samples_it_would_not_be():
@@ -241,7 +272,8 @@ def test_early_in_a_response_the_distribution_is_without_what_would_end_it(arith
     samples, model = arithmetic
     least, ends = 5, (1, 9)
     (row,) = make_batches(samples, micro_batch_tokens=4096, packed=packed)
-    (part,) = micro_batches(row, torch.device("cpu"), packed=packed, min_tokens=least, end_ids=ends)
+    sampling = SamplingParams(min_tokens=least, stop_token_ids=ends)
+    (part,) = micro_batches(row, torch.device("cpu"), packed=packed, sampling=sampling)
     logprobs, entropies = response_logprobs(
         model, part, temperature=TEMPERATURE, entropy_gradients=True
     )
@@ -263,3 +295,57 @@ def test_early_in_a_response_the_distribution_is_without_what_would_end_it(arith
     (logprobs * (logprobs > -1e6)).sum().add(entropies.sum()).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     model.zero_grad(set_to_none=True)
+
+
+def with_support(sample, rng):
+    """A sample some of whose tokens could be drawn from few ids, others from many."""
+    (segment,) = sample.segments
+    sets = [{i, *rng.choice(16, size=rng.integers(0, 9)).tolist()} for i in segment.token_ids]
+    support = tuple(map(pack_ids, sets))
+    return dataclasses.replace(sample, segments=(dataclasses.replace(segment, support=support),))
+
+
+@pytest.mark.parametrize(("packed", "rows"), [(False, None), (True, None), (False, 7)])
+def test_log_probs_are_of_the_distribution_on_what_could_be_drawn(
+    arithmetic, packed, rows, monkeypatch
+):
+    samples, model = arithmetic
+    rng = np.random.default_rng(0)
+    samples = [with_support(s, rng) for s in samples]
+    if rows is not None:
+        vocabulary = model.config.vocab_size
+        monkeypatch.setattr("ray_apr.train.head._CHUNK_LOGITS", rows * vocabulary)
+    attach_response_logprobs(model)
+    sampling = SamplingParams(top_k=8, reports_support=True)
+    (row,) = make_batches(samples, micro_batch_tokens=4096, packed=packed)
+    (part,) = micro_batches(row, torch.device("cpu"), packed=packed, sampling=sampling)
+    logprobs, entropies = response_logprobs(
+        model, part, temperature=TEMPERATURE, entropy_gradients=True
+    )
+    (logprobs.sum() + entropies.sum()).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    for i, index in enumerate(part.sample_index):
+        sample = samples[index]
+        begin, length = len(sample.prompt.token_ids), sample.num_tokens
+        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]])
+        logits = model(input_ids=ids).logits[0, begin - 1 : -1] / TEMPERATURE
+        for t, drawable in enumerate(sample.support):
+            kept = sorted(set(np.frombuffer(drawable, np.int32).tolist()))
+            of_kept = logits[t, kept].log_softmax(-1)
+            expected = of_kept[kept.index(sample.response_ids[t])]
+            entropy = -(of_kept.exp() * of_kept).sum()
+            torch.testing.assert_close(logprobs[i, t], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(entropies[i, t], entropy, rtol=1e-5, atol=1e-5)
+            (expected + entropy).backward(retain_graph=t + 1 < length)
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-3, atol=1e-3)
+    model.zero_grad(set_to_none=True)
+
+
+def test_a_token_that_does_not_say_what_could_be_drawn_is_refused(arithmetic):
+    samples, _ = arithmetic
+    sampling = SamplingParams(top_k=8, reports_support=True)
+    (row,) = make_batches(samples, micro_batch_tokens=4096)
+    with pytest.raises(ValueError, match="does not say which 1 to 17 could be drawn"):
+        micro_batches(row, torch.device("cpu"), sampling=sampling)

@@ -151,6 +151,7 @@ def test_an_update_against_the_behavior_policy_equals_an_independent_implementat
         versions=torch.zeros(mask.shape, dtype=torch.int64),
         end_ids=torch.zeros(0, dtype=torch.int64),
         is_early=torch.zeros(len(places), dtype=torch.bool),
+        support=torch.zeros(len(places), 0, dtype=torch.int32),
     )
     model = GivenLogprobs(torch.tensor(case["current_logprobs"]).flatten()[places])
     algorithm = AlgorithmConfig(

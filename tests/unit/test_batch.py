@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ray_apr.data.batch import BatchPlan, RankBatch, build_rank_batches, loss_mask, plan_batch
 from ray_apr.exceptions import RolloutError
-from ray_apr.types import FinishReason, GroupMeta, Prompt, Sample, SampleMeta, Segment
+from ray_apr.types import FinishReason, GroupMeta, Prompt, Sample, SampleMeta, Segment, pack_ids
 
 
 def make_sample(number, group, num_prompt, num_response, versions=(0,)):
@@ -133,12 +133,46 @@ def test_row_is_read_from_numpy():
         "all_response_lens",
         "loss_mask",
         "all_loss_lens",
+        "truncated",
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(column):
     row = build_rank_batches(SAMPLES, **SETTINGS)[0].to_row()
     with pytest.raises(ValueError, match="entries, not"):
         RankBatch.from_row({**row, column: [*row[column], 1]})
+
+
+def with_support(sample):
+    segments = tuple(
+        dataclasses.replace(s, support=tuple(pack_ids({t, 7}) for t in s.token_ids))
+        for s in sample.segments
+    )
+    return dataclasses.replace(sample, segments=segments)
+
+
+def test_supports_travel_with_their_tokens_and_survive_arrow():
+    samples = [with_support(s) for s in SAMPLES]
+    for batch in build_rank_batches(samples, **SETTINGS):
+        table = pa.table({name: pa.array([value]) for name, value in batch.to_row().items()})
+        columns = {name: table[name].to_numpy()[0] for name in table.column_names}
+        read = RankBatch.from_row(columns)
+        expected = [ids for i in read.sample_index for ids in samples[i].support]
+        assert read.support_ids == b"".join(expected)
+        sizes = np.frombuffer(read.support_sizes, np.uint16)
+        assert sizes.tolist() == [len(ids) // 4 for ids in expected]
+        for name in ("support_ids", "support_sizes"):
+            with pytest.raises(ValueError, match="entries, not"):
+                RankBatch.from_row({**columns, name: columns[name][:-4]})
+    assert build_rank_batches(SAMPLES, **SETTINGS)[0].support_sizes == b""
+
+
+def test_responses_that_ended_at_a_limit_are_known_on_all_ranks():
+    samples = [
+        dataclasses.replace(s, finish_reason=FinishReason.LENGTH) if i in (1, 2) else s
+        for i, s in enumerate(SAMPLES)
+    ]
+    for batch in build_rank_batches(samples, **SETTINGS):
+        assert batch.truncated == [0, 1, 1, 0]
 
 
 def test_missing_column_is_refused():

@@ -98,7 +98,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout", "temperature", 0),
         ("rollout", "top_p", 1.01),
         ("rollout", "top_p", 0.9),
-        ("rollout", "top_k", 20),
+        ("rollout", "top_k", 65),
         ("rollout", "max_model_len", 1024),
         ("rollout", "http_port", 65536),
         ("rollout", "http_port", "80"),

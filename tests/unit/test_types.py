@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+from array import array
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from ray_apr.types import (
     SamplingParams,
     Segment,
     ServerStatus,
+    pack_ids,
 )
 
 PROMPT = Prompt(prompt_id="e0-0", token_ids=(1, 2, 3), row={"answer": 4})
@@ -44,6 +46,26 @@ def generation(*segments, reason=FinishReason.ABORT):
 def test_segment_needs_a_logprob_for_each_token():
     with pytest.raises(RolloutError, match="2 token ids and 1 log-probs"):
         Segment(policy_version=0, token_ids=(1, 2), logprobs=(0.0,))
+
+
+def test_the_support_of_tokens_goes_along_with_them():
+    def supported(version, *ids):
+        support = tuple(pack_ids({i, 99}) for i in ids)
+        return dataclasses.replace(segment(version, *ids), support=support)
+
+    with pytest.raises(RolloutError, match="2 token ids and 1 supports"):
+        dataclasses.replace(segment(0, 1, 2), support=(pack_ids([1]),))
+    s = sample().append(generation(supported(3, 11, 12)))
+    s = s.append(
+        generation(supported(3, 13), supported(5, 14), reason=FinishReason.STOP), ends_turn=True
+    )
+    s = s.observe((20, 21)).append(generation(supported(5, 15), reason=FinishReason.STOP))
+    sets = [set(array("i", ids)) for ids in s.support]
+    assert sets == [{11, 99}, {12, 99}, {13, 99}, {14, 99}, set(), set(), {15, 99}]
+    assert s.segments[0].up_to(2) == supported(3, 11, 12)
+    assert sample().append(generation(segment(3, 11))).support == ()
+    assert SamplingParams(top_k=5).support_size == 0
+    assert SamplingParams(top_k=5, reports_support=True).support_size >= 5
 
 
 def test_append_keeps_ids_logprobs_and_versions_in_step():

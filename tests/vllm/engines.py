@@ -12,7 +12,8 @@ from typing import Any
 from ray_apr.serve.builder import CPU_ENVIRONMENT, engine_arguments
 from ray_apr.types import Generation, SamplingParams
 
-GREEDY = SamplingParams(top_k=1, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+"""The likeliest token; its log-prob is that of temperature 1."""
 FREE = SamplingParams(ignore_eos=True)
 PROMPT = (5, 9, 2, 14, 3)
 
@@ -29,7 +30,8 @@ def make_engine(
     from ray_apr.serve.engine import Engine
 
     os.environ.update(CPU_ENVIRONMENT)
-    arguments = engine_arguments(RolloutConfig(device="cpu"), 512, on_cuda=False)
+    config = RolloutConfig(device="cpu", top_k=64)  # any top_k may be asked for
+    arguments = engine_arguments(config, 512, on_cuda=False)
     return Engine(
         str(model),
         replica_id="engine-0",

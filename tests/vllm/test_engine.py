@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
-from ray_apr.train.logprobs import attach_response_logprobs, micro_batches, response_logprobs
+from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.types import FinishReason, Generation, Origin, Prompt, Sample, SamplingParams, Segment
 from ray_apr.weights.shared import SharedWeightSender
 from tests.tiny_model import make_tiny_model
@@ -79,12 +81,7 @@ def trained_logprobs(model, sample, sampling):
     """Log-probs of a response as the trainer computes them."""
     attach_response_logprobs(model)
     (row,) = make_batches([dataclasses.replace(sample, reward=0.0)])
-    (part,) = micro_batches(
-        row,
-        torch.device("cpu"),
-        min_tokens=sampling.min_tokens,
-        end_ids=sampling.stop_token_ids,
-    )
+    (part,) = micro_batches(row, torch.device("cpu"), sampling=sampling)
     with torch.no_grad():
         logprobs, _ = response_logprobs(model, part, temperature=sampling.temperature)
     return logprobs[0].tolist()
@@ -147,6 +144,34 @@ def test_an_interrupted_and_resumed_sample_equals_the_uninterrupted_one(parts):
     assert sample.num_interruptions >= 1
     assert sample.response_ids == ids_of(whole)
     assert largest_gap(sample.behavior_logprobs, logprobs_of(whole)) < 1e-5
+
+
+def test_a_truncated_distribution_is_the_trainer_s_on_the_ids_that_the_engine_names(parts):
+    run, engine, trainer = parts
+    evaluations = [
+        SamplingParams(top_k=1, ignore_eos=True, origin=Origin.EVALUATION),
+        SamplingParams(temperature=0.6, top_p=0.9, ignore_eos=True, origin=Origin.EVALUATION),
+    ]
+
+    async def body(sampling):
+        others = [start(engine, sampling=s, max_tokens=20) for s in evaluations]
+        sample = await to_the_end(engine, new_sample(64), sampling, num_interruptions=2)
+        await asyncio.gather(*others)
+        return sample
+
+    for settings in (
+        {"top_k": 6},
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_response_tokens": 20},
+        {"temperature": 0.7, "top_k": 64, "top_p": 0.9},
+    ):
+        sampling = RolloutConfig(stop_token_ids=(1, 2, 3), **settings).sampling
+        sample = run(body(sampling))
+        sizes = [len(ids) // 4 for ids in sample.support]
+        assert len(sizes) == sample.num_tokens and max(sizes) <= settings["top_k"]
+        assert min(sizes) < max(sizes) or settings == {"top_k": 6}
+        trained = trained_logprobs(trainer.model, sample, sampling)
+        assert largest_gap(sample.behavior_logprobs, trained) < 1e-4
 
 
 async def to_the_end(engine, sample, sampling, *, name="", num_interruptions=0):
@@ -215,7 +240,7 @@ def test_the_least_tokens_are_those_of_the_response_and_trained_as_they_were_dra
     run, engine, trainer = parts
     ends = tuple(range(0, 12))  # with the model's own
     sampling = SamplingParams(temperature=0.7, min_tokens=20, stop_token_ids=ends[1:])
-    greedy = dataclasses.replace(sampling, temperature=1.0, top_k=1)
+    greedy = dataclasses.replace(sampling, temperature=0.0)
 
     async def body():
         samples = [await to_the_end(engine, new_sample(64), sampling) for _ in range(4)]

@@ -39,8 +39,8 @@ class VLLM:
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs]),
         )
 
-    def add(self, name, *, client=0, kind=RequestOutputKind.FINAL_ONLY):
-        params = SimpleNamespace(output_kind=kind)
+    def add(self, name, *, client=0, kind=RequestOutputKind.FINAL_ONLY, stop=()):
+        params = SimpleNamespace(output_kind=kind, stop=list(stop))
         self.requests[name] = SimpleNamespace(
             request_id=name, client_index=client, sampling_params=params
         )
@@ -84,7 +84,9 @@ class VLLM:
                 continue
             token = len(self.made[name])
             self.made[name].append(token)
-            column = np.array([[token]], np.int32), np.array([[-token / 7]], np.float32)
+            width = 1 + token % 3  # that of the request of the step with the most log-probs
+            ids, logprobs = np.full((1, width), token), np.full((1, width), -token / 7)
+            column = ids.astype(np.int32), logprobs.astype(np.float32)
             output = EngineCoreOutput(
                 name, [token], new_logprobs=LogprobsLists(*column, np.array([1]))
             )
@@ -131,6 +133,14 @@ def test_tokens_come_in_pieces_and_the_rest_with_the_end():
     assert reader.pieces["a"] == [_PIECE_TOKENS, _PIECE_TOKENS, 3, 1]
     assert reader.tokens == scheduler.made
     assert reader.ends == {"a": (0, FinishReason.STOP)}
+
+
+def test_tokens_that_a_text_may_end_with_wait_for_no_others():
+    scheduler, reader = Scheduler(), Reader()
+    scheduler.add("a", stop=["###"])
+    for _ in range(5):
+        reader.take(scheduler.update_from_output())
+    assert reader.pieces["a"] == [1] * 5
 
 
 def test_who_reads_a_stream_gets_each_token():
