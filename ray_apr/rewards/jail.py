@@ -15,8 +15,8 @@ Invariants:
       init, process 1 of its own process namespace, ends them all. Without, the supervisor ends
       those of the program's user or, where the user is its own, all of its descendants.
     * The supervisor ends with its caller, and init with the supervisor.
-    * The program has no privilege and cannot gain one; it can make neither sockets nor memory that
-      its limits do not count.
+    * The program has no privilege and cannot gain one; it can make neither sockets, nor namespaces,
+      nor memory that its limits do not count (`system_calls.py`).
     * Nobody but the jail writes to the status: the program does not inherit it, and may not look
       into the processes that hold it, unless it runs as their user without namespaces.
 """
@@ -60,21 +60,6 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
 _PR_SET_NO_NEW_PRIVS = 38
 _SYS_MOUNT_SETATTR = 442
-
-_MACHINES: Mapping[str, Mapping[str, Any]] = {
-    "x86_64": {
-        "audit": 0xC000_003E,
-        "pivot_root": 155,
-        # socket, shmget, msgget, mount, memfd_create; io_uring_setup, fsopen, memfd_secret
-        "denied": (41, 29, 68, 165, 319, 425, 430, 447),
-    },
-    "aarch64": {
-        "audit": 0xC000_00B7,
-        "pivot_root": 41,
-        "denied": (198, 194, 186, 40, 279, 425, 430, 447),
-    },
-}
-_X32_BIT = 0x4000_0000
 
 _BASE = "/tmp"
 """Where the new root is made; it hides what is there, in its own namespace alone."""
@@ -120,13 +105,6 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
     _call("mount", *texts, ctypes.c_ulong(flags), data.encode() or None)
 
 
-def _machine() -> Mapping[str, Any]:
-    name = os.uname().machine
-    if name not in _MACHINES:
-        raise OSError(f"there is no sandbox for {name}; only for {', '.join(_MACHINES)}")
-    return _MACHINES[name]
-
-
 # -- identity -------------------------------------------------------------------------------------
 
 
@@ -165,15 +143,15 @@ def _enter_user_namespace() -> None:
 # -- the file system ------------------------------------------------------------------------------
 
 
-def _build_root(readable: list[str], disk_bytes: int, owner: int | None) -> None:
-    """Make a root that holds `readable`, read-only, and an empty `SCRATCH`; go there."""
+def _build_root(spec: Mapping[str, Any], owner: int | None) -> None:
+    """Make a root that holds what is readable, read-only, and an empty `SCRATCH`; go there."""
     _mount("", "/", "", _MS_REC | _MS_PRIVATE)
-    paths = {path: os.path.realpath(path) for path in _with_parents_first(readable)}
+    paths = {path: os.path.realpath(path) for path in _with_parents_first(spec["readable"])}
     links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
     _mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     old = f"{_BASE}/old"
     os.mkdir(old)
-    _call("syscall", ctypes.c_long(_machine()["pivot_root"]), _BASE.encode(), old.encode())
+    _call("syscall", ctypes.c_long(spec["pivot_root"]), _BASE.encode(), old.encode())
     os.chdir("/")
     for path, real in paths.items():
         if path in links:
@@ -199,7 +177,7 @@ def _build_root(readable: list[str], disk_bytes: int, owner: int | None) -> None
     number, flags = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_uint(_AT_RECURSIVE)
     _call("syscall", number, ctypes.c_int(_AT_FDCWD), b"/", flags, read_only, size)
     owned = "" if owner is None else f",uid={owner},gid={owner}"
-    options = f"size={disk_bytes},nr_inodes=4096,mode=700{owned}"
+    options = f"size={spec['limits']['disk_bytes']},nr_inodes=4096,mode=700{owned}"
     _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
@@ -238,26 +216,12 @@ def _limit(limits: Mapping[str, int], num_processes: int) -> None:
         resource.setrlimit(kind, (lowest, lowest))
 
 
-def _deny_system_calls() -> None:
-    """Let the calls fail that make sockets, or memory that no limit counts (seccomp)."""
-    machine = _machine()
-    denied = machine["denied"]
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    # Jumps count instructions from the next one; the last two are "allow" and "deny".
-    code = [
-        (load, 0, 0, 4),  # the architecture
-        (equal, 1, 0, machine["audit"]),
-        (give, 0, 0, 0x8000_0000),  # another one numbers its calls otherwise: end the process
-        (load, 0, 0, 0),  # the call's number
-        (at_least, len(denied) + 1, 0, _X32_BIT),
-        *((equal, len(denied) - i, 0, number) for i, number in enumerate(denied)),
-        (give, 0, 0, 0x7FFF_0000),
-        (give, 0, 0, 0x0005_0001),  # EPERM
-    ]
-    program = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
-    buffer = ctypes.create_string_buffer(program, len(program))
-    filters = struct.pack("HP", len(code), ctypes.addressof(buffer))
-    address = ctypes.create_string_buffer(filters, len(filters))
+def _deny_system_calls(filters: str) -> None:
+    """Let the calls fail that a seccomp filter names (see `system_calls.py`)."""
+    code = bytes.fromhex(filters)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+    address = ctypes.create_string_buffer(program, len(program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(address))
 
@@ -272,7 +236,7 @@ def _run_program(spec: Mapping[str, Any], uid: int | None, num_processes: int, s
     for name, text in spec["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
-    _deny_system_calls()
+    _deny_system_calls(spec["filter"])
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -312,7 +276,7 @@ def _be_init(spec: Mapping[str, Any], uid: int | None, status: int) -> NoReturn:
     """Process 1: make the root, start the program, bury orphans until it has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = spec["limits"]
-    _build_root(spec["readable"], limits["disk_bytes"], uid)
+    _build_root(spec, uid)
     os.chdir(SCRATCH)
     # A user namespace counts its processes, and two of them are the jail's.
     num_processes = limits["processes"] + (2 if uid is None else 0)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ray_apr.exceptions import ResourceError
+from ray_apr.rewards.system_calls import DENIED, MACHINES, filter_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,10 @@ class Sandbox:
         Raises:
             ResourceError: If it could not be started, or not be ended.
         """
+        machine = MACHINES.get(os.uname().machine)
+        if machine is None:
+            known = ", ".join(MACHINES)
+            raise ResourceError(f"there is no sandbox for {os.uname().machine}; only for {known}")
         spec = {
             "route": self.route,
             "caller": os.getpid(),
@@ -121,6 +126,8 @@ class Sandbox:
             "executable": command.executable,
             "files": command.files,
             "environment": _ENVIRONMENT,
+            "filter": filter_of(machine).hex(),
+            "pivot_root": DENIED["pivot_root"][machine.index],
             "readable": [*_interpreter_paths(), *self.readable],
             "limits": {
                 "cpu_s": limits.cpu_limit_s,
