@@ -88,6 +88,11 @@ class WeightSyncError(APRError, RuntimeError):
     """Weights could not be moved to every rollout server."""
 
 
+class WeightMismatchError(WeightSyncError):
+    """An engine computes otherwise than the trainer, though it has received the weights; to send
+    them again would not help."""
+
+
 class LedgerError(APRError, AssertionError):
     """Generated tokens are missing or counted twice (invariant 1)."""
 

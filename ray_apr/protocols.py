@@ -17,6 +17,7 @@ from ray_apr.types import (
     ServerStatus,
     Step,
     WeightGroupState,
+    WeightScores,
 )
 
 PauseMode = Literal["abort", "keep", "wait"]
@@ -127,6 +128,22 @@ class RolloutClient(Protocol):
         With `resume` each engine goes on as soon as it has them, others than members at once; if
         this raises, some may have to be resumed yet.
         """
+        ...
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have each replica score sequences, once, when it has the weights of this version and goes
+        on; before anything else that it serves under them."""
+        ...
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What replicas have scored since `expect_scores`; those that got no weights have not."""
+        ...
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module of a replica's model computes (`weights.probes`), by its name in the
+        checkpoint; nothing where that cannot be told."""
         ...
 
 

@@ -634,6 +634,20 @@ class WeightGroupState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScores:
+    """What one rollout replica says of given sequences, under weights that it has just received."""
+
+    replica_id: str
+    policy_version: int
+    dtype: str
+    """In which the engine computes."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of each sequence, one for each token but the first; the engine may have cut them."""
+    duration_s: float
+    """How long generation waited for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
     """One rollout replica, as it sees itself. Times are seconds since the replica started."""
 

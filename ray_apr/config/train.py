@@ -131,6 +131,12 @@ class TrainConfig:
     """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
     """Limit for one weight sync; engines resume by themselves after it."""
+    weight_check_every: int = 1
+    """Weight syncs from one check to the next: engines and trainer score a few sequences, and the
+    run stops where they differ by more than rounding explains. 0 never checks."""
+    weight_check_tolerance: float = 1.0
+    """Factor of the largest difference that rounding explains (docs/weight_check.md); larger where
+    an engine's kernels round more than those that were measured."""
     num_threads: int | None = None
     """CPU threads of one train worker; None divides the cores among engines and workers."""
     seed: int = 0
@@ -141,10 +147,12 @@ class TrainConfig:
         counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches", "epochs")
         counts += ("micro_batch_tokens", "num_checkpoints_to_keep")
         whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
+        whole(s, self, "weight_check_every")
         at_least(s, self, 1, *counts)
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
+        at_least(s, self, 0, "weight_check_every")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
-        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
+        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
         one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
         one_of(s, self, {"param_dtype": DType, "master_dtype": DType, "reduce_dtype": DType})
         if self.activation_checkpointing != "selective":

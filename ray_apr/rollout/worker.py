@@ -50,6 +50,7 @@ from ray_apr.types import (
     ServerStatus,
     Step,
     WeightGroupState,
+    WeightScores,
 )
 from ray_apr.weights.sync import WeightSync
 
@@ -562,6 +563,20 @@ class RolloutWorker:
         await self._abort(self._state.on_version(policy_version))
         self._wake.set()
         return dataclasses.asdict(times)
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have the engines score sequences once they have the weights of a version."""
+        await self._client.expect_scores(policy_version, sequences)
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What the engines have scored since `expect_scores`."""
+        return await self._client.weight_scores()
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module of one engine's model computes."""
+        return await self._client.probe_weights(replica_id, token_ids)
 
 
 def _freeze_heap() -> None:

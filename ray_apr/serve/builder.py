@@ -19,7 +19,7 @@ from ray_apr.config import KVCache, RolloutConfig
 from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.exceptions import ResourceError
 from ray_apr.serve.ingress import build_ingress
-from ray_apr.serve.names import DEPLOYMENT, SCHEDULER
+from ray_apr.serve.names import DEPLOYMENT, SCHEDULER, WORKER_EXTENSION
 from ray_apr.serve.server import RolloutServer
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "scheduler_cls": SCHEDULER,
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     if on_cuda:
         ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"

@@ -31,7 +31,13 @@ from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.exchange import Exchange, none_runs, ours, translated
 from ray_apr.serve.names import DEPLOYMENT
-from ray_apr.types import Generation, SamplingParams, ServerStatus, WeightGroupState
+from ray_apr.types import (
+    Generation,
+    SamplingParams,
+    ServerStatus,
+    WeightGroupState,
+    WeightScores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +282,22 @@ class ServeRolloutClient:
         self._policy_version = policy_version
         if self._members != set(self._slots):
             self._slots = {}  # learned again by the next call: a new replica may answer now
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have all replicas score sequences once they have the weights of a version."""
+        await self._all("expect_scores", policy_version, sequences)
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What the replicas have scored since `expect_scores`, in order of their ids."""
+        found = [scores for scores in await self._all("weight_scores") if scores is not None]
+        return sorted(found, key=lambda scores: scores.replica_id)
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module of one replica's model computes (`weights.probes`)."""
+        answers = await self._all("probe_weights", replica_id, token_ids)
+        return next(filter(None, answers), {})
 
     async def _all_members(
         self, members: Collection[str], verb: str, *args: Any, timeout_s: float

@@ -26,7 +26,7 @@ from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
 from ray_apr.serve.load import EngineLoad
-from ray_apr.serve.names import SCHEDULER
+from ray_apr.serve.names import PROBE, SCHEDULER
 from ray_apr.serve.outputs import (
     REASONS,
     end_of_straddling_stop,
@@ -35,6 +35,7 @@ from ray_apr.serve.outputs import (
     vllm_params,
 )
 from ray_apr.serve.plugin import BACKEND, register, start_error
+from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.stall import StallWatch
 from ray_apr.types import FinishReason, Generation, Origin, SamplingParams, Segment, ServerStatus
 
@@ -121,6 +122,7 @@ class Engine:
         self._num_aborted = 0
         self._num_ended = 0
         self._activity = Activity()
+        self.scorer = WeightScorer(replica_id)
 
     async def start(self) -> None:
         """Load the model; returns when the engine answers.
@@ -440,10 +442,16 @@ class Engine:
                         self._is_asleep = False
                     self._is_frozen = False
                     await self._llm.resume_generation()
+                    if self._weights_valid:  # before the gate's calls go in
+                        await self._score()
             finally:
                 self._activity.set_paused(False)
                 self._stall.set_paused(False)
                 self._gate.set()
+
+    async def _score(self) -> None:
+        has_priorities = self._kwargs.get("scheduling_policy") == "priority"
+        await self.scorer.score(self._llm, self._policy_version, has_priorities=has_priorities)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Pause, and give the device's memory free: that of the weights until the next ones arrive,
@@ -522,6 +530,12 @@ class Engine:
                 raise WeightSyncError(f"{self.replica_id}: {error}") from error
             self._policy_version = policy_version
             self._weights_valid = True
+
+    async def probe_weights(self, token_ids: Sequence[int]) -> Mapping[str, list[list[float]]]:
+        """What each module of the model computes; see `serve.probe`."""
+        with self._dead_is_unavailable():
+            (found, *_) = await self._llm.collective_rpc(PROBE, args=(list(token_ids),))
+        return dict(found)
 
     # -- state -----------------------------------------------------------------------------------
 

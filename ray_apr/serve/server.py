@@ -13,7 +13,7 @@ from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
 from ray_apr.serve.exchange import Mailboxes
-from ray_apr.types import Generation, ServerStatus
+from ray_apr.types import Generation, ServerStatus, WeightScores
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,22 @@ class RolloutServer:
         if resume and self._engine.num_pauses == num_pauses:  # else the next sync has begun
             await self._engine.resume()
         return is_member
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Score sequences once the weights of a version are there; see `WeightScorer`."""
+        self._engine.scorer.expect(policy_version, sequences)
+
+    async def weight_scores(self) -> WeightScores | None:
+        """What was scored last; None if nothing was since `expect_scores`."""
+        return self._engine.scorer.result
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module computes, if this is the replica; see `Engine.probe_weights`."""
+        if replica_id != self._engine.replica_id:
+            return {}
+        return await self._engine.probe_weights(token_ids)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

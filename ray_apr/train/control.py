@@ -7,7 +7,7 @@ where syncs overlap: handles of actors may be used by several threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,11 +15,12 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.exceptions import StarvedError, TrainError, WeightSyncError, one_line
+from ray_apr.exceptions import APRError, StarvedError, TrainError, WeightSyncError, one_line
 from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
-    from ray_apr.types import WeightGroupState
+    from ray_apr.types import WeightGroupState, WeightScores
+    from ray_apr.weights.check import Probes
     from ray_apr.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,30 @@ class RunControl:
         if policy_version and self._evaluation and self._evaluation.is_due(policy_version):
             self._evaluating = self._evaluator.evaluate.remote(policy_version)
         return dict(times)
+
+    def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have the engines score sequences once they have the weights of a version."""
+        asked = self._worker.expect_scores.remote(policy_version, sequences)
+        whom = f"rollout servers, to expect the check of version {policy_version}"
+        _get(asked, whom, _CALL_TIMEOUT_S)
+
+    def weight_scores(self) -> list[WeightScores]:
+        """What the engines have scored since `expect_scores`."""
+        asked = self._worker.weight_scores.remote()
+        scores: list[WeightScores] = _get(
+            asked, "rollout servers, to say what they scored", _CALL_TIMEOUT_S
+        )
+        return scores
+
+    def probe_weights(self, replica_id: str, token_ids: Sequence[int]) -> Probes:
+        """What each module of one engine's model computes; nothing if it does not say."""
+        asked = self._worker.probe_weights.remote(replica_id, token_ids)
+        try:
+            probes: Probes = _get(asked, f"probes of {replica_id}", _CALL_TIMEOUT_S)
+        except (APRError, RayError) as error:
+            logger.warning("%s cannot be probed: %s", replica_id, error)
+            return {}
+        return probes
 
     def sleep_engines(self) -> None:
         """Have the engines leave their devices to the train workers, once nothing is evaluated.

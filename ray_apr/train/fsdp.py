@@ -90,7 +90,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     loaded.train()
     compiles = train.compiles(device.type)
     if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
-        for layer in _layers(loaded):
+        for layer in decoder_layers(loaded):
             layer.forward = compile_for_all_sizes(layer.forward)  # type: ignore[method-assign]
     offloads = train.cpu_offload and device.type != "cpu"
     is_uniform = train.param_dtype == train.master_dtype == train.reduce_dtype
@@ -113,7 +113,7 @@ def _shard(model: nn.Module, train: TrainConfig, device: torch.device, *, offloa
     }
     if offloads:
         sharding["offload_policy"] = CPUOffloadPolicy()
-    for unit in _units(_layers(model), dtype):
+    for unit in _units(decoder_layers(model), dtype):
         fully_shard(unit, **sharding)
     fully_shard(model, **sharding)
 
@@ -173,7 +173,7 @@ def _add_adapters(model: nn.Module, lora: LoRAConfig, seed: int) -> None:
             raise ConfigError(name, names, f"leave out {path}, whose weights are tied to others")
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers: the longest list of modules in the base model."""
     lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])

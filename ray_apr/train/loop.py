@@ -52,6 +52,7 @@ from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.span import Span
 from ray_apr.train.step import oldest_versions, train_step
+from ray_apr.train.weight_check import WeightCheck
 from ray_apr.types import SamplingParams
 from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.shared import SharedWeightSender
@@ -183,6 +184,7 @@ class _TrainLoop:
             timeout_s=self._train.weight_sync_timeout_s,
             after_gather=None if self._offload is None else self._end_turn,
             meet=(lambda: dist.barrier(self._turns)) if partial_rollout.drain else None,
+            check=WeightCheck(self._model, self._train) if self._train.weight_check_every else None,
         )
 
     def _begin_turn(self) -> None:

@@ -7,6 +7,7 @@ Invariants, kept by `WeightPublisher`:
     * What is sent is what the gather saw: it copies, so that the optimizer may go on at once.
     * A rollout server that comes or goes costs no more than a sync: the group is formed anew.
     * One sync at a time: the one before has ended, or raised its error, before the next gather.
+    * An engine that does not compute like the trainer afterwards ends the run (`WeightCheck`).
     * The thread that sends is waited for within a limit, and every wait inside of it has its own.
       It is a daemon: after an error it cannot keep the process alive.
 """
@@ -25,6 +26,7 @@ from ray_apr.train.span import Span
 
 if TYPE_CHECKING:
     from ray_apr.train.control import RunControl
+    from ray_apr.train.weight_check import WeightCheck
     from ray_apr.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class WeightPublisher:
         after_gather: Called on every rank before the weights leave it.
         meet: Lets the ranks wait for rank 0 where that may wait for engines longer than a
             collective may take; None where it does not.
+        check: Compares the engines with the trainer after a sync; None never does.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class WeightPublisher:
         timeout_s: float,
         after_gather: Callable[[], None] | None = None,
         meet: Callable[[], None] | None = None,
+        check: WeightCheck | None = None,
     ) -> None:
         self._sender = sender
         self._control = control
@@ -78,6 +82,7 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._after_gather = after_gather
         self._meet = meet or (lambda: None)
+        self._check = check
         self._is_connected = False
         self._pending: _Pending | None = None
 
@@ -91,7 +96,7 @@ class WeightPublisher:
         Raises:
             WeightSyncError: If they did not get them.
         """
-        self._send(policy_version, self._gather(), timeout_s)
+        self._send(policy_version, self._gather(policy_version), timeout_s)
 
     def after_step(
         self, num_steps: int, policy_version: int, *, is_last: bool
@@ -106,10 +111,12 @@ class WeightPublisher:
         Returns:
             Seconds: ``weight_wait_s``, which the trainer spent here; and of the sync that ended
             since the last call, zeros without one: ``weight_sync_s`` from the gather until the
-            engines ran again, ``weight_gather_s``, and ``generation_stopped_s``.
+            engines ran again, ``weight_gather_s``, and ``generation_stopped_s``. With a check, what
+            `WeightCheck.verify` says, too.
 
         Raises:
             WeightSyncError: If this sync or the one before failed.
+            WeightMismatchError: If an engine does not compute like the trainer after it.
             StarvedError: If another actor did not answer in time.
         """
         is_due = not is_last and num_steps % self._sync_every == 0
@@ -134,16 +141,18 @@ class WeightPublisher:
         self._join(must_end=True)
         self._sender.close()
 
-    def _gather(self) -> Span:
+    def _gather(self, policy_version: int) -> Span:
         with Span() as gathered:
             self._sender.gather()
+            if self._check is not None:
+                self._check.record(policy_version)
             if self._after_gather is not None:
                 self._after_gather()
         return gathered
 
     def _begin(self, policy_version: int) -> dict[str, float] | None:
         """Gather, and send; returns the times of a sync that does not overlap."""
-        args = (policy_version, self._gather(), self._timeout_s)
+        args = (policy_version, self._gather(policy_version), self._timeout_s)
         if not self._overlaps or self._control is None:
             return self._send(*args)
         times: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
@@ -167,12 +176,16 @@ class WeightPublisher:
             if self._control is not None:
                 stopped_s = self._broadcast(self._control, policy_version, timeout_s)
             self._sender.release()
+        checked: Mapping[str, float] = {}
+        if self._control is not None and self._check is not None:
+            checked = self._check.verify(self._control)
         if self._control is not None and self._overlaps:
             self._control.record_span("sync", gathered.start_s, sent.end_s, actor="weights")
         return {
             "weight_sync_s": gathered.duration_s + sent.duration_s,
             "weight_gather_s": gathered.duration_s,
             "generation_stopped_s": stopped_s,
+            **checked,
         }
 
     def _broadcast(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
@@ -192,6 +205,8 @@ class WeightPublisher:
         if not self._is_connected or not control.is_group_whole():
             control.connect(self._sender, timeout_s=timeout_s)
             self._is_connected = True
+        if self._check is not None:
+            self._check.announce(control)
         return control.broadcast(self._sender, policy_version)["stopped_s"]
 
     def _join(self, *, must_end: bool) -> dict[str, float] | None:

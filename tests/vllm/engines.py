@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ def make_engine(
     model: Path,
     *,
     keep_kv_cache: bool = False,
+    dtype: str = "float32",
     stall_timeout_s: float = 300.0,
     **engine_kwargs: Any,
 ) -> Any:
@@ -30,7 +33,7 @@ def make_engine(
     from ray_apr.serve.engine import Engine
 
     os.environ.update(CPU_ENVIRONMENT)
-    config = RolloutConfig(device="cpu", top_k=64)  # any top_k may be asked for
+    config = RolloutConfig(device="cpu", dtype=dtype, top_k=64)  # any top_k may be asked for
     arguments = engine_arguments(config, 512, on_cuda=False)
     return Engine(
         str(model),
@@ -120,6 +123,98 @@ class Trainer:
             await engine.resume()
 
 
+class DirectControl:
+    """Rank 0's line to one engine in the same process: what `RunControl` does, without Ray.
+
+    Args:
+        engine: Started.
+        run: Runs a coroutine to its end, on the engine's event loop.
+
+    Attributes:
+        spoil: Called with the tensors that leave, by name, and those of the sync before.
+        after_receive: Awaited once the engine has its weights, before it goes on.
+    """
+
+    sync_limit_s = 60.0
+
+    def __init__(self, engine: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.engine = engine
+        self.run = run
+        self.spoil: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+        self.after_receive: Callable[[], Coroutine[Any, Any, Any]] | None = None
+        self._collective: Any = None
+        self._before: dict[str, Any] = {}
+
+    def is_group_whole(self) -> bool:
+        return self._collective is not None
+
+    def connect(self, sender: Any, *, timeout_s: float) -> None:
+        from ray_apr.weights.collective import join
+
+        group = sender.open_group(1, host="127.0.0.1", timeout_s=timeout_s)
+
+        async def meet() -> None:
+            joined = asyncio.create_task(self.engine.join_weight_group(group.to_dict(), 1))
+            self._collective = await asyncio.to_thread(join, group, 0)
+            await joined
+
+        self.run(meet())
+
+    def broadcast(self, sender: Any, policy_version: int) -> dict[str, float]:
+        from ray.util.collective import types
+
+        leaving = named_tensors(sender)
+        copies = {name: tensor.clone() for name, tensor in leaving.items()}
+        if self.spoil is not None:
+            self.spoil(leaving, self._before)
+        self._before = copies
+        options = types.BroadcastOptions()
+        options.root_rank, options.root_tensor = 0, 0
+
+        def send() -> None:
+            for bucket in sender.staged:
+                self._collective.broadcast([bucket], options)
+
+        async def sync() -> float:
+            begin = time.monotonic()
+            await self.engine.pause("abort")
+            receiving = asyncio.create_task(self.engine.receive_weights(policy_version))
+            await asyncio.to_thread(send)
+            await receiving
+            if self.after_receive is not None:
+                await self.after_receive()
+            await self.engine.resume()
+            return time.monotonic() - begin
+
+        return {"stopped_s": self.run(sync())}
+
+    def expect_scores(self, policy_version: int, sequences: Any) -> None:
+        self.engine.scorer.expect(policy_version, sequences)
+
+    def weight_scores(self) -> list[Any]:
+        return [self.engine.scorer.result] if self.engine.scorer.result else []
+
+    def probe_weights(self, replica_id: str, token_ids: Any) -> Any:
+        assert replica_id == self.engine.replica_id
+        return self.run(self.engine.probe_weights(token_ids))
+
+    def record_span(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def named_tensors(sender: Any) -> dict[str, Any]:
+    """What a `WeightSender` has gathered, by name; changes of them are sent."""
+    from ray_apr.weights.collective import as_tensor
+    from ray_apr.weights.plan import plan_buckets
+
+    buckets = plan_buckets(sender.params, sender._bucket_bytes)
+    return {
+        s.param.name: as_tensor(buffer, s.offset, s.param.shape, s.param.dtype)
+        for bucket, buffer in zip(buckets, sender.staged, strict=True)
+        for s in bucket.slices
+    }
+
+
 @contextlib.asynccontextmanager
 async def running(engine: Any) -> AsyncIterator[Any]:
     """Start an engine, and end it."""
@@ -128,3 +223,77 @@ async def running(engine: Any) -> AsyncIterator[Any]:
         yield engine
     finally:
         engine.shutdown()
+
+
+class SyncingTrainer:
+    """A train worker's model with one engine: what a run does at a sync, on both ends of it.
+
+    Args:
+        folder: The model.
+        control: The line to the engine.
+        dtype: In which the weights travel: the engine's.
+        train: Settings of `TrainConfig`.
+    """
+
+    def __init__(
+        self, folder: Path, control: DirectControl, *, dtype: str = "float32", **train: Any
+    ) -> None:
+        import torch
+
+        from ray_apr.config import TrainConfig
+        from ray_apr.train.fsdp import build_model
+        from ray_apr.train.publish import WeightPublisher
+        from ray_apr.train.weight_check import WeightCheck
+        from ray_apr.weights.sender import WeightSender
+
+        self.control = control
+        self.config = TrainConfig(weight_bucket_mb=0.125, **train)
+        self.model: Any = build_model(str(folder), self.config, torch.device("cpu"))
+        self.sender = WeightSender(self.model, bucket_mb=0.125, wire_dtype=dtype)
+        self.check = WeightCheck(self.model, self.config)
+        self.publisher = WeightPublisher(
+            self.sender,
+            control,  # type: ignore[arg-type]
+            sync_every=1,
+            overlaps=False,
+            timeout_s=20.0,
+            check=self.check,
+        )
+
+    def step(self, size: float) -> None:
+        """Move all weights that are trained; they began with a size of 0.1."""
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(size * torch.randn_like(parameter))
+
+    def sync(
+        self,
+        size: float = 0.02,
+        spoil: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
+    ) -> Mapping[str, float]:
+        """Step, sync and check; returns the figures of both."""
+        self.step(size)
+        self.control.spoil = spoil
+        version = self.control.engine.policy_version + 1
+        return self.publisher.after_step(version, version, is_last=False)
+
+
+@contextlib.contextmanager
+def started(folder: Path, **engine_kwargs: Any) -> Iterator[DirectControl]:
+    """An engine, the line to it, and a process group of one train worker."""
+    from tests.train_batches import process_group
+
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        asyncio.Runner() as runner,
+        process_group(Path(meeting)),
+    ):
+        context = running(make_engine(folder, **engine_kwargs))
+        engine = runner.run(context.__aenter__())
+        try:
+            yield DirectControl(engine, runner.run)
+        finally:
+            runner.run(context.__aexit__(None, None, None))

@@ -1,0 +1,260 @@
+"""The trainer's side of the check after a weight sync (`weights.check`).
+
+    gather ─► record: score, probe (all ranks) ─► sync ─► verify: the engines' scores (rank 0)
+
+Invariants, kept by `WeightCheck`:
+    * What is recorded belongs to the weights that were gathered: the optimizer has not stepped in
+      between, whatever it does while they travel.
+    * It comes from the model's own forward pass, so that it shares no code with what names, merges,
+      gathers, sends and loads weights.
+    * A mismatch raises; nothing tries it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ray_apr.config import TrainConfig
+from ray_apr.data.batch import RankBatch
+from ray_apr.exceptions import WeightMismatchError
+from ray_apr.train.fsdp import decoder_layers
+from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
+from ray_apr.train.span import Span
+from ray_apr.weights.check import (
+    Comparison,
+    Limits,
+    Logprobs,
+    canary_sequences,
+    compare,
+    follows,
+    worst_modules,
+)
+from ray_apr.weights.gather import compute_device
+from ray_apr.weights.probes import one_expert_each, probe_input, projections
+
+if TYPE_CHECKING:
+    from ray_apr.train.control import RunControl
+    from ray_apr.types import WeightScores
+
+logger = logging.getLogger(__name__)
+
+Probe = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The gathered model, by what it computes."""
+
+    policy_version: int
+    logprobs: Logprobs
+    probes: Mapping[str, torch.Tensor]
+    """Projections of each module, where the model computes."""
+    duration_s: float
+
+
+class WeightCheck:
+    """Compares each engine with the trainer after a weight sync.
+
+    Args:
+        model: From `fsdp.build_model`.
+        train: How often, how strictly, and how the trainer computes.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig) -> None:
+        self._model = model
+        self._train = train
+        config: Any = model.config
+        config = config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.sequences = canary_sequences(config.vocab_size, longest)
+        self._batch = _micro_batch(self.sequences, compute_device(model), train)
+        self._token_ids = sorted({i for sequence in self.sequences for i in sequence})
+        self._layers = decoder_layers(model)
+        self._probes = _probes_by_layer(model, self._layers, self._token_ids)
+        self._num_syncs = 0
+        self._record: _Record | None = None
+        self._passed: dict[str, tuple[Logprobs, Logprobs]] = {}
+        """What trainer and engine scored at the last check of each replica."""
+
+    def record(self, policy_version: int) -> None:
+        """Score and probe the model as it is, if the next sync is due for a check; a collective of
+        all train workers."""
+        every = self._train.weight_check_every
+        is_due = every > 0 and self._num_syncs % every == 0
+        self._num_syncs += 1
+        self._record = None
+        if not is_due:
+            return
+        found: dict[str, torch.Tensor] = {}
+        with Span() as recorded, torch.no_grad(), self._probing(found):
+            logprobs_NT, _ = response_logprobs(self._model, self._batch)
+            logprobs = logprobs_NT.tolist()
+        self._record = _Record(policy_version, logprobs, found, recorded.duration_s)
+
+    @contextlib.contextmanager
+    def _probing(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
+        """While the model runs: probe each layer right before it does, when FSDP has gathered its
+        weights; with the first one, what is outside of all of them."""
+
+        def hook(layer: nn.Module, *_: Any) -> None:
+            probes = self._probes[id(layer)]
+            for name, probe in list(probes.items()):
+                try:
+                    found[name] = projections(probe())
+                except Exception as error:  # noqa: BLE001  (a model's own kinds of modules)
+                    logger.warning("%s is not localised after a mismatch: %s", name, error)
+                    del probes[name]
+
+        handles = [layer.register_forward_pre_hook(hook) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def announce(self, control: RunControl) -> None:
+        """Tell the engines, before a sync, what to score after it."""
+        if self._record is not None:
+            control.expect_scores(self._record.policy_version, self.sequences)
+
+    def verify(self, control: RunControl) -> dict[str, float]:
+        """Compare, after a sync.
+
+        Returns:
+            ``weight_check_gap`` and ``weight_check_k3`` of the engine that is farthest off, and
+            ``weight_check_s``: what the trainer, and the slowest engine before it went on, spent
+            scoring. Nothing if no check was due.
+
+        Raises:
+            WeightMismatchError: If an engine computes otherwise than the trainer.
+        """
+        record, self._record = self._record, None
+        if record is None:
+            return {}
+        found = [s for s in control.weight_scores() if s.policy_version == record.policy_version]
+        if not found:
+            logger.warning("no rollout server has scored version %d", record.policy_version)
+            return {}
+        checked = [self._checked(record, scores, control) for scores in found]
+        self._passed = {scores.replica_id: (record.logprobs, scores.logprobs) for scores in found}
+        return {
+            "weight_check_gap": max(comparison.gap for comparison in checked),
+            "weight_check_k3": max(comparison.k3 for comparison in checked),
+            "weight_check_s": record.duration_s + max(scores.duration_s for scores in found),
+        }
+
+    def _checked(self, record: _Record, scores: WeightScores, control: RunControl) -> Comparison:
+        dtypes = (self._train.param_dtype, scores.dtype)
+        tolerance = self._train.weight_check_tolerance
+        limits = Limits.of(
+            dtypes, num_layers=len(self._layers), ours=record.logprobs, tolerance=tolerance
+        )
+        comparison = compare(record.logprobs, scores.logprobs)
+        before = self._passed.get(scores.replica_id)
+        if not comparison.is_within(limits):
+            found = ""
+        elif before is not None and not follows(record.logprobs, scores.logprobs, *before):
+            found = "it has not moved with the trainer and seems to have the weights of before; "
+        else:
+            return comparison
+        theirs = control.probe_weights(scores.replica_id, self._token_ids)
+        ours = {name: rows.tolist() for name, rows in record.probes.items()}
+        raise WeightMismatchError(
+            f"{scores.replica_id} does not compute like the trainer at version "
+            f"{record.policy_version}: {found}log-probs of {comparison.num_tokens} tokens differ "
+            f"by up to {comparison.gap:.3g} (limit {limits.gap:.3g}), mean k3 {comparison.k3:.3g} "
+            f"(limit {limits.k3:.3g}). Worst: {worst_modules(ours, theirs, dtypes)}. The samples "
+            "of this version are not to be trusted. Is the model's architecture supported? Where "
+            "this is rounding, raise train.weight_check_tolerance"
+        )
+
+
+def _micro_batch(
+    sequences: tuple[tuple[int, ...], ...], device: torch.device, train: TrainConfig
+) -> MicroBatch:
+    """The sequences as samples with a prompt of one token."""
+    count, response = len(sequences), len(sequences[0]) - 1
+    total = count * response
+    batch = RankBatch(
+        step=0,
+        policy_version=0,
+        rank=0,
+        token_ids=[i for sequence in sequences for i in sequence],
+        prompt_lens=[1] * count,
+        response_lens=[response] * count,
+        micro_batch_sizes=[count],
+        mini_batch_sizes=[1],
+        behavior_logprobs=[0.0] * total,
+        token_versions=[0] * total,
+        sample_index=range(count),
+        rewards=[0.0] * count,
+        groups=[0] * count,
+        all_response_lens=[response] * count,
+        truncated=[0] * count,
+        loss_mask=[1] * total,
+        all_loss_lens=[response] * count,
+    )
+    (part,) = micro_batches(batch, device, packed=train.packs(device.type))
+    return part
+
+
+# -- what the model's modules compute --------------------------------------------------------------
+
+
+def _probes_by_layer(
+    model: nn.Module, layers: list[nn.Module], token_ids: list[int]
+) -> dict[int, dict[str, Probe]]:
+    """Probes of all modules that have weights, by the layer before which they run."""
+    owners = {id(m): id(layer) for layer in layers for m in layer.modules()}
+    first = id(layers[0]) if layers else 0
+    probes: dict[int, dict[str, Probe]] = {id(layer): {} for layer in layers}
+    taken: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(taken):
+            continue  # a part of one that is probed as a whole, such as an adapter
+        probe = _probe_of(module, token_ids)
+        if probe is not None:
+            probes.setdefault(owners.get(id(module), first), {})[name] = probe
+            taken += (f"{name}.",)
+    return probes
+
+
+def _probe_of(module: Any, token_ids: list[int]) -> Probe | None:
+    """How to run a module on its known input; None if it only holds others, or is of no kind that
+    is known."""
+    own = module._parameters
+    weight = own.get("weight")
+    if isinstance(module, nn.Embedding):
+        return lambda: F.embedding(
+            torch.tensor(token_ids, device=module.weight.device), module.weight
+        ).reshape(1, -1)
+    if isinstance(module, nn.Linear) or hasattr(module, "lora_A"):
+        size = module.in_features
+        return lambda: module(probe_input(size, next(module.parameters())))
+    if weight is None and any(p is not None and p.ndim == 3 for p in own.values()):
+        return lambda: _experts(module)
+    if weight is not None and weight.ndim == 2:  # a router, which goes on to choose
+        size = weight.shape[1]
+        return lambda: F.linear(probe_input(size, module.weight), module.weight, own.get("bias"))
+    if weight is not None and weight.ndim == 1:
+        size = len(weight)
+        return lambda: module(probe_input(size, module.weight))
+    return None
+
+
+def _experts(module: Any) -> torch.Tensor:
+    """Outputs [E, H] of the experts, as Transformers calls them."""
+    weight = next(module.parameters())
+    chosen, weights = one_expert_each(len(weight), 1, weight)
+    size = module.hidden_dim if hasattr(module, "hidden_dim") else module.hidden_size
+    x = probe_input(size, weight).expand(len(weight), -1)
+    outputs: torch.Tensor = module(x, chosen, weights.to(weight.dtype))
+    return outputs
