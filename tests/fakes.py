@@ -19,6 +19,7 @@ from ray_apr.types import (
     Segment,
     ServerStatus,
     WeightGroupState,
+    WeightScores,
 )
 
 FIRST_TOKEN = 1000
@@ -87,6 +88,7 @@ class ScriptedEngine:
         fail: Errors by sample, raised by its next calls in turn.
         num_queued: What the status of each replica says of its queue.
         limits: What `set_limits` said last.
+        score: Log-probs that a replica says of a sequence.
     """
 
     def __init__(
@@ -114,6 +116,9 @@ class ScriptedEngine:
         self.num_aborted = 0
         self.num_queued = 0
         self.limits: dict[str, int] = {}
+        self.score: Callable[[str, Sequence[int]], tuple[float, ...]] = _minus_one_each
+        self._expected: tuple[int, Sequence[Sequence[int]]] = (-1, ())
+        self._scores: list[WeightScores] = []
         self._auto = auto
         self._num_replicas = num_replicas
         self._clock = clock or FakeClock()
@@ -183,7 +188,20 @@ class ScriptedEngine:
             await self.abort(None)
 
     async def resume(self) -> None:
-        """Unfreeze."""
+        """Unfreeze, and score what is expected of these weights."""
+        version, sequences = self._expected
+        if self.weights_valid and self.policy_version == version:
+            self._expected = (-1, ())
+            self._scores = [
+                WeightScores(
+                    replica_id=f"engine-{i}",
+                    policy_version=version,
+                    dtype="float32",
+                    logprobs=tuple(self.score(f"engine-{i}", ids) for ids in sequences),
+                    duration_s=0.01,
+                )
+                for i in range(self._num_replicas)
+            ]
         self.is_paused = False
         self._resumed.set()
 
@@ -247,6 +265,21 @@ class ScriptedEngine:
         self.policy_version = policy_version
         if resume:
             await self.resume()
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Score at the first `resume` under this version."""
+        self._expected, self._scores = (policy_version, sequences), []
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What was scored since `expect_scores`."""
+        return list(self._scores)
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """Nothing: there are no modules."""
+        del replica_id, token_ids
+        return {}
 
     def _request(
         self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int
@@ -352,6 +385,11 @@ class OutsideClient:
         """Never."""
         self._answer()
         return False
+
+
+def _minus_one_each(replica_id: str, sequence: Sequence[int]) -> tuple[float, ...]:
+    del replica_id
+    return (-1.0,) * (len(sequence) - 1)
 
 
 def _segments(request: _Request) -> tuple[Segment, ...]:

@@ -1,0 +1,231 @@
+"""The trainer's side of the check after a weight sync (train/weight_check.py)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ray_apr.config import LoRAConfig, TrainConfig
+from ray_apr.exceptions import WeightMismatchError
+from ray_apr.train.fsdp import build_model
+from ray_apr.train.publish import WeightPublisher
+from ray_apr.train.weight_check import WeightCheck
+from ray_apr.types import WeightScores
+from tests.tiny_model import make_tiny_model
+from tests.train_batches import process_group, start_ranks
+from tests.vllm.engines import hf_logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Control:
+    """Engines that say what `scores` holds for each version, once its weights were sent."""
+
+    sync_limit_s = 10.0
+
+    def __init__(self, scores) -> None:
+        self.scores = scores
+        self.expected: list[int] = []
+        self.num_broadcasts = 0
+        self.is_whole = True
+        self.may_send = threading.Event()
+        self.may_send.set()
+
+    def is_group_whole(self) -> bool:
+        return self.is_whole
+
+    def connect(self, sender, *, timeout_s) -> None:
+        pass
+
+    def expect_scores(self, policy_version, sequences) -> None:
+        self.expected.append(policy_version)
+
+    def broadcast(self, sender, policy_version):
+        assert self.may_send.wait(10)
+        self.num_broadcasts += 1
+        self.version = policy_version
+        return {"stopped_s": 0.0}
+
+    def weight_scores(self):
+        return [
+            WeightScores(
+                replica_id=replica,
+                policy_version=self.version,
+                dtype="float32",
+                logprobs=logprobs,
+                duration_s=0.5,
+            )
+            for replica, logprobs in self.scores[self.version].items()
+        ]
+
+    def probe_weights(self, replica_id, token_ids):
+        return {}
+
+    def record_span(self, *_, **__) -> None:
+        pass
+
+
+class Sender:
+    def gather(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def plain_scores(model, sequences):
+    return [hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in sequences]
+
+
+def step(model, size=0.05):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+
+
+def make(folder, *, overlaps=False, **train):
+    config = TrainConfig(**train)
+    model = build_model(str(folder), config, torch.device("cpu"))
+    check = WeightCheck(model, config)
+    control = Control({})
+    publisher = WeightPublisher(
+        Sender(), control, sync_every=1, overlaps=overlaps, timeout_s=5.0, check=check
+    )
+    return model, check, control, publisher
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_engines_that_score_like_the_model_pass(folder, tmp_path, packing):
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, packing=packing)
+        for version in (1, 2):
+            step(model)
+            ours = plain_scores(model, check.sequences)
+            near = [[p + 1e-6 for p in ps] for ps in ours]
+            control.scores[version] = {"engine-0": ours, "engine-1": near}
+            figures = publisher.after_step(version, version, is_last=False)
+            assert 1e-6 < figures["weight_check_gap"] < 1e-4
+            assert 0 <= figures["weight_check_k3"] < 1e-8
+            assert 0.5 < figures["weight_check_s"] < 5
+
+
+def test_every_nth_sync_is_checked_from_the_first_on(folder, tmp_path):
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, weight_check_every=3)
+        for version in range(1, 8):
+            step(model)
+            control.scores[version] = {"engine-0": plain_scores(model, check.sequences)}
+            figures = publisher.after_step(version, version, is_last=False)
+            assert ("weight_check_gap" in figures) == (version in (1, 4, 7))
+        assert control.expected == [1, 4, 7]
+
+
+def test_an_overlapped_sync_is_compared_with_the_model_that_was_gathered(folder, tmp_path):
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, overlaps=True)
+        control.may_send.clear()
+        control.scores[1] = {"engine-0": plain_scores(model, check.sequences)}
+        publisher.after_step(1, 1, is_last=False)
+        step(model)  # while the weights travel
+        control.may_send.set()
+        figures = publisher.after_step(2, 2, is_last=True)
+        assert figures["weight_check_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_mismatch_ends_the_run_and_is_not_tried_again(folder, tmp_path, overlaps):
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, overlaps=overlaps)
+        control.is_whole = False  # which lets other errors of a sync be tried again
+        ours = plain_scores(model, check.sequences)
+        step(model)
+        control.scores[1] = {
+            "engine-0": plain_scores(model, check.sequences),
+            "engine-1": ours,
+        }
+        message = (
+            r"engine-1 does not compute like the trainer at version 1: log-probs of 252 tokens"
+        )
+        with pytest.raises(WeightMismatchError, match=message):
+            publisher.after_step(1, 1, is_last=False)
+            publisher.close()
+        assert control.num_broadcasts == 1
+
+
+def test_a_replica_without_the_weights_is_not_compared(folder, tmp_path, caplog):
+    with process_group(tmp_path):
+        _, _, control, publisher = make(folder)
+        control.scores[1] = {}
+        figures = publisher.after_step(1, 1, is_last=False)
+        assert "weight_check_gap" not in figures
+        assert "no rollout server has scored version 1" in caplog.text
+
+
+def test_the_tolerance_is_obeyed(folder, tmp_path):
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, weight_check_tolerance=1e9)
+        control.scores[1] = {"engine-0": plain_scores(model, check.sequences)}
+        step(model)
+        assert publisher.after_step(1, 1, is_last=False)["weight_check_gap"] > 0.1
+
+
+def test_a_module_that_cannot_be_probed_costs_no_more_than_its_name(folder, tmp_path, caplog):
+    with process_group(tmp_path):
+        model, check, _, _ = make(folder)
+        down = model.model.layers[0].mlp.down_proj
+        down.register_forward_pre_hook(_only_whole_sequences)
+        check.record(1)
+        probes = check._record.probes
+        assert "model.layers.0.mlp.down_proj" not in probes and len(probes) == 24
+        assert "model.layers.0.mlp.down_proj is not localised" in caplog.text
+
+
+def _only_whole_sequences(module, args):
+    if len(args[0]) == 1:
+        raise RuntimeError("a module of its own kind")
+
+
+def test_adapters_belong_to_the_layer_that_they_adapt(folder, tmp_path):
+    with process_group(tmp_path):
+        plain, _, _, _ = make(folder)
+        model, check, _, _ = make(folder, lora=LoRAConfig(rank=2))
+        other = WeightCheck(plain, TrainConfig())
+        for recorded in (check, other):
+            recorded.record(0)
+        ours, theirs = check._record.probes, other._record.probes
+        assert ours.keys() == theirs.keys()
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.lora_B["default"].weight.add_(0.1)
+        check.record(1)
+        name = "model.layers.0.mlp.up_proj"
+        assert [n for n in ours if not torch.equal(ours[n], check._record.probes[n])] == [name]
+
+
+def test_shards_are_scored_and_probed_as_a_whole(folder, tmp_path):
+    start_ranks(_record_on_shards, 2, tmp_path, folder)
+    (tmp_path / "alone").mkdir()
+    with process_group(tmp_path / "alone"):
+        _, check, _, _ = make(folder)
+        check.record(0)
+    for rank in range(2):
+        logprobs, probes = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.allclose(torch.tensor(check._record.logprobs), logprobs, atol=1e-5)
+        assert probes.keys() == check._record.probes.keys()
+        for name, rows in probes.items():
+            assert torch.allclose(rows, check._record.probes[name], rtol=1e-4, atol=1e-4), name
+
+
+def _record_on_shards(rank, world_size, path, folder):
+    with process_group(path, rank=rank, world_size=world_size):
+        _, check, _, _ = make(folder)
+        check.record(0)
+        record = check._record
+        torch.save((torch.tensor(record.logprobs), dict(record.probes)), path / f"{rank}.pt")

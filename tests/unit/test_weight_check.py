@@ -1,0 +1,188 @@
+"""How far apart trainer and engine may be, and what is said when they are (weights/check.py)."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+
+import pytest
+
+from ray_apr.config import TrainConfig
+from ray_apr.exceptions import ConfigError, WeightMismatchError, WeightSyncError
+from ray_apr.weights.check import (
+    Limits,
+    canary_sequences,
+    compare,
+    follows,
+    worst_modules,
+)
+from ray_apr.weights.sync import WeightSync
+from tests.fakes import ScriptedEngine
+
+FLOATS = ("float32", "float32")
+
+
+def noisy(logprobs, size, seed):
+    rng = random.Random(seed)
+    return [[p + rng.gauss(0, size) for p in ps] for ps in logprobs]
+
+
+OURS = [[-1.0 - (i % 7) for i in range(63)] for _ in range(4)]
+
+
+def test_sequences_are_fixed_and_leave_out_both_ends_of_the_vocabulary():
+    sequences = canary_sequences(1000, 4096)
+    assert sequences == canary_sequences(1000, 4096)
+    assert [len(s) for s in sequences] == [64] * 4 and len(set(sequences)) == 4
+    assert min(map(min, sequences)) >= 125 and max(map(max, sequences)) < 875
+    assert {len(s) for s in canary_sequences(17, 16)} == {16}, "a model of short contexts"
+
+
+def test_k3_and_gap_are_those_of_the_differences():
+    found = compare([[-1.0, -2.0]], [[-1.5, -2.0]])
+    assert found.gap == 0.5 and found.num_tokens == 2
+    assert found.k3 == pytest.approx((math.exp(0.5) - 1.5) / 2)
+
+
+def test_an_engine_may_cut_the_sequences():
+    assert compare([[-1.0, -2.0, -3.0]], [[-1.0, -2.0]]).num_tokens == 2
+
+
+@pytest.mark.parametrize("theirs", [[[-1.0, math.nan]], [[-1.0, -math.inf]], [[]], []])
+def test_no_answer_and_no_number_are_never_within_limits(theirs):
+    limits = Limits(gap=math.inf, k3=math.inf)
+    assert not compare([[-1.0, -2.0]], theirs).is_within(limits)
+
+
+def test_huge_differences_do_not_overflow():
+    assert compare([[0.0]], [[-5000.0]]).k3 > 1e20
+
+
+def test_limits_follow_the_coarser_type_the_depth_and_the_setting():
+    def gap(*dtypes, num_layers=8, tolerance=1.0, ours=OURS):
+        return Limits.of(dtypes, num_layers=num_layers, ours=ours, tolerance=tolerance).gap
+
+    assert gap("float32", "float32") < gap("float32", "bfloat16") == gap("bfloat16", "bfloat16")
+    assert gap(*FLOATS, num_layers=35) == pytest.approx(2 * gap(*FLOATS))
+    assert gap(*FLOATS, tolerance=3.0) == pytest.approx(3 * gap(*FLOATS))
+    assert gap(*FLOATS, ours=[[-0.01]]) < gap(*FLOATS)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-3])
+def test_an_engine_follows_the_trainer_or_has_stale_weights(size):
+    """Rounding of 3e-3 hides a step of 5e-3 from any limit; that the engine stood still tells."""
+    rounding, step = 3e-3, 5e-3
+    theirs_before = noisy(OURS, rounding, 0)
+    ours = noisy(OURS, step, 1)
+    followed = noisy(noisy(ours, 0, 0), rounding, 2)
+    assert follows(ours, followed, OURS, theirs_before)
+    stale = noisy(theirs_before, size, 3)
+    assert not follows(ours, stale, OURS, theirs_before)
+
+
+def test_a_step_below_rounding_may_not_move_the_engine():
+    theirs = noisy(OURS, 3e-3, 0)
+    assert follows(noisy(OURS, 1e-3, 1), theirs, OURS, theirs)
+
+
+@pytest.mark.parametrize("step", [4e-3, 1e-1])
+def test_no_false_alarm_of_an_engine_that_follows_in_many_syncs(step):
+    ours, theirs = OURS, noisy(OURS, 3e-3, -1)
+    for seed in range(300):
+        moved = noisy(ours, step, f"step {seed}")
+        theirs_moved = noisy(moved, 3e-3, f"round {seed}")
+        assert follows(moved, theirs_moved, ours, theirs)
+        ours, theirs = moved, theirs_moved
+
+
+PROBES = {
+    "model.embed_tokens": [[1.0, 2.0]],
+    "model.layers.0.self_attn.q_proj": [[3.0, 4.0]],
+    "model.layers.1.self_attn.q_proj": [[3.0, 4.0]],
+    "model.layers.1.mlp.down_proj": [[6.0, 8.0]],
+    "model.layers.1.mlp.experts": [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]],
+    "model.norm": [[1.0, 1.0]],
+    "lm_head": [[1.0, 2.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model.embed_tokens": [[2.0, 4.0]]}, "embedding (by 50 %)"),
+        ({"lm_head": [[1.0, 2.5]]}, "head (by 18.6 %)"),
+        ({"model.norm": [[1.1, 1.1]]}, "norm (by 9.09 %)"),
+        (
+            {
+                "model.layers.1.mlp.down_proj": [[3.0, 4.0]],
+                "model.layers.1.self_attn.q_proj": [[0.0, 0.0]],
+                "lm_head": [[1.0, 2.5]],
+            },
+            "layer 1 (q_proj by 100 %, down_proj by 50 %), head (by 18.6 %)",
+        ),
+        (
+            {"model.layers.1.mlp.experts": [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]},
+            "experts of layer 1 (expert 1 by 141 %, expert 0 by 141 %)",
+        ),
+        ({"model.norm": [[math.nan, 1.0]]}, "norm (by nan %)"),
+        ({}, "not localised: 7 modules compute alike"),
+    ],
+)
+def test_the_worst_groups_are_named(changed, says):
+    assert worst_modules(PROBES, {**PROBES, **changed}, FLOATS) == says
+
+
+def test_what_cannot_be_compared_is_said():
+    assert worst_modules(PROBES, {}, FLOATS) == (
+        "not localised: 0 modules compute alike; 7 not compared"
+    )
+
+
+def test_modules_with_other_paths_are_found_by_layer_and_name():
+    moved = {name.replace("mlp", "block_sparse_moe"): rows for name, rows in PROBES.items()}
+    moved["model.layers.1.block_sparse_moe.down_proj"] = [[0.0, 0.0]]
+    assert worst_modules(PROBES, moved, FLOATS) == "layer 1 (down_proj by 100 %)"
+
+
+def test_rounding_of_bfloat16_is_not_named():
+    rounded = {"lm_head": [[1.01, 2.02]]}
+    assert "not localised" in worst_modules(PROBES, rounded, ("float32", "bfloat16"))
+    assert "head" in worst_modules(PROBES, rounded, FLOATS)
+
+
+def test_the_error_is_of_its_own_kind_and_travels():
+    error = pickle.loads(pickle.dumps(WeightMismatchError("engine-0 does not compute")))
+    assert isinstance(error, WeightSyncError) and str(error) == "engine-0 does not compute"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight_check_every", -1),
+        ("weight_check_every", 1.5),
+        ("weight_check_tolerance", 0),
+        ("weight_check_tolerance", math.nan),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(field, value):
+    with pytest.raises(ConfigError, match=field):
+        TrainConfig(**{field: value})
+
+
+@pytest.mark.parametrize("handles", [None, {"gpu": []}])
+async def test_engines_score_once_they_have_the_weights_and_go_on(handles):
+    """Those that share the trainer's device have no KV cache before they go on."""
+    engine = ScriptedEngine(num_replicas=2)
+    sync = WeightSync(engine, pause_mode="abort", timeout_s=5.0)
+    sequences = canary_sequences(100, 8)
+    await engine.expect_scores(3, sequences)
+    await sync.begin(3, handles)
+    if handles is not None:
+        await sync.wait_until_read()
+        assert await engine.weight_scores() == [] and engine.is_paused
+    await sync.finish()
+    scores = await engine.weight_scores()
+    assert [s.replica_id for s in scores] == ["engine-0", "engine-1"]
+    assert {s.policy_version for s in scores} == {3}
+    assert [len(ps) for ps in scores[0].logprobs] == [7] * 4
