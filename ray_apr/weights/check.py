@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +32,11 @@ _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 _GAP_FACTOR = {"float32": 1024.0, "bfloat16": 16.0}
 _MODULE_LIMIT = {"float32": 1e-3, "bfloat16": 0.04}
 """Relative difference of a module's output beyond which it is named."""
-_FOLLOWS = 0.2
-"""An engine that has moved by less than this share of the trainer's way has not followed."""
+_STANDS_STILL = 0.5
+"""At a token an engine has not followed that has moved by less than this share of the trainer's
+way."""
+_MOST = 0.7
+"""Share of the tokens at which one with stale weights has not."""
 _NUM_NAMED = 4
 _LARGEST_EXPONENT = 50.0
 
@@ -114,16 +118,19 @@ def follows(
 ) -> bool:
     """Whether an engine has gone along with the trainer since a check that both passed.
 
-    An engine with stale weights has not moved at all, whatever its rounding errors are: a step that
-    is too small for `Limits` shows here. It is looked at once the trainer has moved by more than
-    the two differed before; else rounding to the engine's data type may have eaten the step.
+    An engine with stale weights stands still, whatever its rounding errors are: a step that is too
+    small for `Limits` shows here. One that has followed may stand still at some tokens, where
+    rounding undoes the step, but not at most. It is looked at once the trainer has moved by more
+    than the two differed before (by the medians of the tokens); else rounding to the engine's data
+    type may have eaten the step.
     """
-    ours_moved = _differences(ours, ours_before)
-    theirs_moved = _differences(theirs, theirs_before)
-    noise = sum(d * d for d in _differences(ours_before, theirs_before))
+    ours_moved = [abs(d) for d in _differences(ours, ours_before)]
+    theirs_moved = [abs(d) for d in _differences(theirs, theirs_before)]
+    noise = [abs(d) for d in _differences(ours_before, theirs_before)]
     pairs = list(zip(ours_moved, theirs_moved, strict=False))
-    way = sum(a * a for a, _ in pairs)
-    return way <= noise or sum(a * b for a, b in pairs) >= _FOLLOWS * way
+    if not pairs or statistics.median(a for a, _ in pairs) <= statistics.median(noise):
+        return True
+    return sum(b <= _STANDS_STILL * a for a, b in pairs) < _MOST * len(pairs)
 
 
 def _differences(a: Logprobs, b: Logprobs) -> list[float]:
