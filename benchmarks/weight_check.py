@@ -70,7 +70,7 @@ def measure(folder: Path, engine_dtype: str, train_dtype: str, num_syncs: int) -
         {"check": [], "trainer": [], "engine": [], "sync": []},
     )
     false_alarms = 0
-    with started(folder, dtype=engine_dtype) as control:
+    with started(folder, dtype=engine_dtype, max_model_len=128) as control:
         trainer = SyncingTrainer(
             folder, control, dtype=engine_dtype, param_dtype=train_dtype,
             weight_check_tolerance=EXTRA_TOLERANCE,
@@ -131,6 +131,7 @@ def main() -> None:
     """Measure all cases and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--syncs", type=int, default=200)
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases; all by default")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -143,7 +144,9 @@ def main() -> None:
             cases += [(f"{depth} layers", model, "bfloat16", "bfloat16")]
             if depth == DEPTHS[-1]:
                 cases += [(f"{depth} layers", model, "float32", "float32")]
-        for name, model, engine_dtype, train_dtype in cases:
+        for number, (name, model, engine_dtype, train_dtype) in enumerate(cases):
+            if args.cases and number not in args.cases:
+                continue
             case = {"model": name, **measure(model, engine_dtype, train_dtype, args.syncs)}
             result["cases"].append(case)
             brief = {k: v for k, v in case.items() if k not in ("gaps", "k3s")}
