@@ -28,6 +28,7 @@ from ray_apr.weights.check import Limits
 
 sys.path.insert(0, str(ROOT))
 from tests.tiny_model import make_tiny_model
+from tests.train_batches import process_group
 from tests.vllm.engines import SyncingTrainer, started
 
 QUICKSTART = ROOT / "examples" / "arithmetic" / "base_model"
@@ -136,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = {"call": describe_call(), "packages": package_versions(), "cases": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, process_group(Path(folder)):
         cases = [("quickstart", QUICKSTART, "float32", "float32")]
         cases += [("quickstart", QUICKSTART, "bfloat16", t) for t in ("float32", "bfloat16")]
         for depth in DEPTHS:

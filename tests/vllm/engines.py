@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -283,14 +282,8 @@ class SyncingTrainer:
 
 @contextlib.contextmanager
 def started(folder: Path, **engine_kwargs: Any) -> Iterator[DirectControl]:
-    """An engine, the line to it, and a process group of one train worker."""
-    from tests.train_batches import process_group
-
-    with (
-        tempfile.TemporaryDirectory() as meeting,
-        asyncio.Runner() as runner,
-        process_group(Path(meeting)),
-    ):
+    """An engine and the line to it."""
+    with asyncio.Runner() as runner:
         context = running(make_engine(folder, **engine_kwargs))
         engine = runner.run(context.__aenter__())
         try:

@@ -8,10 +8,17 @@ import torch
 from ray_apr.config import LoRAConfig
 from ray_apr.exceptions import WeightMismatchError
 from tests.tiny_model import make_tiny_model
+from tests.train_batches import process_group
 from tests.vllm.engines import SyncingTrainer, started
 from tests.vllm.sabotage import EXTENSION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_train_worker(tmp_path_factory):
+    with process_group(tmp_path_factory.mktemp("group")):
+        yield
 
 
 @pytest.fixture(scope="module")
