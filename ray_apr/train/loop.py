@@ -46,12 +46,13 @@ from ray_apr.train.checkpoint import (
     save_checkpoint,
 )
 from ray_apr.train.control import RunControl, sync_limit_s
+from ray_apr.train.figures import oldest_versions
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.span import Span
-from ray_apr.train.step import oldest_versions, train_step
+from ray_apr.train.step import train_step
 from ray_apr.train.weight_check import WeightCheck
 from ray_apr.types import SamplingParams
 from ray_apr.weights.sender import WeightSender

@@ -13,9 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +25,7 @@ from ray_apr.algorithms.advantages import overlong_penalties, sample_advantages
 from ray_apr.algorithms.losses import kl_estimate, loss_normalizer
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
-from ray_apr.staleness import staleness
+from ray_apr.train.figures import Figures, Totals, ages_of, batch_figures
 from ray_apr.train.fsdp import (
     StepSync,
     gradient_scale,
@@ -38,11 +36,6 @@ from ray_apr.train.fsdp import (
 )
 from ray_apr.train.logprobs import MicroBatch, micro_batches
 from ray_apr.train.objective import (
-    GAPS,
-    NUM_AGES,
-    NUM_QUANTILE_TOKENS,
-    SUMS,
-    Diagnostics,
     Frozen,
     Whole,
     backward,
@@ -55,8 +48,6 @@ from ray_apr.weights.gather import compute_device
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
 
-Figures = dict[str, float | int | list[float]]
-_QUANTILES = (0.01, 0.5, 0.99)
 _PLAIN = SamplingParams()
 
 
@@ -110,7 +101,7 @@ def train_step(
     kept_B = _kept(batch, algorithm).to(device)
     set_learning_rate(optimizer, learning_rate(train, batch.step))
     sync = StepSync(model, train, device)
-    totals = _Totals(_ages(batch), train.epochs)
+    totals = Totals(ages_of(batch), train.epochs)
     for number, (numbers, lengths) in enumerate(_mini_batches(batch) * train.epochs):
         whole = Whole(
             advantages_B=advantages_B,
@@ -135,7 +126,7 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
         sync.after_optimizer()
     figures = {
-        **_batch_figures(batch),
+        **batch_figures(batch),
         **totals.figures(batch.step),
         "learning_rate": learning_rate(train, batch.step),
     }
@@ -216,158 +207,7 @@ def _mean_weight(
     return max(total / max(1.0, count), 1e-30)
 
 
-@dataclass(slots=True)
-class _Totals:
-    """Figures of the optimizer steps of one batch, over all ranks."""
-
-    ages: torch.Tensor
-    """Of this rank's samples: see `_ages`."""
-    num_epochs: int = 1
-    exchanged: list[torch.Tensor] = field(default_factory=list)
-    """[ranks, K] on the device, of each optimizer step; `_ENDS` says what stands where."""
-    are_finite: torch.Tensor | None = None
-    """Whether loss and gradient have been finite in all steps so far, on the device."""
-
-    def add(
-        self, found: list[Diagnostics], squared_norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in one optimizer step, with one exchange between ranks.
-
-        Returns:
-            The gradient norm, and whether all is finite so far; both on the device.
-        """
-        sums = torch.stack([d.sums for d in found]).sum(dim=0)
-        gaps = torch.stack([d.gaps for d in found]).sum(dim=0)
-        chosen = [_some(torch.cat([getattr(d, name) for d in found])) for name in _RATIOS]
-        norm_1 = squared_norm.to(sums).reshape(1)
-        ages = self.ages.to(sums.device, non_blocking=True)
-        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen]))
-        self.exchanged.append(exchanged)
-        loss, norm = exchanged[:, _LOSS].sum(), exchanged[:, _NORM].sum().sqrt()
-        is_finite = loss.isfinite() & norm.isfinite()
-        self.are_finite = is_finite if self.are_finite is None else self.are_finite & is_finite
-        return norm, self.are_finite
-
-    def figures(self, step: int) -> Figures:
-        """Means over tokens, quantiles, and what separates engines and trainer.
-
-        Raises:
-            TrainError: If loss or gradient is not finite.
-        """
-        exchanged = torch.stack(self.exchanged).cpu()  # [optimizer steps, ranks, K]
-        num_steps, num_ranks, _ = exchanged.shape
-        summed = exchanged[:, :, : _ENDS[-1]].sum(dim=1)
-        norms = summed[:, _NORM].sqrt().tolist()
-        for loss, norm in zip(summed[:, _LOSS].tolist(), norms, strict=True):
-            _check_finite({"loss": loss, "grad_norm": norm}, step)
-        sums = dict(zip(SUMS, summed.sum(dim=0).tolist(), strict=False))
-        of_epoch = summed[: num_steps // self.num_epochs]  # the gaps are those of the first one
-        gaps = of_epoch[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
-        age, aged, _ = summed[0, _ENDS[2] :].tolist()
-        count = max(1.0, float(gaps[:, 0].sum()))
-        trained = count * self.num_epochs
-        figures: Figures = {
-            "staleness_mean": age / max(1.0, aged),
-            "staleness_max": int(exchanged[0, :, _ENDS[-1] - 1].max()),
-            "loss": sums["loss"] / num_steps,
-            "grad_norm": sum(norms) / num_steps,
-            "ratio_mean": sums["ratio"] / trained,
-            "clip_fraction": sums["clipped"] / trained,
-            "importance_weight_mean": sums["importance_weight"] / trained,
-            "importance_capped_fraction": sums["importance_capped"] / trained,
-            "rejected_fraction": sums["rejected"] / trained,
-            "kl_reference": sums["kl_reference"] / trained,
-            "entropy": sums["entropy"] / trained,
-        }
-        _, ratio, squared, k3 = gaps.sum(dim=0).tolist()
-        figures["kl_k3"] = k3 / count
-        figures["chi2"] = squared / count - 1
-        figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
-        ratios = exchanged[:, :, _ENDS[-1] :].reshape(num_steps * num_ranks, len(_RATIOS), -1)
-        for i, name in enumerate(_RATIOS.values()):
-            values = ratios[:, i].flatten()
-            known = values[~values.isnan()]
-            if len(known):
-                figures[name] = torch.quantile(known, known.new_tensor(_QUANTILES)).tolist()
-        ages = [a for a in range(NUM_AGES) if gaps[a, 0] > 0]
-        by_age = gaps[: max(ages, default=-1) + 1]
-        means = by_age / by_age[:, :1].clamp(min=1)
-        figures["tokens_by_staleness"] = by_age[:, 0].tolist()
-        figures["kl_k3_by_staleness"] = means[:, 3].tolist()
-        figures["chi2_by_staleness"] = [
-            square - 1 if tokens else 0.0
-            for square, tokens in zip(means[:, 2].tolist(), by_age[:, 0].tolist(), strict=True)
-        ]
-        return figures
-
-
-_RATIOS = {"ratios": "ratio_quantiles", "gap_ratios": "importance_ratio_quantiles"}
-_ENDS = np.cumsum([len(SUMS), 1, NUM_AGES * len(GAPS), 3]).tolist()
-"""Ends, in a row of what ranks exchange, of sums, gradient norm, gaps and ages; ratios follow."""
-_LOSS, _NORM = SUMS.index("loss"), _ENDS[0]
-
-
-def _some(values: torch.Tensor) -> torch.Tensor:
-    """Evenly spread values [NUM_QUANTILE_TOKENS], filled up with NaN."""
-    stride = max(1, -(-len(values) // NUM_QUANTILE_TOKENS))
-    chosen = values[::stride]
-    return torch.cat([chosen, values.new_full((NUM_QUANTILE_TOKENS - len(chosen),), math.nan)])
-
-
-def _ages(batch: RankBatch) -> torch.Tensor:
-    """[3]: sum, number and maximum of the ages of this rank's samples, by their oldest tokens."""
-    ages = [staleness(batch.policy_version, oldest) for oldest in oldest_versions(batch)]
-    return torch.tensor([sum(ages), len(ages), max(ages, default=0)], dtype=torch.float64)
-
-
-def _batch_figures(batch: RankBatch) -> Figures:
-    """What the whole batch is like, without any model; every rank knows it."""
-    rewards = np.asarray(batch.rewards, dtype=np.float64)
-    lengths = np.asarray(batch.all_response_lens)
-    num_tokens = int(lengths.sum())
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "num_samples": len(rewards),
-        "num_tokens": num_tokens,
-        "num_masked_tokens": num_tokens - int(np.asarray(batch.all_loss_lens).sum()),
-        "response_tokens_mean": num_tokens / len(rewards),
-        "response_tokens_max": int(lengths.max()),
-        "truncated_fraction": float(np.mean(batch.truncated)),
-    }
-
-
-def oldest_versions(batch: RankBatch) -> Sequence[int]:
-    """Policy version of the oldest token in the loss, of each of this rank's samples that has
-    one."""
-    lengths = np.asarray(batch.response_lens)
-    begins = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    in_loss = np.asarray(batch.loss_mask) != 0
-    none = np.iinfo(np.int64).max
-    versions = np.where(in_loss, np.asarray(batch.token_versions, dtype=np.int64), none)
-    oldest = np.minimum.reduceat(versions, begins)
-    return oldest[oldest != none].tolist()
-
-
-def _exchange(local_K: torch.Tensor) -> torch.Tensor:
-    """Figures [ranks, K] of all ranks, in the order of ranks on each of them."""
-    if not dist.is_initialized():
-        return local_K.unsqueeze(0)
-    gathered = [torch.empty_like(local_K) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local_K)
-    return torch.stack(gathered)
-
-
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
-
-
-def _check_finite(figures: dict[str, float], step: int) -> None:
-    for name, value in figures.items():
-        if not math.isfinite(value):
-            raise TrainError(
-                f"step {step}: {name} is {value}; the weights did not change. Look at rewards and "
-                "log-probs of this batch, lower the learning rate, or set importance_cap"
-            )

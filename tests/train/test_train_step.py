@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from ray_apr.algorithms import group_advantages, importance_weights, policy_loss
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
+from ray_apr.train.figures import oldest_versions
 from ray_apr.train.fsdp import build_optimizer
 from ray_apr.train.head import attach_response_logprobs
-from ray_apr.train.step import oldest_versions, train_step
+from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples
 
