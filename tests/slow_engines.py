@@ -34,6 +34,8 @@ class SlowLLM:
     """What an engine needs of vLLM. All of its requests decode at one speed; while `is_hung`,
     nothing comes out of its core, and calls of the core are not answered."""
 
+    model_config = SimpleNamespace(get_vocab_size=lambda: 200_000)
+
     def __init__(self, load, *, tokens_per_s: float, lengths) -> None:
         self.engine_core = self
         self.is_hung = self._is_paused = False
@@ -233,7 +235,7 @@ def slow_engines(monkeypatch, config: RolloutConfig, *, tokens_per_s: float, len
     monkeypatch.setattr(
         engine_module,
         "vllm_params",
-        lambda sampling, max_tokens: SimpleNamespace(max_tokens=max_tokens),
+        lambda sampling, max_tokens, vocabulary: SimpleNamespace(max_tokens=max_tokens),
     )
     client = ServeRolloutClient("app", config)
     client._members = frozenset(replica.name for replica in serve.replicas)
