@@ -5,6 +5,9 @@ from typing import Literal
 DType = Literal["float32", "bfloat16"]
 Placement = Literal["disaggregated", "colocated"]
 
+LEAST_TEMPERATURE = 0.01
+"""Of a draw: vLLM takes this one in the place of a smaller one."""
+
 ENGINE_GPU_SHARE, TRAINER_GPU_SHARE = 0.6, 0.4
 """What colocated engine workers and train workers reserve of a GPU. Neither two engine workers fit
 on one, nor two train workers beside an engine: where all GPUs are the run's, Ray pairs them."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ray_apr.checks import at_least, of_type, positive, require, whole, whole_or_none
+from ray_apr.config.common import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ class EvaluationConfig:
         at_least(s, self, 1, "every", "samples", "max_inflight")
         at_least(s, self, 0, "temperature")
         positive(s, self, "top_p", "timeout_s")
+        require(
+            self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+            f"{s}.temperature",
+            self.temperature,
+            f"must be 0 or at least {LEAST_TEMPERATURE}: engines draw with no smaller one",
+        )
         require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
         whole_or_none(s, self, 1, "max_response_tokens")
         of_type(s, self, bool, "true or false", "at_start")

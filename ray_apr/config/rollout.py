@@ -18,7 +18,7 @@ from ray_apr.checks import (
     whole,
     whole_or_none,
 )
-from ray_apr.config.common import DType, Placement
+from ray_apr.config.common import LEAST_TEMPERATURE, DType, Placement
 from ray_apr.config.engine_options import check_engine_options
 from ray_apr.types import SamplingParams
 
@@ -128,6 +128,12 @@ class RolloutConfig:
         at_least(s, self, 0, "reward_retries", "min_response_tokens", "engine_seed")
         positive(s, self, "temperature", "top_p", "start_timeout_s")
         positive(s, self, "stall_timeout_s", "reward_timeout_s")
+        require(
+            self.temperature >= LEAST_TEMPERATURE,
+            f"{s}.temperature",
+            self.temperature,
+            f"must be at least {LEAST_TEMPERATURE}: engines draw with no smaller one",
+        )
         require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
         require(
             self.top_k <= _LARGEST_SUPPORT,

@@ -279,6 +279,7 @@ def test_when_a_version_is_due():
         ("every", 0),
         ("samples", 2),
         ("temperature", -1),
+        ("temperature", 0.005),
         ("top_p", 1.1),
         ("max_inflight", 0),
         ("at_start", 1),
