@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_apr.config import TrainConfig
-from ray_apr.data.batch import RankBatch
+from ray_apr.data.batch import build_rank_batches
 from ray_apr.exceptions import WeightMismatchError
 from ray_apr.train.fsdp import decoder_layers
 from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
 from ray_apr.train.span import Span
+from ray_apr.types import FinishReason, Prompt, Sample, Segment
 from ray_apr.weights.check import (
     Comparison,
     Limits,
@@ -96,7 +97,7 @@ class WeightCheck:
         found: dict[str, torch.Tensor] = {}
         with Span() as recorded, torch.no_grad(), self._probing(found):
             logprobs_NT, _ = response_logprobs(self._model, self._batch)
-            logprobs = logprobs_NT.tolist()
+            logprobs = logprobs_NT[self._batch.sample_index.argsort()].tolist()
         self._record = _Record(policy_version, logprobs, found, recorded.duration_s)
 
     @contextlib.contextmanager
@@ -178,31 +179,38 @@ class WeightCheck:
 
 
 def _micro_batch(
-    sequences: tuple[tuple[int, ...], ...], device: torch.device, train: TrainConfig
+    sequences: Sequence[tuple[int, ...]], device: torch.device, train: TrainConfig
 ) -> MicroBatch:
-    """The sequences as samples with a prompt of one token."""
-    count, response = len(sequences), len(sequences[0]) - 1
-    total = count * response
-    batch = RankBatch(
+    """The sequences as samples of one group, with a prompt of one token."""
+    samples = [
+        Sample(
+            sample_id=str(i),
+            group_id="",
+            prompt=Prompt(prompt_id="", token_ids=sequence[:1]),
+            max_response_tokens=len(sequence),
+            segments=(
+                Segment(
+                    policy_version=0,
+                    token_ids=sequence[1:],
+                    logprobs=(0.0,) * (len(sequence) - 1),
+                ),
+            ),
+            finish_reason=FinishReason.LENGTH,
+            reward=0.0,
+        )
+        for i, sequence in enumerate(sequences)
+    ]
+    packed = train.packs(device.type)
+    num_tokens = sum(map(len, sequences))
+    (batch,) = build_rank_batches(
+        samples,
         step=0,
         policy_version=0,
-        rank=0,
-        token_ids=[i for sequence in sequences for i in sequence],
-        prompt_lens=[1] * count,
-        response_lens=[response] * count,
-        micro_batch_sizes=[count],
-        mini_batch_sizes=[1],
-        behavior_logprobs=[0.0] * total,
-        token_versions=[0] * total,
-        sample_index=range(count),
-        rewards=[0.0] * count,
-        groups=[0] * count,
-        all_response_lens=[response] * count,
-        truncated=[0] * count,
-        loss_mask=[1] * total,
-        all_loss_lens=[response] * count,
+        num_ranks=1,
+        micro_batch_tokens=num_tokens,
+        packed=packed,
     )
-    (part,) = micro_batches(batch, device, packed=train.packs(device.type))
+    (part,) = micro_batches(batch, device, packed=packed)
     return part
 
 

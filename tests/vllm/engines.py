@@ -23,7 +23,6 @@ def make_engine(
     model: Path,
     *,
     keep_kv_cache: bool = False,
-    dtype: str = "float32",
     stall_timeout_s: float = 300.0,
     **engine_kwargs: Any,
 ) -> Any:
@@ -32,7 +31,7 @@ def make_engine(
     from ray_apr.serve.engine import Engine
 
     os.environ.update(CPU_ENVIRONMENT)
-    config = RolloutConfig(device="cpu", dtype=dtype, top_k=64)  # any top_k may be asked for
+    config = RolloutConfig(device="cpu", top_k=64)  # any top_k may be asked for
     arguments = engine_arguments(config, 512, on_cuda=False)
     return Engine(
         str(model),
