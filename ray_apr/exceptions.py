@@ -101,6 +101,10 @@ class SimulationError(APRError, RuntimeError):
     """A simulated run cannot go on."""
 
 
+class PrivateNameError(APRError, ImportError):
+    """Ray, PyTorch or vLLM lacks something of its inside that ray_apr uses: another version."""
+
+
 _TRACEBACK = "Traceback (most recent call last)"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ray_apr.config import BufferConfig, OnStale
 from ray_apr.data.movement import Movement, Moves
 from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures
-from ray_apr.exceptions import APRError, StarvedError
+from ray_apr.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.metrics import Metrics
 from ray_apr.types import SampleMeta
 
@@ -78,6 +78,8 @@ class SampleBuffer:
         self._recorder = recorder
         self._config = config
         self._changed = asyncio.Condition()
+        self._begun: set[int] = set()
+        """Ranks whose streams have got a batch since the trainer began."""
         self._failure: APRError | None = None
         self._closed = False
         self._cursor = 0
@@ -108,8 +110,12 @@ class SampleBuffer:
             self._choose()
 
     async def grant(self, step: int, policy_version: int) -> None:
-        """The trainer is ready for `step` at `policy_version`: its batch may be chosen."""
+        """The trainer is ready for `step` at `policy_version`: its batch may be chosen.
+
+        It is its first call; a trainer that begins again has new readers.
+        """
         async with self._changed:
+            self._begun.clear()
             self._stock.grant(step, policy_version, time.monotonic())
             self._choose()
 
@@ -127,8 +133,14 @@ class SampleBuffer:
         Raises:
             StarvedError: If the batch is not complete, and neither tokens nor rewards nor engines
                 have moved for ``wait_timeout_s`` since its grant.
+            ResourceError: If the reader of a stream that has begun is new: its process has died.
             APRError: What stopped the rollout side.
         """
+        if last_step is None and rank in self._begun:
+            raise ResourceError(
+                f"the process that read the batches of train worker {rank} has died (out of "
+                "memory?), and with it a batch; the logs of its node say why"
+            )
 
         def ready() -> bool:
             grant = self._stock.granted
@@ -144,7 +156,10 @@ class SampleBuffer:
                     return None
             if self._failure is not None:
                 raise self._failure
-            return BatchTicket() if self._closed else self._stock.hand_out()
+            if self._closed:
+                return BatchTicket()
+            self._begun.add(rank)
+            return self._stock.hand_out()
 
     async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
         """The optimizer has done `step`: its samples are trained, and their payload is let go.

@@ -3,6 +3,9 @@
 Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
 `SampleBuffer.take` until the trainer has granted the step, and only then is the batch chosen. What
 is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
+
+Ray Data starts a read task again whose process has died. Its stream would begin anew, and a step be
+lost: the buffer refuses that, and the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ def sample_stream(buffer: Any, *, rank: int, poll_timeout_s: float) -> Dataset:
         return ray.data.read_datasource(
             SampleBufferDatasource(buffer, rank=rank, poll_timeout_s=poll_timeout_s),
             override_num_blocks=1,
-            ray_remote_args={"num_cpus": READ_TASK_CPUS, "max_retries": 0},
+            num_cpus=READ_TASK_CPUS,
         )
     finally:
         context.target_max_block_size = saved

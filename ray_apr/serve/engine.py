@@ -135,7 +135,8 @@ class Engine:
         register()
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from ray_apr.serve.vllm_private import AsyncLLM
 
         self._attests = hasattr(AsyncLLM, "update_weight_version")
         if self._needs_attestation and not self._attests:
@@ -307,7 +308,7 @@ class Engine:
 
     @property
     def _dead_error(self) -> type[Exception]:
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from ray_apr.serve.vllm_private import EngineDeadError
 
         return EngineDeadError
 
@@ -481,7 +482,7 @@ class Engine:
         Raises:
             WeightSyncError: If the members do not meet in time.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from ray_apr.serve.vllm_private import WeightTransferInitRequest
 
         init_info = {"group": dict(group), "first_rank": first_rank}
         try:
@@ -512,7 +513,7 @@ class Engine:
         await asyncio.shield(asyncio.create_task(self._receive(policy_version, handles)))
 
     async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
 
         async with self._receiving:
             self._weights_valid = False

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 import ray
-from vllm.utils.network_utils import get_open_port
-from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+from ray_apr.serve.vllm_private import RayExecutorV2, get_open_port
 
 NAMESPACE = "RAY_APR_NAMESPACE"
 """Environment variable that carries the namespace into the engine core."""

@@ -42,7 +42,7 @@ class EngineLoad:
 
     def make_logger(self) -> Callable[..., Any]:
         """What ``AsyncLLM`` takes as a stat logger: it writes into this object at every step."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
+        from ray_apr.serve.vllm_private import StatLoggerBase
 
         load = self
 

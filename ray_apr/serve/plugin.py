@@ -27,7 +27,7 @@ def register() -> None:
 
     Harmless when repeated, as vLLM does.
     """
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from ray_apr.serve.vllm_private import WeightTransferEngineFactory
 
     try:
         WeightTransferEngineFactory.register_engine(

@@ -29,14 +29,20 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request, RequestStatus
+
+from ray_apr.serve.vllm_private import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    LogprobsLists,
+    PauseState,
+    Request,
+    RequestStatus,
+    Scheduler,
+    init_logger,
+)
 
 logger = init_logger("vllm.ray_apr")
 """Under vLLM's, whose settings it has."""

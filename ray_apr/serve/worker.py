@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.gpu_worker import Worker
+from ray_apr.serve.vllm_private import Worker
 
 DEVICE = "ray_apr_device_index"
 

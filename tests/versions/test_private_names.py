@@ -1,0 +1,65 @@
+"""Private names of Ray, PyTorch and vLLM against the versions that are installed.
+
+A name that is listed here as missing has gone or moved: see what took its place, change the adapter
+that its table is in, and the versions that it is tested with.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+
+import pytest
+import torch
+
+from ray_apr import private, ray_private, torch_private
+from ray_apr.exceptions import APRError, PrivateNameError
+from ray_apr.serve import vllm_private
+from tests.versions.sources import missing
+
+
+def test_ray_has_what_is_used_of_its_inside():
+    assert missing(ray_private.RAY) == []
+
+
+def test_vllm_has_what_is_used_of_its_inside():
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    assert missing(vllm_private.VLLM) == []
+
+
+def test_torch_has_what_is_used_of_its_inside():
+    for name, members in torch_private.TORCH.members.items():
+        found = torch_private.TORCH.get(name)
+        assert [m for m in members.split() if not hasattr(found, m)] == [], name
+    for name in torch_private.TORCH.names:
+        assert torch_private.TORCH.get(name) is not None
+    device = torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    torch_private.gloo_options(datetime.timedelta(seconds=1), [device])
+
+
+def test_a_fused_optimizer_leaves_a_step_out_that_found_infinities():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    weight.grad = torch.full((3,), 4.0)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer.step()
+    assert weight.tolist() == [1.0] * 3
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert weight.tolist() != [1.0] * 3
+    assert weight.grad.tolist() == [2.0] * 3, "divided by the scale"
+
+
+def test_a_name_that_has_gone_says_so_and_which_versions_had_it():
+    names = private.PrivateNames(
+        distributions=("pytest",), tested="1.0", names={"gone": "pytest"}, members={"gone": "x"}
+    )
+    with pytest.raises(
+        PrivateNameError, match=r"pytest \d+\S* has no gone .* tested with pytest 1"
+    ):
+        names.get("gone")
+    assert missing(names) == ["pytest.gone"]
+    assert issubclass(PrivateNameError, APRError)
+    with pytest.raises(AttributeError):
+        names.get("other")
