@@ -14,7 +14,8 @@ class EvaluationConfig:
     """When and how the policy is evaluated on held-out prompts, on the run's own servers."""
 
     every: int = 10
-    """Policy versions between evaluations; the last version is always evaluated."""
+    """Policy versions between evaluations; the last version is always evaluated. Only versions that
+    the servers get can be: with ``sync_every`` above 1, the first one at or past each multiple."""
     at_start: bool = True
     """Evaluate the base model, too."""
     samples: int = 1
@@ -56,6 +57,14 @@ class EvaluationConfig:
             "needs a temperature above 0: greedy responses to one prompt are all the same",
         )
 
-    def is_due(self, policy_version: int) -> bool:
-        """Whether a version is evaluated, wherever it stands in the run."""
-        return policy_version % self.every == 0 and (policy_version > 0 or self.at_start)
+    def is_due(self, policy_version: int, last_version: int | None = None) -> bool:
+        """Whether a version is evaluated: the first one at or past a multiple of `every`.
+
+        Args:
+            policy_version: What the servers have now.
+            last_version: What they had before; None: the version before that.
+        """
+        if policy_version == 0:
+            return self.at_start
+        last = policy_version - 1 if last_version is None else last_version
+        return policy_version // self.every > last // self.every

@@ -79,6 +79,8 @@ class RunControl:
         self._evaluating: Any = None
         self.is_draining = False
         """Whether a sync waits for requests to end, which takes as long as they do."""
+        self._last_version: int | None = None
+        """Version that the servers have."""
         self._metrics = Metrics()
 
     @property
@@ -158,7 +160,9 @@ class RunControl:
             )
             sender.release()
         times = _get(self._worker.finish_sync.remote(policy_version), whom, limit)
-        if policy_version and self._evaluation and self._evaluation.is_due(policy_version):
+        last_version, self._last_version = self._last_version, policy_version
+        evaluation = self._evaluation if policy_version else None  # 0 is evaluated at the start
+        if evaluation is not None and evaluation.is_due(policy_version, last_version):
             self._evaluating = self._evaluator.evaluate.remote(policy_version)
         return dict(times)
 

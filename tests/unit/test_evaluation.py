@@ -273,6 +273,15 @@ def test_when_a_version_is_due():
     assert not dataclasses.replace(config, at_start=False).is_due(0)
 
 
+def test_the_first_version_that_is_synced_past_a_multiple_is_due():
+    config, synced = EvaluationConfig(every=10), range(0, 64, 3)  # sync_every = 3
+    due = [new for old, new in itertools.pairwise(synced) if config.is_due(new, old)]
+    assert due == [12, 21, 30, 42, 51, 60]
+    often = EvaluationConfig(every=2)
+    assert all(often.is_due(new, old) for old, new in itertools.pairwise(synced))
+    assert not config.is_due(20, 20), "the same weights once more"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -104,6 +104,22 @@ def test_a_sync_is_begun_again_while_responses_have_to_end_first(monkeypatch):
     ]  # fmt: skip
 
 
+def test_versions_that_are_never_synced_are_evaluated_at_the_next_one(monkeypatch):
+    """With every=10 and a sync each third step, only each third multiple is synced itself."""
+    monkeypatch.setattr(control_module.ray, "get", lambda ref, timeout: {})
+    control = RunControl(
+        buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0,
+        evaluator=Actor("evaluator"), evaluation=EvaluationConfig(every=10),
+    )  # fmt: skip
+    sender = type("Sender", (), {"handles": None, "send": lambda _: None})()
+    evaluated = []
+    for version in range(0, 34, 3):
+        control._evaluating = None
+        control.broadcast(sender, version)
+        evaluated += [version] if control._evaluating else []
+    assert evaluated == [12, 21, 30]
+
+
 def test_shared_weights_are_released_between_reading_and_going_on(monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(control_module.ray, "get", lambda ref, timeout: order.append(ref[0]) or {})
