@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray_apr.serve.plugin import why_not_loaded
+
 _GIB = 2**30
 _IMPORT_TIMEOUT_S = 180.0
 MIN_MEMORY_GIB = 6.0
@@ -137,13 +139,12 @@ def check_cpu_build(version_of: Callable[[str], str | None]) -> Check:
 
 def check_plugin() -> Check:
     """vLLM finds the receiver of weights in its own processes through an entry point."""
-    found = importlib.metadata.entry_points(group="vllm.general_plugins")
-    ok = any(point.value.startswith("ray_apr.") for point in found)
+    missing = why_not_loaded()
     return Check(
         name="vLLM plugin",
-        ok=ok,
-        seen="registered" if ok else "not registered, so engines cannot receive weights",
-        remedy="install the package, e.g. pip install --no-deps -e . in its checkout",
+        ok=missing is None,
+        seen="registered" if missing is None else "not registered: engines cannot receive weights",
+        remedy=missing or "",
     )
 
 

@@ -34,7 +34,7 @@ from ray_apr.serve.outputs import (
     up_to,
     vllm_params,
 )
-from ray_apr.serve.plugin import BACKEND, register, start_error
+from ray_apr.serve.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.stall import StallWatch
 from ray_apr.types import FinishReason, Generation, Origin, SamplingParams, Segment, ServerStatus
@@ -132,6 +132,8 @@ class Engine:
                 needed.
             EngineUnavailableError: If the engine cannot start for another reason.
         """
+        if missing := why_not_loaded():
+            raise EngineUnavailableError(f"{self.replica_id} cannot start: {missing}")
         register()
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -17,8 +18,25 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 BACKEND = "ray_apr"
+_GROUP = "vllm.general_plugins"
 
 _ERROR_FOLDER = "RAY_APR_START_ERROR_FOLDER"
+
+
+def why_not_loaded() -> str | None:
+    """Why vLLM would not call `register` in the processes that it starts here; None if it would."""
+    points = importlib.metadata.entry_points(group=_GROUP)
+    names = {point.name for point in points if point.value == f"{__name__}:register"}
+    if not names:
+        return (
+            f"ray_apr is on the path, but not installed: there is no entry point {_GROUP}, by "
+            "which vLLM finds how weights are received; run pip install --no-deps -e . in its "
+            "checkout, on every node"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and not names & set(allowed.split(",")):
+        return f"VLLM_PLUGINS={allowed} leaves out {', '.join(names)}; add it, or unset it"
+    return None
 
 
 @functools.cache
