@@ -37,7 +37,7 @@ from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, ResourceError, RolloutError, one_line
+from ray_apr.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
 from ray_apr.final import final_figures
 from ray_apr.progress import follow_progress
 from ray_apr.recorder import RunRecorder
@@ -47,6 +47,7 @@ from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.stopping import StopSignals
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
 
@@ -79,8 +80,21 @@ def run(
         progress: Gets the lines of progress.
 
     Raises:
-        APRError: What stopped the run.
+        APRError: What the run failed of.
+        Stopped: Somebody ended it, by Ctrl-C or SIGTERM; its final figures are written.
     """
+    signals = StopSignals()
+    with signals.listen():
+        return _run(plan, prompts, held_out, signals, progress)
+
+
+def _run(
+    plan: RunPlan,
+    prompts: ray.data.Dataset,
+    held_out: ray.data.Dataset | None,
+    signals: StopSignals,
+    progress: Callable[[str], None] | None,
+) -> ray.train.Result:
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
     started_at = time.time()
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +102,10 @@ def run(
     parts = _Parts(plan, prompts, held_out, started_at)
     error: BaseException | None = None
     try:
-        with follow_progress(parts.recorder, plan.train.steps, progress or logger.info):
+        with (
+            follow_progress(parts.recorder, plan.train.steps, progress or logger.info),
+            signals.listen(),  # Ray Train leaves its own handler behind
+        ):
             return parts.fit()
     except BaseException as caught:
         error = caught
@@ -241,8 +258,6 @@ class _Parts:
                 if self._start_error is not None:
                     raise self._start_error
             return self._make_trainer().fit()
-        except SystemExit as error:  # what Ray Train makes of Ctrl-C
-            raise KeyboardInterrupt from error
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None
         finally:
@@ -368,6 +383,8 @@ class _Parts:
         plan = self.plan
         training_end = time.time()
         try:
+            if isinstance(error, Stopped):  # the trainer may still be at it: it gets no further
+                self._ask(self._buffer.close.remote(), "sample buffer")
             if self._evaluator is not None:
                 self._ask(self._evaluator.stop.remote(), "evaluator")
             summary: RolloutSummary | None = self._ask(self._worker.stop.remote(), "rollout worker")
@@ -376,10 +393,7 @@ class _Parts:
             final = final_figures(plan, summary, stats, steps)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
-            final["status"] = "ok" if error is None else "failed"
-            final["error"] = None
-            if error is not None:
-                final["error"] = f"{type(error).__name__}: {one_line(error)}"
+            final |= _outcome(error)
             _write_json(plan.folder / "final.json", final)
             self._ask(self._buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")
@@ -398,6 +412,15 @@ class _Parts:
     def _kill_actors(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _outcome(error: BaseException | None) -> dict[str, str | None]:
+    """How the run ended."""
+    if error is None:
+        return {"status": "ok", "error": None}
+    if isinstance(error, Stopped):
+        return {"status": "stopped", "error": str(error)}
+    return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -5,6 +5,7 @@ A message says what is wrong, the value that was seen, and what to do about it.
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 
@@ -99,6 +100,26 @@ class LedgerError(APRError, AssertionError):
 
 class SimulationError(APRError, RuntimeError):
     """A simulated run cannot go on."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody ends the run: with Ctrl-C, or with SIGTERM as ``ray job stop`` does; no error.
+
+    Args:
+        signum: The signal.
+    """
+
+    def __init__(self, signum: int = signal.SIGINT) -> None:
+        super().__init__(signum)
+        self.signum = int(signum)
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell says of a process that this signal ended: 130 or 143."""
+        return 128 + self.signum
+
+    def __str__(self) -> str:
+        return "stopped by SIGTERM" if self.signum == signal.SIGTERM else "stopped by you (Ctrl-C)"
 
 
 class PrivateNameError(APRError, ImportError):

@@ -116,6 +116,9 @@ def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=90)
     assert process.returncode == 130, "".join(seen) + rest
+    assert "stopped by you (Ctrl-C)" in rest
+    final = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert (final["status"], final["ledger_error"]) == ("stopped", 0)
 
 
 ONE_BY_ONE = (
@@ -180,12 +183,14 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
         spans = [json.loads(span) for span in timeline.read_text().splitlines()]
         if ("engine-2", "generate") in {(span["actor"], span["what"]) for span in spans}:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # as Ctrl-C, of which there is a test above
     rest, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, "".join(seen)[-6000:] + rest
+    assert process.returncode == 143, "".join(seen)[-6000:] + rest
+    assert (tmp_path / "run" / "report.html").is_file()
     started = {(s["actor"], s["what"]) for s in map(json.loads, timeline.read_text().splitlines())}
     assert {("trainer", "load"), *((f"engine-{i}", "start") for i in range(3))} <= started
     final = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert (final["status"], final["error"]) == ("stopped", "stopped by SIGTERM")
     assert final["ledger_error"] == 0
     gone, new, old = sorted(engine["policy_version"] for engine in final["engines"])
     assert gone < new >= old - 1, "the new one gets the weights of the old one"
