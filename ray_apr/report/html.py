@@ -10,7 +10,7 @@ from typing import Any
 from ray_apr.report import plots
 from ray_apr.report.load import RunData, load_run
 from ray_apr.report.page import cards, page, table, warning_list
-from ray_apr.report.summary import check_run, summarize, write_summary
+from ray_apr.report.summary import check_run, num_end_steps, summarize, write_summary
 from ray_apr.report.svg import esc
 from ray_apr.report.timeline import timeline_figures
 
@@ -101,15 +101,16 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     s, error, bound = summary, summary["ledger_error"], summary["max_staleness"]
     sync = s["weight_sync_s"]
     too_old = None not in (s["staleness_max"], bound) and s["staleness_max"] > bound
-    reward = f"{number(s['reward_first'], '.3f')} → {number(s['reward_last'], '.3f')}"
+    reward, of_steps = _reward(s)
     balanced = {None: _UNKNOWN, 0: "balanced"}.get(error, f"off by {error}")
     return [
         ("Mode", str(s["mode"] or _UNKNOWN), f"{number(s['num_replicas'])} engines, "
          f"{number(s['num_train_workers'])} train workers", False),
         ("Optimizer steps", number(s["steps"]), f"policy version {number(s['policy_version'])}",
          False),
-        ("Reward", reward, "mean of the first and last 5 steps", False),
-        ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} starting", False),
+        ("Reward", reward, of_steps, False),
+        ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} until the engines "
+         "generate; without the start and end of Ray", False),
         ("Interrupted", number(s["samples_interrupted"]),
          f"resumed {number(s['samples_resumed'])}", False),
         ("Staleness, max", number(s["staleness_max"]),
@@ -122,6 +123,16 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Weight sync, median", number(sync["p50"], ".2f", " s"),
          f"longest {number(sync['max'], '.2f', ' s')}", False),
     ]  # fmt: skip
+
+
+def _reward(s: Mapping[str, Any]) -> tuple[str, str]:
+    """Reward at the begin and at the end, and of which steps."""
+    first, last = number(s["reward_first"], ".3f"), number(s["reward_last"], ".3f")
+    if s["steps"] <= 1:
+        return last, "of the only step" if s["steps"] else "no step"
+    ends = num_end_steps(s["steps"])
+    of_steps = "first and last step" if ends == 1 else f"mean of the first and last {ends} steps"
+    return f"{first} → {last}", of_steps
 
 
 def _evaluations(run: RunData) -> str:

@@ -18,8 +18,7 @@ from typing import Any
 
 from ray_apr.report.load import Row, RunData
 
-NUM_END_STEPS = 5
-"""Steps that `reward_first` and `reward_last` average over."""
+_MOST_END_STEPS = 5
 
 _PLACES = ("tokens_trained", "tokens_buffered", "tokens_interrupted")
 
@@ -29,6 +28,7 @@ def summarize(run: RunData) -> dict[str, Any]:
     final = run.final or {}
     window = training_window(run)
     rewards = finite(row["reward_mean"] for row in run.steps)
+    at_ends = num_end_steps(len(rewards))
     staleness = trained_ages(run)
     tokens_generated = _counter(run, "tokens_generated")
     return {
@@ -36,8 +36,8 @@ def summarize(run: RunData) -> dict[str, Any]:
         "steps": len(run.steps),
         "wall_s": final.get("wall_s", _last_time_s(run)),
         "setup_s": final.get("setup_s"),
-        "reward_first": mean(rewards[:NUM_END_STEPS]),
-        "reward_last": mean(rewards[-NUM_END_STEPS:]),
+        "reward_first": mean(rewards[:at_ends]),
+        "reward_last": mean(rewards[-at_ends:]),
         "reward_parts": {name: _first_and_last(run, name) for name in reward_parts(run)},
         "samples_trained": len(run.samples),
         "samples_interrupted": _counter(run, "samples_interrupted"),
@@ -66,6 +66,12 @@ def summarize(run: RunData) -> dict[str, Any]:
     }
 
 
+def num_end_steps(num_steps: int) -> int:
+    """Steps that `reward_first` and `reward_last` average over: 5, or half of a short run's, so
+    that no step is in both; a run of one step has only that."""
+    return max(1, min(_MOST_END_STEPS, num_steps // 2))
+
+
 def reward_parts(run: RunData) -> list[str]:
     """Names of the figures that rewards told beside their number."""
     begin, end = "reward/", "_mean"
@@ -75,7 +81,8 @@ def reward_parts(run: RunData) -> list[str]:
 
 def _first_and_last(run: RunData, name: str) -> dict[str, float | None]:
     means = finite(row.get(f"reward/{name}_mean") for row in run.steps)
-    return {"first": mean(means[:NUM_END_STEPS]), "last": mean(means[-NUM_END_STEPS:])}
+    at_ends = num_end_steps(len(means))
+    return {"first": mean(means[:at_ends]), "last": mean(means[-at_ends:])}
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:
@@ -125,8 +132,10 @@ def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know: a failure, broken promises, sources that disagree."""
     final = run.final or {}
     warnings = list(run.warnings)
-    if final.get("status", "ok") != "ok":
-        warnings.insert(0, f"the run failed: {final.get('error') or 'no error was recorded'}")
+    status, reason = final.get("status", "ok"), final.get("error") or "no error was recorded"
+    if status != "ok":
+        how = f"the run was {reason}" if status == "stopped" else f"the run failed: {reason}"
+        warnings.insert(0, how)
     bound, oldest = summary["max_staleness"], summary["staleness_max"]
     if bound is not None and oldest is not None and oldest > bound:
         warnings.append(f"staleness {oldest} was trained, above the bound of {bound}")

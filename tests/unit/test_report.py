@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from ray_apr.exceptions import ConfigError
+from ray_apr.report import html
 from ray_apr.report.compare import comparison_table, write_comparison
 from ray_apr.report.html import duration, write_report
 from ray_apr.report.load import RunFolderError, load_run
@@ -95,8 +97,8 @@ EXPECTED = {
     "steps": 6,
     "wall_s": 25.0,
     "setup_s": 9.0,
-    "reward_first": pytest.approx(0.3),  # 0.1 ... 0.5
-    "reward_last": pytest.approx(0.4),  # 0.2 ... 0.6
+    "reward_first": pytest.approx(0.2),  # 0.1 ... 0.3
+    "reward_last": pytest.approx(0.5),  # 0.4 ... 0.6
     "reward_parts": {},
     "samples_trained": 3,
     "samples_interrupted": 5,
@@ -164,6 +166,26 @@ def test_the_first_step_starts_when_the_servers_are_ready(make_run: Callable[...
 
 
 @pytest.mark.parametrize(
+    ("num_steps", "first", "last", "remark"),
+    [
+        (1, 0.1, 0.1, "of the only step"),
+        (3, 0.1, 0.3, "first and last step"),
+        (4, 0.15, 0.35, "mean of the first and last 2 steps"),
+        (6, 0.2, 0.5, "mean of the first and last 3 steps"),
+    ],
+)
+def test_the_rewards_at_both_ends_of_a_short_run_share_no_step(
+    make_run: Callable[..., Path], num_steps: int, first: float, last: float, remark: str
+) -> None:
+    run = load_run(make_run())
+    run = dataclasses.replace(run, steps=run.steps[:num_steps])
+    summary = summarize(run)
+    assert summary["reward_first"] == pytest.approx(first)
+    assert summary["reward_last"] == pytest.approx(last)
+    assert html._reward(summary)[1] == remark
+
+
+@pytest.mark.parametrize(
     ("final", "warning"),
     [
         ({"samples_trained": 4}, "samples_trained = 4, the recorded rows say 3"),
@@ -174,6 +196,7 @@ def test_the_first_step_starts_when_the_servers_are_ready(make_run: Callable[...
         ({"max_staleness": 1}, "staleness 2 was trained, above the bound of 1"),
         ({"samples_interrupted": 0}, "but 1 trained samples were interrupted"),
         ({"status": "failed", "error": "StarvedError: x"}, "the run failed: StarvedError: x"),
+        ({"status": "stopped", "error": "stopped by SIGTERM"}, "the run was stopped by SIGTERM"),
     ],
 )
 def test_sources_that_disagree_warn(
@@ -395,8 +418,8 @@ def test_comparison_has_the_ratio_of_wall_times(
     named = {row.name: row for row in rows}
     assert named["wall time (s)"][1:] == ("50.0", "25.0", "2.00")
     assert named["training window (s)"].ratio == "1.00"
-    # Moving average of 2 steps, goal = the lower of both last rewards, 0.4: (0.4 + 0.5) / 2 >= 0.4.
-    assert named["time to reward 0.400 (s)"].first == "20.0"
+    # Moving average of 2 steps, goal = the lower of both last rewards, 0.5: (0.5 + 0.6) / 2 >= 0.5.
+    assert named["time to reward 0.500 (s)"].first == "22.0"
     assert "wall time (s)" in comparison_table(rows)
     parser = Balance()
     parser.feed(out.read_text())
