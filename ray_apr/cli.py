@@ -3,7 +3,8 @@
 Also installed as ``ray-apr``.
 
 Exit codes: 0 done; 1 the run (or a check of the doctor) failed; 2 a setting or an argument is
-wrong; 130 interrupted by Ctrl-C. Heavy packages load inside the commands that need them.
+wrong; 130 stopped by Ctrl-C, 143 by SIGTERM. Heavy packages load inside the commands that need
+them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray_apr.exceptions import APRError, ConfigError, one_line
+from ray_apr.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _TRAIN_EXAMPLE = """\
 example:
-  python -m ray_apr train examples/arithmetic/apr.yaml --set train.steps=10 --dry-run
+  python -m ray_apr train examples/arithmetic/quickstart.yaml --set train.steps=10 --dry-run
 """
 
 
@@ -49,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         _complain(f"error: {error}", args.verbose)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        _complain("interrupted", verbose=False)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        stopped = error if isinstance(error, Stopped) else Stopped()
+        _complain(str(stopped), verbose=False)
+        return stopped.exit_code
     except BrokenPipeError:  # `... | head`: the reader has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
@@ -114,22 +117,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.launch import check_new_run, make_plan, run_training
+    from ray_apr.launch import check_new_run, dry_run, make_plan, run_training
     from ray_apr.settings import load_settings
 
+    began_at = time.monotonic()
     settings = load_settings(args.config, args.overrides).with_run_name()
     check_new_run(settings)
     plan = make_plan(settings)
     if args.dry_run:
         _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
+        warnings = dry_run(settings)
+        for warning in warnings:
+            _complain(f"warning: {warning}", verbose=False)
         if not args.json:
-            _show("\ndry run: nothing was started")
+            _show("\ndry run: all of it was checked, nothing was started")
         return EXIT_OK
     if args.json:
         raise ConfigError("--json", True, "only with --dry-run")
     _show(_plan_text(plan) + "\n")
     with _report_at_end(settings.run_dir):
         run_training(settings, progress=_show)
+    minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
+    _show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK
 
 

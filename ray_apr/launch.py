@@ -1,6 +1,7 @@
-"""From the settings of a run to a finished run folder: the plan, and the start on Ray.
+"""From the settings of a run to a finished run folder: the plan, the checks, the start on Ray.
 
-`make_plan` only computes; `run_training` is the one place of the command line that starts Ray.
+`make_plan` only computes. A dry run and a real one make the same `APRTrainer`, whose constructor
+checks; `run_training` is the one place of the command line that starts Ray.
 """
 
 from __future__ import annotations
@@ -8,16 +9,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.exceptions import ConfigError
-from ray_apr.settings import PromptsSettings, RunSettings
+from ray_apr.exceptions import ConfigError, ResourceError
+from ray_apr.serve.plugin import why_not_loaded
+from ray_apr.settings import PromptsSettings, RaySettings, RunSettings
 from ray_apr.settings_files import load_environment, load_function, read_json_rows
+from ray_apr.stopping import StopSignals
 
 if TYPE_CHECKING:
-    import ray.data
+    from ray_apr.data.rows import PromptRows
+    from ray_apr.run_plan import RunPlan
+    from ray_apr.trainer import APRTrainer
+
+_PREVIEW_LIMIT_S = 60.0
+"""Longest time that a dry run encodes prompts of one file."""
+_REACH_LIMIT_S = 10.0
 
 
 def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
@@ -91,7 +101,8 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
         rollout.device, f"{engine_gpus} if the cluster has GPUs, else 0"
     )
     cpus = settings.ray.num_cpus
-    cluster = settings.ray.address or f"local, {'all' if cpus is None else cpus} CPUs"
+    joined = joined_address(settings.ray)
+    cluster = f"joins {joined}" if joined else f"its own, {'all' if cpus is None else cpus} CPUs"
     return {
         "Ray cluster": cluster,
         "placement": rollout.placement,
@@ -103,20 +114,25 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def read_prompts(prompts: PromptsSettings) -> ray.data.Dataset:
-    """Read the prompts file as a Ray Dataset; Ray runs already.
+def read_prompts(prompts: PromptsSettings) -> PromptRows:
+    """Read the prompts file.
 
-    The file lies on this machine and is read here: Ray Data's own readers would start several
-    processes for it, which takes longer than a file of prompts does.
+    Raises:
+        ConfigError: If it is broken; names the first line or row that is no JSON object.
     """
     import pyarrow.parquet
-    import ray.data
 
-    if prompts.path.endswith(".parquet"):
-        dataset = ray.data.from_arrow(pyarrow.parquet.read_table(prompts.path))
-    else:  # read_json guesses types: an answer "007" would come out as the number 7
-        dataset = ray.data.from_items(read_json_rows(Path(prompts.path)))
-    return dataset if prompts.limit is None else dataset.limit(prompts.limit)
+    from ray_apr.data.rows import PromptRows
+
+    if not prompts.path.endswith(".parquet"):
+        # read_json guesses types: an answer "007" would come out as the number 7
+        return PromptRows(read_json_rows(Path(prompts.path))[: prompts.limit])
+    try:
+        table = pyarrow.parquet.read_table(prompts.path)
+    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        remedy = f"cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError("prompts", prompts.path, remedy) from error
+    return PromptRows(table if prompts.limit is None else table.slice(0, prompts.limit))
 
 
 def check_new_run(settings: RunSettings) -> None:
@@ -132,8 +148,56 @@ def check_new_run(settings: RunSettings) -> None:
         )
 
 
+def dry_run(settings: RunSettings) -> list[str]:
+    """Check what a run would check, and all of its prompts; start nothing.
+
+    A cluster that the run would join is joined for a moment, to ask what it has.
+
+    Args:
+        settings: With a run name (`RunSettings.with_run_name`).
+
+    Returns:
+        Warnings: what could not be looked at here, characters that the tokenizer does not know.
+
+    Raises:
+        ConfigError: What the run would refuse.
+    """
+    files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
+    rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
+    trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
+    trainer.check_cluster(_resources_of_cluster(settings))
+    return _preview(rows, trainer.plan)
+
+
+def _preview(rows: Mapping[str, PromptRows], plan: RunPlan) -> list[str]:
+    """Encode the prompts with the model's tokenizer, if that is here."""
+    from ray_apr.data.preview import preview
+    from ray_apr.data.prompts import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(plan.model, is_here=True)
+    except (OSError, ValueError) as error:
+        if Path(plan.model).is_dir():
+            remedy = f"its tokenizer cannot be loaded: {error}"
+            raise ConfigError("model", plan.model, remedy) from error
+        return [f"{plan.model} is not on this machine, so that no prompt was encoded"]
+    max_prompt_tokens = plan.max_prompt_tokens(is_here=True)
+    return [
+        warning
+        for name, prompts in rows.items()
+        for warning in preview(
+            prompts,
+            tokenizer,
+            name=name,
+            column=plan.rollout.prompt_column,
+            max_prompt_tokens=max_prompt_tokens,
+            limit_s=_PREVIEW_LIMIT_S,
+        )
+    ]
+
+
 def run_training(settings: RunSettings, *, progress: Callable[[str], None] | None = None) -> Path:
-    """Start Ray, train, and stop Ray again.
+    """Check, start or join Ray, train, and leave Ray again.
 
     Args:
         settings: With a run name (`RunSettings.with_run_name`).
@@ -145,10 +209,40 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     Raises:
         ConfigError: If the reward cannot be imported or the run folder holds a run already.
         APRError: If the run fails; what it wrote until then stays in the run folder.
+        Stopped: Somebody ended it, with Ctrl-C or SIGTERM.
     """
     check_new_run(settings)
-    run_dir = settings.run_dir
-    folder = settings.base_dir
+    held_out = settings.evaluation_prompts
+    trainer = make_trainer(
+        settings,
+        read_prompts(settings.prompts),
+        None if held_out is None else read_prompts(held_out),
+    )
+    import ray
+
+    signals = StopSignals()
+    with signals.listen():
+        _init_ray(settings.ray)
+        try:
+            with signals.listen():  # `ray.init` has set a handler of its own
+                trainer.fit(progress=progress)
+        finally:
+            ray.shutdown()
+    return settings.run_dir
+
+
+def make_trainer(
+    settings: RunSettings, prompts: PromptRows, held_out: PromptRows | None
+) -> APRTrainer:
+    """Import the user's code and make the trainer, which checks all of it; Ray need not run.
+
+    Raises:
+        ConfigError: What is wrong.
+        ResourceError: If engines on this machine would not find ray_apr.
+    """
+    if joined_address(settings.ray) is None and (missing := why_not_loaded()):
+        raise ResourceError(missing)
+    folder, run_dir = settings.base_dir, settings.run_dir
     functions = {
         key: None if spec is None else load_function(key, spec, folder)
         for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))
@@ -160,42 +254,100 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         key: load_function(f"algorithm.{key}", spec, folder)
         for key, spec in settings.objective.items()
     }
-    import ray
     import ray.train
 
     from ray_apr.trainer import APRTrainer
 
-    joins = settings.ray.address or os.environ.get("RAY_ADDRESS")  # set inside of a Ray job
-    local = {} if joins else {"include_dashboard": True, "num_cpus": settings.ray.num_cpus}
-    ray.init(
-        address=settings.ray.address,
-        namespace=settings.ray.namespace,
-        log_to_driver=False,
-        **local,
+    return APRTrainer(
+        model=settings.model,
+        prompts=prompts,
+        environment=environment,
+        reward=functions["reward"],
+        group_filter=functions["group_filter"],
+        rollout_config=settings.rollout,
+        partial_rollout_config=settings.partial_rollout,
+        buffer_config=settings.buffer,
+        evaluation_prompts=held_out,
+        evaluation_config=settings.evaluation,
+        algorithm_config=dataclasses.replace(settings.algorithm, **objective),
+        train_config=settings.train,
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=settings.scaling.num_workers,
+            use_gpu=settings.scaling.use_gpu,
+            resources_per_worker=settings.scaling.resources_per_worker,
+        ),
+        run_config=ray.train.RunConfig(name=run_dir.name, storage_path=str(run_dir.parent)),
     )
+
+
+def joined_address(settings: RaySettings) -> str | None:
+    """Address of the cluster that a run joins; None: it starts its own.
+
+    Without `ray.address` a run joins the cluster of RAY_ADDRESS, which is set inside of a Ray job,
+    and no other one, although one may run on this machine.
+    """
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
+
+
+def _init_ray(settings: RaySettings) -> None:
+    """Start a cluster, or join one.
+
+    Raises:
+        ConfigError: If there is none to join.
+    """
+    import ray
+
+    joined = joined_address(settings)
+    local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
     try:
-        held_out = settings.evaluation_prompts
-        trainer = APRTrainer(
-            model=settings.model,
-            prompts=read_prompts(settings.prompts),
-            environment=environment,
-            reward=functions["reward"],
-            group_filter=functions["group_filter"],
-            rollout_config=settings.rollout,
-            partial_rollout_config=settings.partial_rollout,
-            buffer_config=settings.buffer,
-            evaluation_prompts=None if held_out is None else read_prompts(held_out),
-            evaluation_config=settings.evaluation,
-            algorithm_config=dataclasses.replace(settings.algorithm, **objective),
-            train_config=settings.train,
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=settings.scaling.num_workers,
-                use_gpu=settings.scaling.use_gpu,
-                resources_per_worker=settings.scaling.resources_per_worker,
-            ),
-            run_config=ray.train.RunConfig(name=run_dir.name, storage_path=str(run_dir.parent)),
+        _reach(joined)
+        ray.init(
+            address=joined or "local", namespace=settings.namespace, log_to_driver=False, **local
         )
-        trainer.fit(progress=progress)
+    except OSError as error:  # among them ConnectionError, which Ray raises
+        remedy = f"no Ray cluster can be joined there: {error}"
+        raise ConfigError("ray.address", joined, remedy) from error
+
+
+def _reach(address: str | None) -> None:
+    """Knock at a cluster's door; `ray.init` would wait for minutes where nobody is.
+
+    Raises:
+        OSError: If nothing answers.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
+
+
+def _resources_of_cluster(settings: RunSettings) -> Mapping[str, float]:
+    """What the cluster of a run has, or would have."""
+    if joined_address(settings.ray) is None:
+        uses_gpus = settings.scaling.use_gpu or settings.rollout.device != "cpu"
+        cpus = settings.ray.num_cpus or cpus_of_this_machine()
+        return {"CPU": float(cpus), "GPU": float(_num_gpus() if uses_gpus else 0)}
+    import ray
+
+    _init_ray(settings.ray)
+    try:
+        resources: dict[str, float] = ray.cluster_resources()
     finally:
         ray.shutdown()
-    return run_dir
+    return resources
+
+
+def cpus_of_this_machine(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that Ray finds here: those of the container, if it has a quota."""
+    cpus = os.cpu_count() or 1
+    try:
+        allowed, period = (float(word) for word in quota.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return cpus
+    return max(1, min(cpus, int(allowed / period)))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count())

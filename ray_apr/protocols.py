@@ -23,7 +23,7 @@ from ray_apr.types import (
 PauseMode = Literal["abort", "keep", "wait"]
 
 RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
-"""A reward reads `sample.response_text`, `sample.prompt.row` and whatever else it needs."""
+"""A reward reads `sample.response_text`, `sample.row` and whatever else it needs."""
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
 """Whether a scored group may be trained. It runs inside the rollout worker and must be quick."""

@@ -83,17 +83,22 @@ class RunPlan:
         the host are gathered there for checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
 
-    def max_prompt_tokens(self) -> int:
+    def max_prompt_tokens(self, *, is_here: bool = False) -> int:
         """Longest prompt that leaves room for the response budget.
+
+        Args:
+            is_here: Of a model on the hub, read only what is on this machine.
 
         Raises:
             ConfigError: If none does.
+            OSError: If the model cannot be had.
         """
         context = self.max_model_len
         if context is None:
             from transformers import AutoConfig
 
-            context = int(AutoConfig.from_pretrained(self.model).max_position_embeddings)
+            config = AutoConfig.from_pretrained(self.model, local_files_only=is_here)
+            context = int(config.max_position_embeddings)
         longest = context - self.rollout.max_response_tokens
         if longest < 1:
             raise ConfigError(

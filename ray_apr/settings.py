@@ -85,14 +85,17 @@ class RaySettings:
     """How Ray is started, or which cluster is joined."""
 
     num_cpus: int | None = None
-    """CPUs of the local cluster; None takes those of this machine."""
+    """CPUs of a cluster that the run starts; None takes those of this machine. One that it joins
+    because of RAY_ADDRESS has its own."""
     address: str | None = None
-    """Address of a running cluster, or "auto"; None starts one here."""
+    """"local" starts a cluster here, even if one runs; "auto" joins the one that runs here, and an
+    address that one. None joins that of the environment variable RAY_ADDRESS, as inside of a Ray
+    job, and starts one where there is none."""
     namespace: str = "ray_apr"
 
     def __post_init__(self) -> None:
         _require_at_least("ray.num_cpus", self.num_cpus, 1)
-        if self.address is not None and self.num_cpus is not None:
+        if self.address not in (None, "local") and self.num_cpus is not None:
             raise ConfigError(
                 "ray.num_cpus",
                 self.num_cpus,
@@ -198,7 +201,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSetting
         ConfigError: Names the key that is wrong, its value and the remedy.
 
     Example:
-        >>> load_settings("examples/arithmetic/apr.yaml", ["train.steps=10"])  # doctest: +SKIP
+        >>> load_settings("my.yaml", ["train.steps=10"])  # doctest: +SKIP
     """
     path = Path(path).expanduser().resolve()
     values = read_yaml(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,17 @@ from ray_apr.config import (
 from ray_apr.controller import run
 from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.prompts import check_dataset
-from ray_apr.exceptions import ConfigError
+from ray_apr.data.rows import PromptRows
+from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.run_plan import RunPlan
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     import ray.data
+
+    Prompts: TypeAlias = ray.data.Dataset | PromptRows
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -71,7 +76,7 @@ class APRTrainer:
         >>> trainer = APRTrainer(                                        # doctest: +SKIP
         ...     model="Qwen/Qwen3-0.6B",
         ...     prompts=ray.data.read_parquet("prompts.parquet"),
-        ...     reward=lambda sample: float(sample.response_text == sample.prompt.row["answer"]),
+        ...     reward=lambda sample: float(sample.response_text == sample.row["answer"]),
         ... )
         >>> result = trainer.fit()                                       # doctest: +SKIP
     """
@@ -80,11 +85,11 @@ class APRTrainer:
         self,
         *,
         model: str,
-        prompts: ray.data.Dataset,
+        prompts: Prompts,
         reward: RewardFunction | None = None,
         environment: Environment | None = None,
         group_filter: GroupFilter | None = None,
-        evaluation_prompts: ray.data.Dataset | None = None,
+        evaluation_prompts: Prompts | None = None,
         rollout_config: RolloutConfig | None = None,
         partial_rollout_config: PartialRolloutConfig | None = None,
         buffer_config: BufferConfig | None = None,
@@ -105,7 +110,7 @@ class APRTrainer:
             raise ConfigError("group_filter", group_filter, remedy)
         context = _check_model(model)
         max_model_len = _check_context(rollout, context)
-        _check_scaling(scaling, rollout, train)
+        _check_workers(scaling, train)
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
         check_attestation(partial_rollout, rollout, installed_vllm())
@@ -116,8 +121,8 @@ class APRTrainer:
             )
             raise ConfigError("run_config.failure_config", failures, remedy)
         _check_port(rollout)
-        check_dataset(prompts, rollout.prompt_column, rollout.replay_column)
-        evaluation = _check_evaluation(evaluation_prompts, evaluation_config, rollout)
+        check_dataset(prompts, model, rollout.prompt_column, rollout.replay_column)
+        evaluation = _check_evaluation(evaluation_prompts, model, evaluation_config, rollout)
         self._prompts, self._held_out = prompts, evaluation_prompts
         self._plan = RunPlan(
             model=model,
@@ -134,25 +139,60 @@ class APRTrainer:
             scaling=scaling,
             run=run_config or ray.train.RunConfig(),
         )
+        if ray.is_initialized():
+            self.check_cluster(ray.cluster_resources())
+
+    @property
+    def plan(self) -> RunPlan:
+        """What the run is made of."""
+        return self._plan
+
+    def check_cluster(self, resources: Mapping[str, float]) -> None:
+        """Check that a cluster holds the run; where Ray runs already, this has been done.
+
+        Args:
+            resources: What the cluster has, e.g. ``{"CPU": 8.0, "GPU": 2.0}``.
+
+        Raises:
+            ConfigError: If it does not.
+            ResourceError: If this process may only use the resources of one trial.
+        """
+        check_resources(self._plan.scaling, self._plan.rollout, resources)
+        if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
+            raise ResourceError(
+                "this process is inside of a placement group, as a trial of Ray Tune is: Ray would "
+                "start the engines and train workers of the run in it, where there is no room for "
+                "them; call it in a task of its own, "
+                'ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")'
+            )
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
         """Run to the end and return Ray Train's result.
 
         Args:
-            progress: Gets one line a step, and one every few seconds while nothing moves; None logs
-                them.
+            progress: Gets one line a step, and one every few seconds while nothing moves, e.g.
+                ``print``; None hands them to the logger ``ray_apr.controller`` at level INFO,
+                which Python shows only where logging is set up for it.
 
         Returns:
             Metrics of the last step, the last checkpoint, and the path of the run folder.
 
         Raises:
-            APRError: What stopped the run; nothing of it stays behind.
+            APRError: What the run failed of; nothing of it stays behind.
+            Stopped: Somebody ended it, with Ctrl-C or SIGTERM.
         """
-        return run(self._plan, self._prompts, self._held_out, progress=progress)
+        if ray.is_initialized():
+            self.check_cluster(ray.cluster_resources())
+        prompts, held_out = (
+            given.to_dataset() if isinstance(given, PromptRows) else given
+            for given in (self._prompts, self._held_out)
+        )
+        return run(self._plan, prompts, held_out, progress=progress)
 
 
 def _check_evaluation(
-    prompts: ray.data.Dataset | None,
+    prompts: Prompts | None,
+    model: str,
     config: EvaluationConfig | None,
     rollout: RolloutConfig,
 ) -> EvaluationConfig | None:
@@ -163,7 +203,7 @@ def _check_evaluation(
             raise ConfigError("evaluation_config", config, remedy)
         return None
     config = config or EvaluationConfig()
-    check_dataset(prompts, rollout.prompt_column)
+    check_dataset(prompts, model, rollout.prompt_column)
     if (config.max_response_tokens or 0) > rollout.max_response_tokens:
         raise ConfigError(
             "evaluation.max_response_tokens",
@@ -231,17 +271,19 @@ def _check_context(rollout: RolloutConfig, context: int | None) -> int | None:
     return context
 
 
-def _check_scaling(
-    scaling: ray.train.ScalingConfig, rollout: RolloutConfig, train: TrainConfig
-) -> None:
-    """Check workers and servers against the batch and the cluster."""
+def _check_workers(scaling: ray.train.ScalingConfig, train: TrainConfig) -> None:
+    """Check workers against the batch."""
     workers = scaling.num_workers
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError("scaling.num_workers", workers, "must be a whole number of at least 1")
     train.check_workers(workers)
-    if not ray.is_initialized():
-        return
-    have = ray.cluster_resources()
+
+
+def check_resources(
+    scaling: ray.train.ScalingConfig, rollout: RolloutConfig, have: Mapping[str, float]
+) -> None:
+    """Check workers and servers against what a cluster has."""
+    workers = scaling.num_workers
     gpus = have.get("GPU", 0.0)
     if scaling.use_gpu and gpus < 1:
         raise ConfigError(

@@ -10,13 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from ray_apr.data.order import prompt_order
+from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError
 from ray_apr.types import Prompt
 
@@ -27,12 +30,23 @@ if TYPE_CHECKING:
 TOKEN_IDS = "__apr_prompt_token_ids"
 
 
+_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.json")
+
+
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model folder or hub id, once for each process."""
+def load_tokenizer(model: str, *, is_here: bool = False) -> Any:
+    """Load the tokenizer of a model folder or hub id, once for each process.
+
+    Args:
+        model: Folder or hub id.
+        is_here: Take only what is on this machine.
+
+    Raises:
+        OSError: If it cannot be had.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
 
 
 def end_token_ids(model: str) -> tuple[int, ...]:
@@ -49,55 +63,92 @@ def end_token_ids(model: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Any, *, field: str = "prompts") -> list[int]:
     """Turn text, chat messages or token ids into token ids.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         prompt: ``str``, a list of ``{"role", "content"}`` mappings, or a list of ints.
+        field: What an error calls the prompt.
 
     Raises:
-        ConfigError: For anything else, or for an empty prompt.
+        ConfigError: For anything else, for an empty prompt, or if the chat template does not take
+            the messages.
     """
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
-        ids = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        # not verbose: of a prompt that is too long we say so ourselves
+        ids = tokenizer(prompt, verbose=False)["input_ids"]
+    elif _is_chat(prompt):
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template may raise whatever it likes
+            remedy = f"the tokenizer's chat template does not take these messages: {error}"
+            raise ConfigError(field, prompt, remedy) from error
     elif isinstance(prompt, list | tuple) and all(isinstance(i, int) for i in prompt):
         ids = list(prompt)
     else:
-        raise ConfigError("prompts", prompt, "must be text, chat messages or token ids")
+        raise ConfigError(field, prompt, "must be text, chat messages or token ids")
     if not ids:
-        raise ConfigError("prompts", prompt, "is empty: it has no tokens to continue")
+        raise ConfigError(field, prompt, "is empty: it has no tokens to continue")
     return [int(i) for i in ids]
 
 
-def check_dataset(dataset: ray.data.Dataset, column: str, replay_column: str | None = None) -> None:
-    """Check that the dataset has rows, the prompt column, and that of a trace if one is replayed.
+def _is_chat(prompt: Any) -> bool:
+    is_list = isinstance(prompt, list | tuple | np.ndarray)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def has_chat_template(model: str) -> bool:
+    """Whether a model folder has a chat template; of a hub id nobody knows before it is there."""
+    folder = Path(model)
+    if not folder.is_dir() or any((folder / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
+
+
+def check_dataset(
+    dataset: ray.data.Dataset | PromptRows,
+    model: str,
+    column: str,
+    replay_column: str | None = None,
+) -> None:
+    """Check the columns and the first prompt, which shows what kind all of them are.
+
+    Args:
+        dataset: The prompts.
+        model: Folder or hub id whose tokenizer encodes them.
+        column: Name of the prompt column.
+        replay_column: That of a trace, if one is replayed.
 
     Raises:
-        ConfigError: If it has not.
+        ConfigError: If a column is missing, there are no rows, or chat messages have no template.
     """
-    if not hasattr(dataset, "map_batches"):
+    if isinstance(dataset, PromptRows):
+        names, first = dataset.names, dataset.slice(0, 1)
+    elif hasattr(dataset, "map_batches"):
+        names, first = list(getattr(dataset.schema(), "names", None) or []), dataset.take(1)
+    else:
         raise ConfigError("prompts", type(dataset).__name__, "must be a ray.data.Dataset")
-    names = list(getattr(dataset.schema(), "names", None) or [])
-    if not names or not dataset.take(1):
+    if not names or not first:
         raise ConfigError("prompts", "0 rows", "the dataset is empty; give it at least one prompt")
-    if column not in names:
+    for field, name in (("prompt", column), ("replay", replay_column)):
+        if name is not None and name not in names:
+            raise ConfigError(
+                f"rollout.{field}_column",
+                name,
+                f"the dataset has no such column, only {', '.join(names)}; name the right one",
+            )
+    if _is_chat(first[0].get(column)) and not has_chat_template(model):
         raise ConfigError(
-            "rollout.prompt_column",
-            column,
-            f"the dataset has no such column, only {', '.join(names)}; name the one of the prompts",
-        )
-    if replay_column is not None and replay_column not in names:
-        raise ConfigError(
-            "rollout.replay_column",
-            replay_column,
-            f"the dataset has no such column, only {', '.join(names)}; name that of the lengths",
+            f"prompts[0].{column}",
+            "chat messages",
+            f"the tokenizer of {model} has no chat template; save one beside the weights as "
+            "chat_template.jinja, or give the prompts as text",
         )
 
 
@@ -121,31 +172,54 @@ def encode_dataset(
         ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
         return table.append_column(TOKEN_IDS, pa.array(ids, pa.list_(pa.int64())))
 
-    encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
-    refs = encoded.materialize().to_arrow_refs()
-    _check_lengths(refs, column, max_prompt_tokens)
-    return refs
-
-
-def _check_lengths(refs: Sequence[ray.ObjectRef], column: str, max_prompt_tokens: int) -> None:
-    """Raise for the first prompt that leaves no room for the response."""
     import ray
 
+    encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
+    try:
+        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
+    except Exception as error:
+        reasons = (e for e in _causes(error) if isinstance(e, ConfigError))
+        raise next(reasons, error) from error
     first = 0
     for ref in refs:
         table: pa.Table = ray.get(ref)
-        lengths = table[TOKEN_IDS].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-        too_long = np.flatnonzero(lengths > max_prompt_tokens)
-        if len(too_long):
-            row = int(too_long[0])
-            raise ConfigError(
-                f"prompts[{first + row}].{column}",
-                f"{int(lengths[row])} tokens",
-                f"at most {max_prompt_tokens} leave room for the response budget in the model's "
-                "context; drop such prompts, lower rollout.max_response_tokens, or raise "
-                "rollout.max_model_len",
-            )
+        lengths = table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist()
+        check_lengths(lengths, max_prompt_tokens, column=column, first=first)
         first += table.num_rows
+    return refs
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those behind it; Ray keeps that of a task in `cause`."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = getattr(seen, "cause", None) or seen.__cause__
+
+
+def check_lengths(
+    lengths: Sequence[int], most: int, *, column: str, first: int = 0, name: str = "prompts"
+) -> None:
+    """Raise for the first prompt that leaves no room for the response.
+
+    Args:
+        lengths: Tokens of each prompt.
+        most: Longest prompt that leaves room.
+        column: Name of the prompt column.
+        first: Row of the first of them.
+        name: What an error calls the dataset.
+
+    Raises:
+        ConfigError: Names the row.
+    """
+    for row, length in enumerate(lengths, start=first):
+        if length > most:
+            raise ConfigError(
+                f"{name}[{row}].{column}",
+                f"{length} tokens",
+                f"at most {most} leave room for the response budget in the model's context; drop "
+                "such prompts, lower rollout.max_response_tokens, or raise rollout.max_model_len",
+            )
 
 
 def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:

@@ -85,7 +85,6 @@ class RolloutWorker:
         partial_rollout: When samples are started, interrupted, resumed.
         batch_size: Samples of one optimizer step.
         model: Folder or hub id of the tokenizer.
-        seed: Seed of the run.
         make_prompts: Makes the endless prompts inside this process.
         make_client: Makes the client of the rollout servers inside this process, once they run.
         make_scorer: Makes the scorer inside this process.

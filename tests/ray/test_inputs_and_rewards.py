@@ -13,11 +13,13 @@ import pytest
 import ray
 import ray.data
 import ray.train
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.state import list_actors
 
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
 from ray_apr.data.prompts import encode_dataset
-from ray_apr.exceptions import RewardError
+from ray_apr.exceptions import ResourceError, RewardError
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.types import Prompt, Sample
 from tests.tiny_model import make_tiny_model
@@ -27,7 +29,10 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=4, namespace="ray_apr_inputs", log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local", num_cpus=4, namespace="ray_apr_inputs", log_to_driver=False,
+        configure_logging=False,
+    )  # fmt: skip
     yield
     ray.shutdown()
 
@@ -87,6 +92,42 @@ def test_a_prompt_longer_than_the_model_s_context_names_its_row(model):
             column="prompt",
             max_prompt_tokens=32,
         )
+
+
+def test_chat_messages_without_a_chat_template(model):
+    chat = ray.data.from_items([{"prompt": [{"role": "user", "content": "1+1"}]}])
+    with pytest.raises(ConfigError, match=r"prompts\[0\]\.prompt = 'chat messages'.*no chat templ"):
+        make(model, chat)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_no_traceback_of_ray_data(model):
+    rows = ray.data.from_items([{"prompt": "1+1"}, {"prompt": ""}], override_num_blocks=1)
+    with pytest.raises(ConfigError, match=r"^prompts = '': is empty"):
+        encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
+
+
+def test_a_trial_of_ray_tune_is_refused_with_the_way_out(model, prompts):
+    def construct():
+        try:
+            make(model, prompts)
+        except ResourceError as error:
+            return str(error)
+
+    def trial():
+        group = ray.util.get_current_placement_group()
+        own = ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")(construct)
+        return group is not None, construct(), ray.get(own.remote())
+
+    group = placement_group([{"CPU": 1}])  # as Tune makes one for each trial
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    task = ray.remote(num_cpus=1, scheduling_strategy=strategy)(trial)
+    try:
+        is_captured, refused, refused_in_its_own_task = ray.get(task.remote(), timeout=100)
+    finally:
+        remove_placement_group(group)
+    assert is_captured
+    assert "a trial of Ray Tune" in refused and 'scheduling_strategy="DEFAULT"' in refused
+    assert refused_in_its_own_task is None, "the way out that the message names"
 
 
 def test_a_response_budget_that_fills_the_context(model, prompts):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from ray_apr import cli, doctor, launch
-from ray_apr.exceptions import StarvedError
+from ray_apr.exceptions import StarvedError, Stopped
 
 YAML = """\
 model: base_model
@@ -21,14 +24,16 @@ reward: task.py:reward
 rollout: {group_size: 4, num_replicas: 2, max_response_tokens: 32}
 train: {steps: 3, batch_size: 8}
 scaling: {num_workers: 2, num_cpus_per_worker: 0.5}
+ray: {num_cpus: 4}
 """
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base_model").mkdir()
-    (tmp_path / "base_model" / "config.json").write_text("{}")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "base_model").symlink_to(EXAMPLE / "base_model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "task.py").write_text("def reward(sample):\n    return 1.0\n")
     (tmp_path / "tiny.yaml").write_text(YAML)
@@ -59,6 +64,68 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert "tiny-sync-" in text
     assert "nothing was started" in text
     assert not (config.parent / "runs").exists()
+    assert not ray.is_initialized()
+
+
+GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1="}]}'
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.num_replicas=40", "want 41 CPUs together, the cluster has 4"),
+        ("rollout.max_response_tokens=4000", "no room for a prompt in the model's context of 256"),
+        ("rollout.http_port={port}", "cannot be opened"),
+        ("reward=broken.py:reward", "raised ModuleNotFoundError: No module named 'no_such"),
+        ("environment=broken.py:Tools", "raised ModuleNotFoundError"),
+        ("ray={{address: '127.0.0.1:{closed}'}}", "no Ray cluster can be joined there"),
+        ("prompts=broken.jsonl", "broken.jsonl, line 5"),
+        ("prompts=chat.jsonl", "has no chat template"),
+        ("prompts=long.jsonl", "prompts[1].prompt = '300 tokens': at most 224"),
+        ("prompts=broken.parquet", "cannot be read"),
+        ("prompts=missing.jsonl", "prompts[1].prompt = None: must be text"),
+        ("evaluation={{prompts: long.jsonl}}", "evaluation.prompts[1].prompt = '300 tokens'"),
+    ],
+)
+def test_the_dry_run_refuses_what_the_run_would(
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    files = {
+        "broken.py": "import no_such_package_at_all\nreward = Tools = None\n",
+        "broken.jsonl": f'{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{{"prompt": \n',
+        "chat.jsonl": CHAT,
+        "long.jsonl": f'{GOOD}\n{{"prompt": "{"1" * 300}"}}\n',
+        "missing.jsonl": f'{GOOD}\n{{"answer": "2"}}\n',
+    }
+    for name, text in files.items():
+        (config.parent / name).write_text(text)
+    whole = (EXAMPLE / "prompts.parquet").read_bytes()
+    (config.parent / "broken.parquet").write_bytes(b"PAR1" + b"x" * 100 + whole[104:])
+    with socket.socket() as taken, socket.socket() as closed:
+        for one in (taken, closed):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"port": taken.getsockname()[1], "closed": closed.getsockname()[1]}
+        override = override.format(**ports)
+        assert cli.main(["train", str(config), "--dry-run", "--set", override]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=owner/a-name-on-the-hub", "is not on this machine"),
+        ("prompts=strange.jsonl", "does not know 'x', in up to 1 rows"),
+    ],
+)
+def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    (config.parent / "strange.jsonl").write_text(f'{GOOD}\n{{"prompt": "x=1+1="}}\n')
+    assert cli.main(["train", str(config), "--dry-run", "--set", override]) == 0
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,7 +166,8 @@ def test_a_run_folder_is_not_used_twice(config: Path, capsys: pytest.CaptureFixt
     [
         (StarvedError("trainer starved: 3 of 8 groups wait for reward"), 1, "3 of 8 groups"),
         (OSError("no space left"), 1, "run again with -v"),
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyboardInterrupt(), 130, "stopped by you (Ctrl-C)"),
+        (Stopped(signal.SIGTERM), 143, "stopped by SIGTERM"),
     ],
 )
 def test_a_failed_run_keeps_its_error_and_gets_its_report(
@@ -134,12 +202,13 @@ def test_training_ends_with_the_report(
     text = capsys.readouterr().out
     assert "step 1/3" in text
     assert str(config.parent / "runs" / "mine" / "report.html") in text
+    assert "took:    0 min 0" in text, "the clock of the person who waits"
 
 
 def test_report_of_one_run_and_of_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (run_folder(config.parent / name) for name in "ab")
     assert cli.main(["report", str(first)]) == 0
-    assert "0.500 → 0.500" in capsys.readouterr().out
+    assert "0.500  (of the only step)" in capsys.readouterr().out
     assert (first / "summary.json").is_file()
     assert cli.main(["report", str(first), str(second), "--out", "docs/c.html"]) == 0
     assert "wall time (s)" in capsys.readouterr().out
@@ -191,5 +260,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     assert time.monotonic() - start < 5  # 0.1 s alone; the bound is for a loaded machine
     assert "train" in done.stdout
+    example = cli._TRAIN_EXAMPLE.split("train ")[1].split()[0]
+    assert (EXAMPLE.parents[1] / example).is_file()
     for heavy in ("ray", "torch", "vllm", "numpy", "yaml"):
         assert f"| {heavy}\n" not in done.stderr.replace("  ", "")

@@ -13,17 +13,14 @@ from tests.run_plans import run_plan
 
 
 @pytest.fixture
-def check(monkeypatch):
+def check():
     """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
 
     def check(*, replicas, workers, cpus=8, use_gpu=True, **rollout):
-        have = {"GPU": 2.0, "CPU": float(cpus)}
-        monkeypatch.setattr(trainer.ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(trainer.ray, "cluster_resources", lambda: have)
-        trainer._check_scaling(
+        trainer.check_resources(
             ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
             RolloutConfig(num_replicas=replicas, **rollout),
-            TrainConfig(batch_size=16),
+            {"GPU": 2.0, "CPU": float(cpus)},
         )
 
     return check

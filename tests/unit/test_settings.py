@@ -95,6 +95,11 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.with_run_name().run_dir == Path("runs").resolve() / "mine"
 
 
+def test_local_is_local(folder: Path) -> None:
+    settings = load_settings(folder / "run.yaml", ["ray={address: local, num_cpus: 2}"])
+    assert (settings.ray.address, settings.ray.num_cpus) == ("local", 2)
+
+
 def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
     settings = load_settings(folder / "run.yaml")
     with pytest.raises(ConfigError, match=r"run\.name"):

@@ -48,7 +48,7 @@ def mark():
     mark, env = marked_environment()
     os.environ[MARK] = env[MARK]
     try:
-        ray.init(num_cpus=4, namespace="ray_apr_test", log_to_driver=False)
+        ray.init(address="local", num_cpus=4, namespace="ray_apr_test", log_to_driver=False)
         yield mark
         ray.shutdown()
     finally:

@@ -1,0 +1,92 @@
+"""What a dry run sees of the prompts: every one is encoded as the run will do it, without Ray."""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ray_apr.data.prompts import check_lengths, encode_prompt
+from ray_apr.data.rows import PromptRows
+
+_AT_ONCE = 256
+_MOST_SHOWN = 12
+
+
+def preview(
+    rows: PromptRows,
+    tokenizer: Any,
+    *,
+    name: str,
+    column: str,
+    max_prompt_tokens: int | None,
+    limit_s: float,
+) -> list[str]:
+    """Encode the prompts, as many as the time allows.
+
+    Args:
+        rows: The prompts.
+        tokenizer: That of the model.
+        name: What messages call them.
+        column: Name of the prompt column.
+        max_prompt_tokens: Longest prompt that leaves room for the response; None is not checked.
+        limit_s: Time after which the rest is left out.
+
+    Returns:
+        What is no error, but worth knowing.
+
+    Raises:
+        ConfigError: Names the first row that the run would refuse.
+    """
+    end = time.monotonic() + limit_s
+    lost: Counter[str] = Counter()
+    warnings = []
+    for start in range(0, len(rows), _AT_ONCE):
+        if time.monotonic() > end:
+            warnings.append(
+                f"{name}: the first {start} of {len(rows)} rows were looked at, in {limit_s:g} s"
+            )
+            break
+        prompts = [row.get(column) for row in rows.slice(start, start + _AT_ONCE)]
+        encoded = [
+            encode_prompt(tokenizer, prompt, field=f"{name}[{start + i}].{column}")
+            for i, prompt in enumerate(prompts)
+        ]
+        if max_prompt_tokens is not None:
+            lengths = [len(ids) for ids in encoded]
+            check_lengths(lengths, max_prompt_tokens, column=column, first=start, name=name)
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            lost.update(lost_characters(tokenizer, prompt, ids))
+    if lost:
+        shown = " ".join(repr(character) for character, _ in lost.most_common(_MOST_SHOWN))
+        more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
+        warnings.append(
+            f"{name}: the tokenizer does not know {shown}{more}, in up to {max(lost.values())} "
+            "rows: the model does not see them"
+        )
+    return warnings
+
+
+def lost_characters(tokenizer: Any, prompt: Any, ids: Sequence[int]) -> set[str]:
+    """Characters of a prompt that its tokens do not hold; spaces, case and forms do not count."""
+    text = "".join(_texts(prompt))
+    if not text:
+        return set()
+    seen = _normal(tokenizer.decode(list(ids)))
+    return {c for c in set(text) if _normal(c).strip() and not set(_normal(c)) <= set(seen)}
+
+
+def _texts(prompt: Any) -> Iterable[str]:
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, Sequence):
+        for message in prompt:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, str):
+                yield content
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).casefold()

@@ -1,0 +1,51 @@
+"""Prompts that this process holds: looked at without Ray, handed to Ray Data when a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import ray.data
+
+
+class PromptRows:
+    """Rows of a file of prompts.
+
+    Args:
+        rows: An Arrow table, or JSON objects, of which Arrow would have to guess the types.
+    """
+
+    def __init__(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def names(self) -> list[str]:
+        """Columns; those of the first row where each row has its own."""
+        if isinstance(self._rows, pa.Table):
+            return list(self._rows.column_names)
+        return list(self._rows[0]) if self._rows else []
+
+    def slice(self, start: int, stop: int) -> list[Mapping[str, Any]]:
+        """Some of the rows."""
+        if isinstance(self._rows, pa.Table):
+            rows: list[Mapping[str, Any]] = self._rows.slice(start, stop - start).to_pylist()
+            return rows
+        return list(self._rows[start:stop])
+
+    def to_dataset(self) -> ray.data.Dataset:
+        """The rows as a Ray Dataset; Ray runs already.
+
+        They are here already: Ray Data's own readers would start several processes for a file,
+        which takes longer than a file of prompts does.
+        """
+        import ray.data
+
+        if isinstance(self._rows, pa.Table):
+            return ray.data.from_arrow(self._rows)
+        return ray.data.from_items(list(self._rows))

@@ -1,0 +1,133 @@
+"""Which cluster a run starts or joins (launch.py), without one; a dry run's look at prompts."""
+
+from __future__ import annotations
+
+import socket
+
+import pyarrow as pa
+import pytest
+import ray
+
+from ray_apr import launch
+from ray_apr.data.preview import lost_characters, preview
+from ray_apr.data.prompts import encode_prompt, has_chat_template
+from ray_apr.data.rows import PromptRows
+from ray_apr.exceptions import ConfigError
+from ray_apr.settings import RaySettings
+
+
+@pytest.fixture
+def inits(monkeypatch):
+    """Arguments of each `ray.init`."""
+    seen: list[dict] = []
+    monkeypatch.setattr(ray, "init", lambda **kwargs: seen.append(kwargs))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("address", [None, "local"])
+def test_a_run_starts_its_own_cluster_although_one_runs_here(inits, address):
+    launch._init_ray(RaySettings(address=address, num_cpus=5))
+    assert (inits[0]["address"], inits[0]["num_cpus"]) == ("local", 5)
+
+
+def test_inside_of_a_ray_job_a_run_joins_the_cluster_of_the_job(inits, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    launch._init_ray(RaySettings(num_cpus=5))
+    assert inits[0]["address"] == "auto"
+    assert "num_cpus" not in inits[0]
+    launch._init_ray(RaySettings(address="local"))
+    assert inits[1]["address"] == "local"
+
+
+def test_an_address_is_joined(inits):
+    with socket.socket() as cluster:
+        cluster.bind(("127.0.0.1", 0))
+        cluster.listen()
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        launch._init_ray(RaySettings(address=address))
+    assert inits[0]["address"] == address
+    with pytest.raises(ConfigError, match=r"ray\.address = .*no Ray cluster can be joined there"):
+        launch._init_ray(RaySettings(address=address))
+    launch._init_ray(RaySettings(address="auto"))
+    assert [init["address"] for init in inits] == [address, "auto"]
+
+
+def test_auto_without_a_cluster_is_refused(inits, monkeypatch):
+    def init(**kwargs):
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"ray\.address = 'auto'.*any running Ray instance"):
+        launch._init_ray(RaySettings(address="auto"))
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("150000 100000", 1), ("10000 100000", 1), ("max 100000", 1 << 20)]
+)
+def test_the_cpus_of_a_container_are_those_of_its_quota(tmp_path, text, most):
+    (tmp_path / "cpu.max").write_text(text)
+    assert 1 <= launch.cpus_of_this_machine(tmp_path / "cpu.max") <= most
+    assert launch.cpus_of_this_machine(tmp_path / "none") >= 1
+
+
+class Letters:
+    """A tokenizer of lower-case letters; what else there is becomes token 0."""
+
+    chat_template = None
+
+    def __call__(self, text, verbose):
+        return {"input_ids": [max(0, ord(c) - 96) if c < "{" else 0 for c in text.lower()]}
+
+    def decode(self, ids):
+        return "".join(chr(i + 96) if i else "?" for i in ids)
+
+    def apply_chat_template(self, *_, **__):
+        raise ValueError("roles must alternate")
+
+
+def look(rows, **kwargs):
+    settings = {"name": "prompts", "column": "prompt", "max_prompt_tokens": 5, "limit_s": 10.0}
+    return preview(PromptRows(rows), Letters(), **{**settings, **kwargs})
+
+
+def prompts_of(*prompts):
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("abcdef", r"prompts\[2\]\.prompt = '6 tokens': at most 5 leave room"),
+        ("", r"prompts\[2\]\.prompt = '': is empty"),
+        (None, r"prompts\[2\]\.prompt = None: must be text"),
+        ([{"role": "user", "content": "a"}], "does not take these messages: roles must alternate"),
+    ],
+)
+def test_a_dry_run_names_the_row_that_the_run_would_refuse(bad, message):
+    with pytest.raises(ConfigError, match=message):
+        look(prompts_of("a", "bc", bad, "d"))
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_a_warning():
+    (warning,) = look(pa.table({"prompt": ["ab", "A b", "a7", "7%"]}))
+    assert "does not know '7' '%', in up to 2 rows" in warning
+    assert look(prompts_of("ab", [1, 2])) == []
+    assert lost_characters(Letters(), "É", encode_prompt(Letters(), "E")) == {"É"}
+
+
+def test_a_dry_run_says_how_far_it_looked():
+    assert look(prompts_of("a"), limit_s=-1.0) == [
+        "prompts: the first 0 of 1 rows were looked at, in -1 s"
+    ]
+
+
+def test_a_chat_template_is_found_wherever_it_may_be(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert not has_chat_template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert has_chat_template(str(tmp_path))
+    assert has_chat_template("owner/name"), "nobody knows"
