@@ -130,7 +130,7 @@ def _train(args: argparse.Namespace) -> int:
         for warning in warnings:
             _complain(f"warning: {warning}", verbose=False)
         if not args.json:
-            _show("\ndry run: all of it was checked, nothing was started")
+            _show("\ndry run: nothing was started")
         return EXIT_OK
     if args.json:
         raise ConfigError("--json", True, "only with --dry-run")

@@ -155,15 +155,16 @@ class APRTrainer:
 
         Raises:
             ConfigError: If it does not.
-            ResourceError: If this process may only use the resources of one trial.
+            ResourceError: If all that this process starts goes into its placement group.
         """
         check_resources(self._plan.scaling, self._plan.rollout, resources)
-        if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
+        if not ray.is_initialized() or ray.util.get_current_placement_group() is None:
+            return
+        if ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
             raise ResourceError(
-                "this process is inside of a placement group, as a trial of Ray Tune is: Ray would "
-                "start the engines and train workers of the run in it, where there is no room for "
-                "them; call it in a task of its own, "
-                'ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")'
+                "what this process starts goes into its placement group, as in a trial of Ray "
+                "Tune, where there is no room for the engines and train workers of the run; call "
+                'it in a task of its own, ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")'
             )
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
