@@ -44,9 +44,9 @@ class PrivateNames:
         module = self.names[name]
         try:
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            lacking = error.name if isinstance(error, ModuleNotFoundError) else module
-            if str(lacking).partition(".")[0] != module.partition(".")[0]:
+        except (ModuleNotFoundError, AttributeError) as error:
+            is_module = isinstance(error, ModuleNotFoundError)
+            if is_module and str(error.name).partition(".")[0] != module.partition(".")[0]:
                 raise  # another package, which that module imports
             raise PrivateNameError(
                 f"{module} of {self.distributions[0]} {self.installed} has no {name} ({error}); "

@@ -22,6 +22,16 @@ def test_ray_has_what_is_used_of_its_inside():
     assert missing(ray_private.RAY) == []
 
 
+def test_what_is_used_of_ray_can_be_imported_where_cupy_is():
+    for name in ray_private.RAY.names:
+        try:
+            assert ray_private.RAY.get(name) is not None
+        except PrivateNameError:
+            raise
+        except ImportError as error:
+            assert "cupy" in str(error).lower(), name
+
+
 def test_vllm_has_what_is_used_of_its_inside():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
