@@ -44,12 +44,15 @@ RAY = PrivateNames(
     },
 )
 
-ROUTER = f"{RAY.names['ConsistentHashRouter']}:ConsistentHashRouter"
-"""Serve's router that keeps a session at a replica, as `RequestRouterConfig` names it."""
-
 
 def __getattr__(name: str) -> Any:
     return RAY.get(name)
+
+
+def session_router() -> str:
+    """Serve's router that keeps a session at a replica, as `RequestRouterConfig` names it."""
+    router = RAY.get("ConsistentHashRouter")  # here, as Serve would miss it in its controller
+    return f"{RAY.names['ConsistentHashRouter']}:{router.__name__}"
 
 
 def collective_backend(name: str) -> Any:

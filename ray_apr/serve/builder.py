@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus
 from ray_apr.config import KVCache, RolloutConfig
 from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.exceptions import ResourceError
-from ray_apr.ray_private import ROUTER
+from ray_apr.ray_private import session_router
 from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.names import DEPLOYMENT, SCHEDULER, WORKER_EXTENSION
 from ray_apr.serve.server import RolloutServer
@@ -82,7 +82,7 @@ def build_rollout_app(
         num_replicas=config.num_replicas,
         max_ongoing_requests=100_000,
         max_constructor_retry_count=2,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        request_router_config=RequestRouterConfig(request_router_class=session_router()),
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
