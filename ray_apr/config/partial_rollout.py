@@ -71,9 +71,9 @@ class PartialRolloutConfig:
     """stream: a new group starts whenever there is room; batch: new groups start a batch at a
     time, once nothing generates any more."""
     interrupt: Interrupt = "weight_sync"
-    """never: a weight sync leaves requests in flight; weight_sync: each sync interrupts them;
-    batch_full: as soon as the next batch is complete, the rest is interrupted and waits for the
-    next version."""
+    """never: a weight sync leaves requests in flight, which takes vLLM 0.32 or `drain`;
+    weight_sync: each sync interrupts them; batch_full: as soon as the next batch is complete, the
+    rest is interrupted and waits for the next version."""
     after_interrupt: AfterInterrupt = "resume"
     """What becomes of an interrupted sample: resume goes on from its tokens, restart drops them and
     generates it anew, discard drops its whole group."""
