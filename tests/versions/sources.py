@@ -28,7 +28,7 @@ def _missing(private: PrivateNames, name: str) -> Iterator[str]:
     if found is None:
         yield f"{module}.{name}"
         return
-    for part in private.members.get(name, "").replace("( ", "(").split():
+    for part in private.members.get(name, "").split():
         member, parameters = _MEMBER.fullmatch(part).groups()
         node = _member(found, member) if member else found
         if node is None:
