@@ -268,7 +268,7 @@ def test_what_rewards_told_beside_their_number_has_charts(make_run: Callable[...
     summary = json.loads(report.summary_path.read_text())
     assert summary["reward_parts"] == {
         EVIL: {"first": 1.0, "last": 1.0},
-        "form": {"first": 3.0, "last": 3.0},
+        "form": {"first": 1.5, "last": 4.5},
     }
     page = report.html_path.read_text()
     assert "Parts of the reward" in page and "form" in page and EVIL not in page
