@@ -44,6 +44,10 @@ class EngineUnavailableError(RolloutError):
     """The engine is dead, or its weights are undefined after a broken weight sync."""
 
 
+class EngineDiedError(EngineUnavailableError):
+    """The engine's own processes have ended; Serve replaces the server that had them."""
+
+
 class UserCodeError(APRError, RuntimeError):
     """A function of the user's gave no usable answer for a sample; never replaced by a zero.
 
@@ -87,6 +91,11 @@ class TrainError(APRError, RuntimeError):
 
 class WeightSyncError(APRError, RuntimeError):
     """Weights could not be moved to every rollout server."""
+
+
+class SyncBrokenError(WeightSyncError):
+    """A weight sync broke off: a peer has died, or did not answer. Another try may succeed, without
+    those that are gone; errors of other classes would come again."""
 
 
 class WeightMismatchError(WeightSyncError):

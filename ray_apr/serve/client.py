@@ -3,7 +3,8 @@
 Invariants, kept by `ServeRolloutClient`:
     * Requests of one session share a replica as long as one of them runs (prefix-cache hits); a
       session that begins goes to the replica with the fewest requests.
-    * A control verb reaches every replica, or raises with the names of those that it did not.
+    * A control verb reaches every replica that lives, or raises what the first of the others said.
+      A replica whose engine is dead is dead, though its process lives until Serve replaces it.
     * Every control call has a time limit. A generate call ends with its engine's progress: the
       server sees to that, and Serve to servers that do not answer.
     * A request whose caller has gone is aborted where it runs.
@@ -18,15 +19,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    RolloutError,
+    SyncBrokenError,
+)
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.exchange import Exchange, none_runs, ours, translated
@@ -207,7 +213,9 @@ class ServeRolloutClient:
             return await self.abort_anywhere(request_ids)
         async with ours("abort", _CONTROL_TIMEOUT_S):
             calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
-            return num_unsent + sum(await asyncio.gather(*calls))
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        # what a dead one has ends by itself
+        return num_unsent + sum(_of_living([0, *results], "abort"))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""
@@ -254,16 +262,23 @@ class ServeRolloutClient:
     async def join_weight_group(
         self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
     ) -> None:
-        """Make these replicas join.
+        """Make these replicas join; the first one that cannot ends the wait for the others.
 
         Raises:
-            WeightSyncError: If they do not, within the group's limit and some time to say so.
+            SyncBrokenError: If they do not, within the group's limit and some time to say so.
         """
         self._members = frozenset()
-        await self._all_members(
-            first_ranks, "join_weight_group", dict(group), dict(first_ranks),
-            timeout_s=group["timeout_s"] + _CONTROL_TIMEOUT_S,
-        )  # fmt: skip
+        limit_s = group["timeout_s"] + _CONTROL_TIMEOUT_S
+        try:
+            async with ours("join_weight_group", None):
+                response = self._handle.broadcast(
+                    "join_weight_group", dict(group), dict(first_ranks)
+                )
+                took_part = await response.results_async(timeout_s=limit_s)
+        except RolloutError as error:  # one is dead, or does not answer
+            raise SyncBrokenError(str(error)) from error
+        if sum(took_part) < len(first_ranks):
+            raise SyncBrokenError(f"only {sum(took_part)} of {len(first_ranks)} servers live")
         self._members = frozenset(first_ranks)
 
     async def receive_weights(
@@ -273,12 +288,28 @@ class ServeRolloutClient:
         *,
         resume: bool = False,
     ) -> None:
-        """Receive one broadcast on all replicas of the group, or read shared weights there."""
+        """Receive one broadcast on all replicas of the group, or read shared weights there.
+
+        One that dies meanwhile does not count; the group is not whole then.
+
+        Raises:
+            SyncBrokenError: If one that lives did not receive them, or none did.
+        """
         members = sorted(self._members)
-        await self._all_members(
-            members, "receive_weights", policy_version, members, handles, resume,
-            timeout_s=self._weight_sync_timeout_s,
-        )  # fmt: skip
+        try:
+            received = await self._all(
+                "receive_weights", policy_version, members, handles, resume,
+                timeout_s=self._weight_sync_timeout_s,
+            )  # fmt: skip
+        except RolloutError as error:  # none lives, or one does not answer
+            raise SyncBrokenError(str(error)) from error
+        if not any(received):
+            raise SyncBrokenError(f"none of {members} lives to receive version {policy_version}")
+        if sum(received) < len(members):
+            logger.warning(
+                "%d of %d servers live, and have version %d",
+                sum(received), len(members), policy_version,
+            )  # fmt: skip
         self._policy_version = policy_version
         if self._members != set(self._slots):
             self._slots = {}  # learned again by the next call: a new replica may answer now
@@ -299,19 +330,6 @@ class ServeRolloutClient:
         answers = await self._all("probe_weights", replica_id, token_ids)
         return next(filter(None, answers), {})
 
-    async def _all_members(
-        self, members: Collection[str], verb: str, *args: Any, timeout_s: float
-    ) -> None:
-        """Call every replica; those that are no members of the weight group take no part."""
-        try:
-            took_part = await self._all(verb, *args, timeout_s=timeout_s)
-        except EngineUnavailableError:
-            raise
-        except RolloutError as error:  # no answer in time
-            raise WeightSyncError(str(error)) from error
-        if sum(took_part) < len(members):
-            raise WeightSyncError(f"{verb}: only {sum(took_part)} of {len(members)} servers live")
-
     async def _all(
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> list[Any]:
@@ -322,10 +340,25 @@ class ServeRolloutClient:
         async with ours(verb, None):  # the answers have the limit
             response = self._handle.broadcast(verb, *args)
             results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
-        results = [result for result in results if not isinstance(result, RayActorError)]
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise translated(errors[0], f"{verb} on {len(errors)} of {len(results)} replicas")
-        if not results:
-            raise none_runs(verb)
-        return results
+        return _of_living(results, verb)
+
+
+def _is_death(result: object) -> bool:
+    """Whether an answer says that the replica or its engine is dead."""
+    cause = result.cause if isinstance(result, RayTaskError) else result
+    return isinstance(cause, RayActorError | EngineDiedError)
+
+
+def _of_living(results: Iterable[Any], verb: str) -> list[Any]:
+    """Answers of the replicas that live.
+
+    Raises:
+        APRError: What one of them raised, or that there is none.
+    """
+    living = [result for result in results if not _is_death(result)]
+    errors = [result for result in living if isinstance(result, BaseException)]
+    if errors:
+        raise translated(errors[0], f"{verb} on {len(errors)} of {len(living)} replicas")
+    if not living:
+        raise none_runs(verb)
+    return living

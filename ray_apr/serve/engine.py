@@ -11,6 +11,8 @@ Invariants, kept by `Engine`:
       frozen during it comes back with the tokens from before.
     * A call ends by itself, or because the engine has made no progress for a stated time, however
       long it takes: its tokens come back then, too, and the engine is no longer healthy.
+    * Once the engine core is dead, every verb and the status raise `EngineDiedError`, also those
+      that wait for it, and no call stays at the gate.
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
-from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.exceptions import (
+    ConfigError,
+    EngineDiedError,
+    EngineUnavailableError,
+    RolloutError,
+    SyncBrokenError,
+    WeightSyncError,
+)
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
 from ray_apr.serve.load import EngineLoad
@@ -40,6 +49,8 @@ from ray_apr.serve.stall import StallWatch
 from ray_apr.types import FinishReason, Generation, Origin, SamplingParams, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 _FIRST = -1
 """Priority of an evaluation's request; those of rollouts have 0."""
@@ -320,7 +331,26 @@ class Engine:
         try:
             yield
         except self._dead_error as error:
-            raise EngineUnavailableError(f"{self.replica_id} is dead: {error}") from error
+            self._gate.set()  # the calls there are told the same
+            raise EngineDiedError(f"{self.replica_id} is dead: {error}") from error
+
+    async def _of_core(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Wait for an answer of the engine core; vLLM never ends this wait when the core dies.
+
+        Raises:
+            EngineDiedError: If it is dead, or dies meanwhile.
+        """
+        with self._dead_is_unavailable():
+            asked = asyncio.ensure_future(call)
+            try:
+                await asyncio.wait(
+                    {asked, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not asked.done():
+                    raise self._llm.dead_error
+                return asked.result()
+            finally:
+                asked.cancel()
 
     def _generation(
         self, request_id: str, segments: tuple[Segment, ...], reason: FinishReason
@@ -348,7 +378,7 @@ class Engine:
         for request_id in known:
             self._running[request_id].set()
         calls = {i: self._inside[i] for i in known if i in self._inside}
-        if not calls:
+        if not calls or self._llm.errored:  # calls of a dead engine end by themselves
             return len(known)
         with self._dead_is_unavailable():
             await self._until_entered(calls.values())
@@ -401,8 +431,7 @@ class Engine:
                 return  # resumed meanwhile: whoever paused has given up
             self._gate.clear()
             self._activity.set_paused(True)
-            with self._dead_is_unavailable():
-                await self._freeze("keep" if mode == "keep" else "abort")
+            await self._of_core(self._freeze("keep" if mode == "keep" else "abort"))
             self._stall.set_paused(True)  # not before: a core that does not answer has stalled
             self._is_frozen = mode == "keep"
 
@@ -439,14 +468,13 @@ class Engine:
                     await self.abort(list(self._inside))
                     if self._is_asleep:
                         return  # without memory; the gate's calls are refused
-                with self._dead_is_unavailable():
-                    if self._is_asleep:
-                        await self._llm.wake_up(["kv_cache"])
-                        self._is_asleep = False
-                    self._is_frozen = False
-                    await self._llm.resume_generation()
-                    if self._weights_valid:  # before the gate's calls go in
-                        await self._score()
+                if self._is_asleep:
+                    await self._of_core(self._llm.wake_up(["kv_cache"]))
+                    self._is_asleep = False
+                self._is_frozen = False
+                await self._of_core(self._llm.resume_generation())
+                if self._weights_valid:  # before the gate's calls go in
+                    await self._of_core(self._score())
             finally:
                 self._activity.set_paused(False)
                 self._stall.set_paused(False)
@@ -473,8 +501,7 @@ class Engine:
             if self._kwargs.get("enable_sleep_mode") and not self._is_asleep:
                 self._is_asleep = True
                 self._weights_valid = False
-                with self._dead_is_unavailable():
-                    await self._llm.sleep(level=_KEEPS_WEIGHTS)
+                await self._of_core(self._llm.sleep(level=_KEEPS_WEIGHTS))
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -482,17 +509,18 @@ class Engine:
         """Let the workers join the group that weights arrive by.
 
         Raises:
-            WeightSyncError: If the members do not meet in time.
+            SyncBrokenError: If the members do not meet in time.
+            EngineDiedError: If the engine is dead, or dies meanwhile.
         """
         from ray_apr.serve.vllm_private import WeightTransferInitRequest
 
-        init_info = {"group": dict(group), "first_rank": first_rank}
+        request = WeightTransferInitRequest({"group": dict(group), "first_rank": first_rank})
         try:
-            await self._llm.init_weight_transfer_engine(
-                WeightTransferInitRequest(init_info=init_info)
-            )
+            await self._of_core(self._llm.init_weight_transfer_engine(request))
+        except EngineDiedError:
+            raise
         except Exception as error:
-            raise WeightSyncError(f"{self.replica_id} could not join: {error}") from error
+            raise SyncBrokenError(f"{self.replica_id} could not join: {error}") from error
 
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
@@ -506,8 +534,12 @@ class Engine:
             handles: Where to read them instead (`weights.shared`).
 
         Raises:
-            WeightSyncError: If it is not paused, or the weights did not arrive whole.
+            SyncBrokenError: If the weights did not arrive whole.
+            WeightSyncError: If it is not paused.
+            EngineDiedError: If the engine is dead, or dies meanwhile.
         """
+        with self._dead_is_unavailable():
+            self._check_alive()  # first: a dead one is not paused
         if not self.is_paused:
             raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
         self._weights_valid = False
@@ -515,35 +547,46 @@ class Engine:
         await asyncio.shield(asyncio.create_task(self._receive(policy_version, handles)))
 
     async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
-        from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
-
         async with self._receiving:
             self._weights_valid = False
             try:
-                if self._is_asleep:
-                    await self._llm.wake_up(["weights"])
-                await self._llm.start_weight_update()
-                update = {"policy_version": policy_version, "handles": handles}
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-                if self._attests:
-                    await self._llm.finish_weight_update(weight_version=str(policy_version))
-                else:
-                    await self._llm.finish_weight_update()
+                await self._of_core(self._update(policy_version, handles))
+            except EngineDiedError:
+                raise
             except Exception as error:
-                raise WeightSyncError(f"{self.replica_id}: {error}") from error
+                raise SyncBrokenError(f"{self.replica_id}: {error}") from error
             self._policy_version = policy_version
             self._weights_valid = True
 
     async def probe_weights(self, token_ids: Sequence[int]) -> Mapping[str, list[list[float]]]:
         """What each module of the model computes; see `serve.probe`."""
-        with self._dead_is_unavailable():
-            (found, *_) = await self._llm.collective_rpc(PROBE, args=(list(token_ids),))
+        answer = self._llm.collective_rpc(PROBE, args=(list(token_ids),))
+        (found, *_) = await self._of_core(answer)
         return dict(found)
+
+    async def _update(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+        from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
+
+        if self._is_asleep:
+            await self._llm.wake_up(["weights"])
+        await self._llm.start_weight_update()
+        update = {"policy_version": policy_version, "handles": handles}
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        if self._attests:
+            await self._llm.finish_weight_update(weight_version=str(policy_version))
+        else:
+            await self._llm.finish_weight_update()
 
     # -- state -----------------------------------------------------------------------------------
 
     def status(self, *, drain: bool = True) -> ServerStatus:
-        """Figures of this moment, with the spans since the last call that drained them."""
+        """Figures of this moment, with the spans since the last call that drained them.
+
+        Raises:
+            EngineDiedError: If the engine is dead.
+        """
+        with self._dead_is_unavailable():
+            self._check_alive()
         activity = self._activity
         spans = activity.drain() if drain else ()
         return ServerStatus(
@@ -567,6 +610,10 @@ class Engine:
             tokens_evaluated=self._tokens[Origin.EVALUATION],
             tokens_outside=self._tokens[Origin.OUTSIDE],
         )
+
+    def _check_alive(self) -> None:
+        if self._llm.errored:
+            raise self._llm.dead_error
 
     async def check_health(self) -> None:
         """Raise if the engine is dead, or has stalled."""

@@ -15,7 +15,7 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.exceptions import APRError, StarvedError, TrainError, WeightSyncError, one_line
+from ray_apr.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
 from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ _IF_ANY = ("weight_sync_s",)
 
 
 def sync_limit_s(sync_timeout_s: float) -> float:
-    """Longest that a weight sync of this limit may take until it fails by itself, in seconds."""
-    return 3 * (sync_timeout_s + _CALL_TIMEOUT_S)
+    """Longest that a weight sync of this limit may take until it fails by itself, in seconds: what
+    it may try again in, and the three waits of its last try."""
+    return 4 * (sync_timeout_s + _CALL_TIMEOUT_S)
 
 
 class RunControl:
@@ -85,8 +86,14 @@ class RunControl:
 
     @property
     def sync_limit_s(self) -> float:
-        """Longest that `broadcast` takes before it fails by itself."""
+        """Longest that a sync takes, with all its tries, before it fails by itself."""
         return sync_limit_s(self._sync_timeout_s)
+
+    @property
+    def retry_limit_s(self) -> float:
+        """How long after its begin a sync that broke off may be tried again: also one whose first
+        try ended by the limit."""
+        return self._sync_timeout_s + _CALL_TIMEOUT_S
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
@@ -131,7 +138,7 @@ class RunControl:
         whom = "rollout servers, to join the weight group"
         try:
             sender.connect(group, is_hopeless=lambda: _has_failed(joined))
-        except WeightSyncError:
+        except SyncBrokenError:
             _get(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
             raise
         _get(joined, whom, timeout_s)
@@ -150,9 +157,10 @@ class RunControl:
         )
         try:
             sender.send()
-        except WeightSyncError:
-            _get(self._worker.finish_sync.remote(policy_version), whom, limit)  # it says more
-            raise
+        except SyncBrokenError as error:
+            # the servers decide: one that has died breaks our end, and those that live may have
+            # all; their error says more than ours
+            logger.warning("%s", error)
         if sender.handles is not None:
             reading = self._worker.wait_until_read.remote()
             _get(

@@ -6,6 +6,8 @@
 Invariants, kept by `WeightPublisher`:
     * What is sent is what the gather saw: it copies, so that the optimizer may go on at once.
     * A rollout server that comes or goes costs no more than a sync: the group is formed anew.
+    * A sync that breaks off is tried again, with a new group of the servers that live, a few times
+      and within its limit; any other error is the end. What was gathered stays until then.
     * One sync at a time: the one before has ended, or raised its error, before the next gather.
     * An engine that does not compute like the trainer afterwards ends the run (`WeightCheck`).
     * The thread that sends is waited for within a limit, and every wait inside of it has its own.
@@ -17,11 +19,12 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import SyncBrokenError, WeightSyncError
 from ray_apr.train.span import Span
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ NO_SYNC = {
     "weight_wait_s": 0.0,
 }
 """Times of a step without a sync."""
+_TRIES = 4
+"""Of one sync: a group that changes while it forms, again and again, is no chance event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +196,19 @@ class WeightPublisher:
     def _broadcast(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
         """Send, to a new group if servers have come or gone; returns how long generation stopped.
 
-        Where that happens during the sync, it is done once more.
+        Raises:
+            SyncBrokenError: If it broke off each time.
         """
-        try:
-            return self._broadcast_once(control, policy_version, timeout_s)
-        except WeightSyncError as error:
-            if control.is_group_whole():
-                raise
-            logger.warning("once more, as a rollout server has come or gone: %s", error)
-            return self._broadcast_once(control, policy_version, timeout_s)
+        deadline = time.monotonic() + control.retry_limit_s
+        for number in range(1, _TRIES):
+            try:
+                return self._broadcast_once(control, policy_version, timeout_s)
+            except SyncBrokenError as error:
+                if time.monotonic() > deadline or not self._sender.staged:
+                    raise  # engines that share its device have read it, and it was freed
+                logger.warning("try %d of %d: %s; once more", number, _TRIES, error)
+                self._is_connected = False  # this group may be broken, though all of it lives
+        return self._broadcast_once(control, policy_version, timeout_s)
 
     def _broadcast_once(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
         if not self._is_connected or not control.is_group_whole():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from ray.util.collective import types
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import SyncBrokenError, WeightSyncError
 from ray_apr.ray_private import (
     BaseGroup,
     collective_backend,
@@ -158,7 +158,8 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
     rank 0 then forms without the one that has not come.
 
     Raises:
-        WeightSyncError: If the backend is missing or the members do not meet in time.
+        SyncBrokenError: If the members do not meet in time.
+        WeightSyncError: If the backend is missing.
     """
     register_backends()
     if not is_backend_available(group.backend):
@@ -171,7 +172,7 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
     except (RuntimeError, ValueError, OSError) as error:
         if joined is not None:
             joined.destroy_group()
-        raise WeightSyncError(
+        raise SyncBrokenError(
             f"rank {rank} of {group.world_size} could not join the weight group of {group.host}"
             f"{f':{group.port}' if group.port else ''}: {error}"
         ) from error
@@ -202,20 +203,44 @@ def meet(
         return
     deadline = time.monotonic() + timeout_s
     device, byte = torch.cuda.current_device(), byte_buffer(1, "cuda")
-    formed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def form() -> None:
-        """Waits for: all members. Unblocked by: them, or the end of the process."""
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
+        with torch.cuda.device(device):
+            joined.broadcast([byte], options)
+
+    wait_for_members(form, timeout_s=timeout_s, is_hopeless=is_hopeless)
+    joined.wait(deadline)
+
+
+def wait_for_members(
+    form: Callable[[], None], *, timeout_s: float, is_hopeless: Callable[[], bool]
+) -> None:
+    """Run what waits for all members, in a thread of its own.
+
+    Args:
+        form: Returns once they are there.
+        timeout_s: Limit.
+        is_hopeless: Says that a member will not come.
+
+    Raises:
+        RuntimeError: If it did not return in time, or is hopeless. It goes on by itself.
+        Exception: What `form` raised.
+    """
+    deadline = time.monotonic() + timeout_s
+    formed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        """Waits for: all members. Unblocked by: them, or whoever closes their rendezvous, or the
+        end of the process. Produces: the group, or an error."""
         try:
-            with torch.cuda.device(device):
-                joined.broadcast([byte], options)
+            form()
             formed.set_result(None)
         except BaseException as error:  # noqa: BLE001  (raised below)
             formed.set_exception(error)
 
-    threading.Thread(target=form, name="form-weight-group", daemon=True).start()
+    threading.Thread(target=run, name="form-weight-group", daemon=True).start()
     while not formed.done():
         if time.monotonic() > deadline:
             raise RuntimeError(f"a member did not come within {timeout_s:g} s")
@@ -223,7 +248,6 @@ def meet(
             raise RuntimeError("a member will not come")
         concurrent.futures.wait([formed], timeout=_MEETING_POLL_S)
     formed.result()
-    joined.wait(deadline)
 
 
 def byte_buffer(num_bytes: int, device: torch.device | str) -> torch.Tensor:

@@ -22,7 +22,7 @@ _REDUCE = {
 }
 
 _hosted: dict[int, dist.TCPStore] = {}
-"""Stores that this process opened as rank 0, by port, until their group is joined."""
+"""Stores that this process hosts as rank 0, by port, until their group is left."""
 
 
 def open_rendezvous(timeout_s: float) -> int:
@@ -38,6 +38,11 @@ def open_rendezvous(timeout_s: float) -> int:
     return store.port
 
 
+def close_rendezvous(port: int) -> None:
+    """Close it: whoever still waits for a member there gets an error at once."""
+    _hosted.pop(port, None)
+
+
 class GlooGroup(BaseGroup):
     """A Gloo group with its own store, for tensors in host memory.
 
@@ -51,12 +56,12 @@ class GlooGroup(BaseGroup):
         super().__init__(world_size, rank, group_name)
         name, host, port, timeout_s = group_name.rsplit("|", 3)
         timeout = datetime.timedelta(seconds=float(timeout_s))
-        store = _hosted.pop(int(port), None) if rank == 0 else None
-        if store is None:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        # also rank 0, whose wait for the others ends when it closes the store that it hosts
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         device = dist.ProcessGroupGloo.create_device(hostname=_own_address(host))
         options = gloo_options(timeout, [device])
         prefixed = dist.PrefixStore(name, store)
+        self._port = int(port)
         self._store: Any = store
         self._timeout = timeout
         self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
@@ -76,6 +81,8 @@ class GlooGroup(BaseGroup):
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.shutdown()
+        if self._rank == 0:
+            close_rendezvous(self._port)
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any = None) -> None:
         """Send the root's tensor to all members, in place.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import SyncBrokenError, WeightSyncError
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.collective import (
     NCCL,
@@ -32,12 +32,15 @@ from ray_apr.weights.collective import (
     meet,
     new_nccl_id,
     register_backends,
+    wait_for_members,
 )
 from ray_apr.weights.gather import compute_device, gather_bucket
-from ray_apr.weights.gloo import GLOO, open_rendezvous
+from ray_apr.weights.gloo import GLOO, close_rendezvous, open_rendezvous
 from ray_apr.weights.plan import ParamSpec, WeightGroup, plan_buckets
 
 _MIB = 1 << 20
+_CLOSE_S = 5.0
+"""What members take, beyond the limit of the group, to give it up by themselves."""
 
 
 class WeightSender:
@@ -117,19 +120,23 @@ class WeightSender:
 
         Args:
             group: What `open_group` returned.
-            is_hopeless: Says that one of them will not come; asked while an NCCL group forms.
+            is_hopeless: Says that one of them will not come; asked while the group forms.
 
         Raises:
-            WeightSyncError: If they do not come in time.
+            SyncBrokenError: If they do not come in time.
         """
         from ray.util import collective
 
         self.close()  # a group that broke
         name = address(group)
-        try:
+
+        def join() -> None:
             collective.init_collective_group(
                 group.world_size, 0, backend=group.backend, group_name=name
             )
+
+        try:
+            wait_for_members(join, timeout_s=group.timeout_s + _CLOSE_S, is_hopeless=is_hopeless)
             with self._on_device():
                 meet(
                     collective.get_group_handle(name),
@@ -138,9 +145,10 @@ class WeightSender:
                     is_hopeless=is_hopeless,
                 )
         except (RuntimeError, ValueError, OSError) as error:
+            close_rendezvous(group.port)  # first: a group that still forms has ray's lock
             if collective.is_group_initialized(name):
                 collective.destroy_collective_group(name)
-            raise WeightSyncError(
+            raise SyncBrokenError(
                 f"the {group.world_size - 1} engine workers did not join the weight group (limit "
                 f"{group.timeout_s:g} s): {error}"
             ) from error
@@ -170,12 +178,15 @@ class WeightSender:
         so that no peer waits for the rest.
 
         Raises:
-            WeightSyncError: If the group is not joined, nothing was gathered, or a peer is gone.
+            SyncBrokenError: If a peer is gone, or the group was left when one had gone.
+            WeightSyncError: If nothing was gathered.
         """
         from ray.util import collective
 
-        if self._group is None or not self.staged:
-            raise WeightSyncError("connect() and gather() come before send()")
+        if not self.staged:
+            raise WeightSyncError("gather() comes before send()")
+        if self._group is None:
+            raise SyncBrokenError("connect() comes before send()")
         name, deadline = address(self._group), time.monotonic() + self._group.timeout_s
         try:
             with self._on_device():
@@ -184,7 +195,7 @@ class WeightSender:
                 collective.get_group_handle(name).wait(deadline)
         except RuntimeError as error:
             self.close()
-            raise WeightSyncError(f"the weight broadcast broke off: {error}") from error
+            raise SyncBrokenError(f"the weight broadcast broke off: {error}") from error
 
     def release(self) -> None:
         """Free what was gathered: it is with the engines. All ranks call it."""

@@ -6,6 +6,8 @@ Invariants, kept by `WeightSync`:
     * One sync at a time.
     * A replica that did not get all of its weights refuses to generate until the next sync, rather
       than answer under a version that it does not have (the server keeps that).
+    * A replica that dies takes no further part: who lives and has the weights makes the sync a
+      success. What another try may mend is a `SyncBrokenError`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import RolloutError, SyncBrokenError, WeightSyncError
 from ray_apr.protocols import PauseMode, RolloutClient
 
 logger = logging.getLogger(__name__)
+
+_TRANSIENT = (SyncBrokenError, RolloutError, OSError)
+"""What another try may mend. Who does not answer is a `RolloutError` of the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,8 @@ class WeightSync:
             handles: Where the engines read them instead (`weights.shared`).
 
         Raises:
-            WeightSyncError: If a sync is under way, or the engines cannot be paused.
+            SyncBrokenError: If the engines cannot be paused.
+            WeightSyncError: If a sync is under way.
         """
         if self._task is not None and not self._task.done():
             raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
@@ -125,7 +131,7 @@ class WeightSync:
                     self._read.set_result(None)
                     await self._released.wait()
         except TimeoutError:
-            errors.append(WeightSyncError(f"no weights within {self._timeout_s:g} s"))
+            errors.append(SyncBrokenError(f"no weights within {self._timeout_s:g} s"))
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
@@ -135,7 +141,8 @@ class WeightSync:
             reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
             message = f"weight sync to version {policy_version}: {reasons}"
             logger.error("%s", message)  # nobody may be left to call `finish`
-            raise WeightSyncError(message) from errors[0]
+            is_transient = all(isinstance(error, _TRANSIENT) for error in errors)
+            raise (SyncBrokenError if is_transient else WeightSyncError)(message) from errors[0]
         end = time.monotonic()
         return SyncTimes(
             pause_s=paused - begin,
@@ -149,5 +156,6 @@ class WeightSync:
         try:
             await self._client.resume()
         except Exception as error:  # noqa: BLE001  (returned, and raised by the caller)
-            return [WeightSyncError(f"engines could not be resumed: {error}")]
+            kind = SyncBrokenError if isinstance(error, _TRANSIENT) else WeightSyncError
+            return [kind(f"engines could not be resumed: {error}")]
         return []

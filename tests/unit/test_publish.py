@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import EngineUnavailableError, SyncBrokenError, WeightSyncError
 from ray_apr.train.publish import WeightPublisher
 
 
@@ -15,15 +16,15 @@ class Sender:
 
     def __init__(self) -> None:
         self.gathered = 0
-        self.has_weights = False
+        self.staged: list[int] = []
         self.is_closed = False
 
     def gather(self) -> None:
         self.gathered += 1
-        self.has_weights = True
+        self.staged = [self.gathered]
 
     def release(self) -> None:
-        self.has_weights = False
+        self.staged = []
 
     def close(self) -> None:
         self.is_closed = True
@@ -31,6 +32,8 @@ class Sender:
 
 class Control:
     """Rank 0's line to the servers: a broadcast takes until `arrived` is set."""
+
+    retry_limit_s = 5.0
 
     def __init__(self, *, arrives=True, error=None, limit_s=5.0) -> None:
         self.arrived = threading.Event()
@@ -54,7 +57,7 @@ class Control:
 
     def broadcast(self, sender, policy_version):
         self.began.set()
-        assert sender.has_weights
+        assert sender.staged
         assert self.arrived.wait(10)
         if self.error is not None:
             raise self.error
@@ -187,7 +190,7 @@ def test_a_server_that_goes_during_a_sync_costs_it_one_more():
             if policy_version == 2 and self.num_connected == 1:
                 self.is_whole = False
                 self.sent.pop()  # it left, and did not arrive everywhere
-                raise WeightSyncError("broke off")
+                raise SyncBrokenError("broke off")
             return times
 
     control = Dies()
@@ -195,12 +198,134 @@ def test_a_server_that_goes_during_a_sync_costs_it_one_more():
     for step in (1, 2):
         publisher.after_step(step, step, is_last=False)
     assert (control.sent, control.num_connected, sender.gathered) == ([1, 2], 2, 2)
-    assert not sender.has_weights, "their memory is free until the next gather"
+    assert not sender.staged, "their memory is free until the next gather"
 
 
-def test_a_sync_that_breaks_while_all_servers_are_there_is_not_repeated():
-    control = Control(error=WeightSyncError("no memory"))
+class Moments(Control):
+    """The servers of a group, each of which may die, or fail once, at a moment of a sync."""
+
+    def __init__(self, *servers: str, fails: Callable[[Moments, str], None]) -> None:
+        super().__init__()
+        self.servers = set(servers)
+        self.members: set[str] = set()
+        self.fails = fails
+        self.order: list[str] = []
+
+    def at(self, moment: str) -> None:
+        self.order.append(moment)
+        self.fails(self, moment)
+
+    def connect(self, sender, *, timeout_s) -> None:
+        self.members = set()
+        self.at("join")
+        self.members = set(self.servers)
+
+    def is_group_whole(self) -> bool:
+        return self.members == self.servers
+
+    def broadcast(self, sender, policy_version):
+        for moment in ("pause", "broadcast"):
+            assert sender.staged
+            self.at(moment)
+        if not self.members & self.servers:
+            raise EngineUnavailableError("no rollout server runs")
+        for moment in ("load", "resume"):  # who has died until here does not count any more
+            self.fails(self, moment)
+        self.sent.append(policy_version)
+        return {"stopped_s": 0.25}
+
+
+def dies(server: str, at: str, *, breaks: bool = True) -> Callable[[Moments, str], None]:
+    def fails(control: Moments, moment: str) -> None:
+        if moment == at and server in control.servers and (control.sent or at == "join"):
+            control.servers.remove(server)
+            if breaks:
+                raise SyncBrokenError(f"{server} has died")
+
+    return fails
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("moment", ["pause", "join", "broadcast"])
+def test_a_server_that_dies_at_any_moment_leaves_the_group_and_the_others_get_the_weights(
+    moment, overlaps
+):
+    """known fault: an engine core killed during a sync ended the run though another one lived."""
+    control = Moments("a", "b", fails=dies("b", moment))
+    publisher, sender = make(control, overlaps=overlaps)
+    for step in (1, 2, 3):
+        publisher.after_step(step, step, is_last=step == 3)
+    publisher.close()
+    assert (control.sent, control.members, sender.gathered) == ([1, 2], {"a"}, 2)
+    assert control.order.count("join") == 2
+
+
+@pytest.mark.parametrize("moment", ["load", "resume"])
+def test_a_server_that_dies_once_the_weights_are_out_costs_no_second_sync(moment):
+    control = Moments("a", "b", fails=dies("b", moment, breaks=False))
     publisher, _ = make(control)
-    with pytest.raises(WeightSyncError, match="no memory"):
+    for step in (1, 2):
+        publisher.after_step(step, step, is_last=False)
+    assert (control.sent, control.order.count("broadcast")) == ([1, 2], 2)
+    publisher.after_step(3, 3, is_last=False)
+    assert (control.sent, control.members) == ([1, 2, 3], {"a"})
+
+
+def test_a_run_without_any_engine_ends_with_that_reason():
+    control = Moments("a", fails=dies("a", "pause", breaks=False))
+    publisher, _ = make(control)
+    publisher.after_step(1, 1, is_last=False)
+    with pytest.raises(EngineUnavailableError, match="no rollout server runs"):
+        publisher.after_step(2, 2, is_last=False)
+
+
+def test_a_sync_that_breaks_off_is_tried_again_while_all_servers_are_there():
+    """known fault: one transient failure of a sync ended the run."""
+    left = [SyncBrokenError("connection reset") for _ in range(2)]
+
+    def fails(control: Moments, moment: str) -> None:
+        if moment == "broadcast" and left:
+            raise left.pop()
+
+    control = Moments("a", "b", fails=fails)
+    publisher, _ = make(control)
+    publisher.after_step(1, 1, is_last=False)
+    assert (control.sent, control.order.count("join")) == ([1], 3), "a new group each time"
+
+
+def test_a_sync_that_breaks_off_each_time_ends_after_a_few_tries():
+    control = Control(error=SyncBrokenError("connection reset"))
+    publisher, _ = make(control)
+    with pytest.raises(SyncBrokenError, match="connection reset"):
+        publisher.after_step(1, 1, is_last=False)
+    assert 2 <= control.num_connected <= 5
+
+
+def test_a_sync_that_would_fail_again_is_not_repeated():
+    control = Control(error=WeightSyncError("other log-probs"))
+    publisher, _ = make(control)
+    with pytest.raises(WeightSyncError, match="other log-probs"):
+        publisher.after_step(1, 1, is_last=False)
+    assert control.num_connected == 1
+
+
+def test_a_sync_that_has_used_its_limit_up_is_not_tried_again():
+    control = Control(error=SyncBrokenError("no weights within 5 s"))
+    control.retry_limit_s = -1.0
+    publisher, _ = make(control)
+    with pytest.raises(SyncBrokenError, match="no weights within"):
+        publisher.after_step(1, 1, is_last=False)
+    assert control.num_connected == 1
+
+
+def test_shared_weights_that_were_freed_cannot_be_sent_again():
+    class FreesThem(Control):
+        def broadcast(self, sender, policy_version):
+            sender.release()
+            raise SyncBrokenError("engines could not be resumed")
+
+    control = FreesThem()
+    publisher, _ = make(control)
+    with pytest.raises(SyncBrokenError, match="could not be resumed"):
         publisher.after_step(1, 1, is_last=False)
     assert control.num_connected == 1

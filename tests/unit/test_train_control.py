@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import SyncBrokenError
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 from ray_apr.weights.plan import WeightGroup
@@ -135,6 +135,27 @@ def test_shared_weights_are_released_between_reading_and_going_on(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("all_have_them", [True, False])
+def test_a_broadcast_that_breaks_off_is_a_success_if_the_servers_that_live_have_all(
+    monkeypatch, all_have_them
+):
+    def get(ref, timeout):
+        if ref[0] == "worker.finish_sync" and not all_have_them:
+            raise SyncBrokenError("engine-0: connection reset")
+        return {"stopped_s": 0.25}
+
+    def send(_) -> None:
+        raise SyncBrokenError("the weight broadcast broke off")
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
+    sender = type("Sender", (), {"handles": None, "send": send})()
+    expected = contextlib.nullcontext() if all_have_them else pytest.raises(SyncBrokenError)
+    with expected as raised:
+        assert control.broadcast(sender, 3) == {"stopped_s": 0.25}
+    assert all_have_them or "engine-0" in str(raised.value)
+
+
 @pytest.mark.parametrize("answer", ["none", "joined", "died"])
 def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, answer):
     class Sender:
@@ -147,7 +168,7 @@ def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, 
         def connect(self, group, is_hopeless):
             hopeless.append(is_hopeless())
             if hopeless[0]:
-                raise WeightSyncError("the engine workers did not join")
+                raise SyncBrokenError("the engine workers did not join")
 
     def get(ref, timeout=None):
         if ref[0] == "worker.weight_group_state":

@@ -86,7 +86,7 @@ def test_what_was_gathered_survives_a_group_that_breaks_and_a_second_sending(mon
     num_bytes = sum(buffer.numel() for buffer in sender.staged)
     assert sent == [("second", num_bytes), ("third", num_bytes)]
     sender.release()
-    with pytest.raises(WeightSyncError, match="come before send"):
+    with pytest.raises(WeightSyncError, match="comes before send"):
         sender.send()
 
 
@@ -117,5 +117,5 @@ class FakeGroup:
 
 
 def test_send_needs_a_group_and_gathered_weights():
-    with pytest.raises(WeightSyncError, match="come before send"):
+    with pytest.raises(WeightSyncError, match="comes before send"):
         WeightSender(Tied(), bucket_mb=1).send()

@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.exceptions import (
+    EngineUnavailableError,
+    RolloutError,
+    SyncBrokenError,
+    WeightSyncError,
+)
 from ray_apr.types import FinishReason, SamplingParams
 from ray_apr.weights.plan import ParamSpec, WeightGroup
 from ray_apr.weights.sync import WeightSync
@@ -142,7 +147,7 @@ async def test_nothing_to_finish():
 async def test_engines_that_cannot_be_paused_are_resumed_and_begin_says_why():
     engine, sync = make()
     engine.errors["pause abort"] = EngineUnavailableError("replica b is dead")
-    with pytest.raises(WeightSyncError, match="version 1: replica b is dead"):
+    with pytest.raises(SyncBrokenError, match="version 1: replica b is dead"):
         await sync.begin(1)
     assert engine.verbs == ["pause abort", "resume"]
     assert not engine.is_paused
@@ -163,12 +168,24 @@ async def test_weights_that_break_off_leave_no_engine_paused(error):
     assert (engine.policy_version, engine.weights_valid) == (2, True)
 
 
+@pytest.mark.parametrize("error", [KeyError("model.norm"), WeightSyncError("other log-probs")])
+async def test_an_error_that_would_come_again_is_not_one_to_try_again(error):
+    engine, sync = make()
+    engine.fail_next_sync = error
+    engine.sent.set()
+    await sync.begin(1)
+    with pytest.raises(WeightSyncError, match=str(error)) as raised:
+        await sync.finish()
+    assert not isinstance(raised.value, SyncBrokenError)
+    assert not engine.is_paused
+
+
 async def test_a_resume_that_fails_is_a_failed_sync():
     engine, sync = make()
     engine.sent.set()
     engine.errors["resume"] = EngineUnavailableError("replica b is dead")
     await sync.begin(1)
-    with pytest.raises(WeightSyncError, match="could not be resumed: replica b is dead"):
+    with pytest.raises(SyncBrokenError, match="could not be resumed: replica b is dead"):
         await sync.finish()
 
 
@@ -186,7 +203,7 @@ async def test_a_sync_whose_weights_never_come_ends_by_its_limit():
     engine, sync = make(timeout_s=0.05)
     await sync.begin(1)
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(WeightSyncError, match=r"no weights within 0\.05 s"):
+        with pytest.raises(SyncBrokenError, match=r"no weights within 0\.05 s"):
             await sync.finish()
     assert not engine.is_paused
 
@@ -274,6 +291,31 @@ def test_members_that_never_come_are_an_error_that_says_where():
 
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join .*127\.0\.0\.1"):
         join(gloo_group(2, timeout_s=0.5), 0)
+
+
+def test_a_group_that_cannot_form_ends_for_all_members_as_soon_as_rank_0_says_so():
+    """Without it they waited for a member that had died until the limit, with engines that stood
+    still."""
+    from ray_apr.weights.collective import join
+    from ray_apr.weights.gloo import close_rendezvous
+
+    group = gloo_group(3, timeout_s=60.0)
+    errors: list[WeightSyncError] = []
+
+    def wait_for_rank_2(rank: int) -> None:
+        try:
+            join(group, rank)
+        except SyncBrokenError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait_for_rank_2, args=(r,), daemon=True) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    close_rendezvous(group.port)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(errors) == 2
 
 
 def test_a_rendezvous_that_is_gone_is_an_error():
