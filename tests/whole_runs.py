@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,12 +36,17 @@ def command(folder: Path, *overrides: str, name: str = "run") -> list[str]:
     return [sys.executable, "-m", "ray_apr", "train", str(CONFIG), *pairs]
 
 
-def start_run(folder: Path, env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
-    """Start a run in a session of its own; all that it says comes out of its `stdout`."""
-    return subprocess.Popen(
-        command(folder, *overrides), env=env, text=True, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+def start_run(
+    folder: Path, env: dict[str, str], *overrides: str, log: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start a run in a session of its own; all that it says comes out of its `stdout`, or goes to
+    the file `log`."""
+    with contextlib.ExitStack() as stack:
+        stdout = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
+        return subprocess.Popen(
+            command(folder, *overrides), env=env, text=True, cwd=folder,
+            stdout=stdout, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
 
 
 def free_port() -> int:
