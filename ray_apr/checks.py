@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from ray_apr.exceptions import ConfigError
@@ -14,6 +15,18 @@ def require(ok: bool, name: str, value: Any, remedy: str) -> None:
     """Raise `ConfigError` unless `ok`."""
     if not ok:
         raise ConfigError(name, value, remedy)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Check that a run folder holds no run yet: two runs would be mixed in its files.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            "run.name", folder.name, f"{folder} holds a run already; choose another name"
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -39,6 +39,7 @@ from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
 from ray_apr.final import final_figures
+from ray_apr.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.progress import follow_progress
 from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.evaluation import Evaluator
@@ -97,7 +98,7 @@ def _run(
 ) -> ray.train.Result:
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
     started_at = time.time()
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(plan)
     _write_json(plan.folder / "config.json", plan.describe())
     parts = _Parts(plan, prompts, held_out, started_at)
     error: BaseException | None = None
@@ -257,7 +258,8 @@ class _Parts:
                     raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
                 if self._start_error is not None:
                     raise self._start_error
-            return self._make_trainer().fit()
+            with placement_limit(self.plan.rollout.start_timeout_s):
+                return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None
         finally:
@@ -320,11 +322,6 @@ class _Parts:
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
         }
-        run_config = plan.run
-        if run_config.checkpoint_config is None or run_config.checkpoint_config.num_to_keep is None:
-            keep = ray.train.CheckpointConfig(num_to_keep=plan.train.num_checkpoints_to_keep)
-            run_config = dataclasses.replace(run_config, checkpoint_config=keep)
-        run_config = dataclasses.replace(run_config, storage_path=plan.checkpoint_path)
         return TorchTrainer(
             train_loop_per_worker,
             train_loop_config=settings,
@@ -334,7 +331,7 @@ class _Parts:
                 + math.ceil(sync_limit_s(plan.train.weight_sync_timeout_s)),
             ),
             scaling_config=plan.worker_scaling,
-            run_config=run_config,
+            run_config=plan.run_config,
             datasets={
                 f"rank{r}": sample_stream(self._buffer, rank=r, poll_timeout_s=poll_s)
                 for r in ranks
@@ -357,8 +354,12 @@ class _Parts:
 
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""
-        reason = self._first_error() or cause_of(error)
-        log = self.plan.folder / ERROR_LOG
+        plan = self.plan
+        reason = self._first_error()
+        if reason is None and found_no_place(error):
+            reason = not_placed(plan.worker_scaling, plan.rollout.start_timeout_s)
+        reason = reason or cause_of(error)
+        log = plan.folder / ERROR_LOG
         write_error_log(log, error, reason)
         reason.add_note(f"traceback: {log}")
         return reason

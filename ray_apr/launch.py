@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.serve.plugin import why_not_loaded
 from ray_apr.settings import PromptsSettings, RaySettings, RunSettings
@@ -141,11 +142,7 @@ def check_new_run(settings: RunSettings) -> None:
     Raises:
         ConfigError: If it does.
     """
-    run_dir = settings.run_dir
-    if (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(
-            "run.name", run_dir.name, f"{run_dir} holds a run already; choose another name"
-        )
+    check_new_folder(settings.run_dir)
 
 
 def dry_run(settings: RunSettings) -> list[str]:

@@ -22,6 +22,10 @@ from ray_apr.config.common import TRAINER_GPU_SHARE
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 
+RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
+"""Fields of Ray Train's `FailureConfig` that start train workers again; Ray before 2.60 has not all
+of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -55,16 +59,16 @@ class RunPlan:
     @property
     def folder(self) -> Path:
         """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
-        root = Path("runs" if self._remote_storage else self.run.storage_path or "runs")
+        root = Path("runs" if self.remote_storage else self.run.storage_path or "runs")
         return root.expanduser().resolve() / self.name
 
     @property
     def checkpoint_path(self) -> str:
         """Where Ray Train keeps checkpoints: remote storage, or beside the run folder."""
-        return self._remote_storage or str(self.folder.parent)
+        return self.remote_storage or str(self.folder.parent)
 
     @property
-    def _remote_storage(self) -> str | None:
+    def remote_storage(self) -> str | None:
         """Where Ray Train writes, if that is no folder of a file system."""
         storage = str(self.run.storage_path or "")
         return storage if "://" in storage else None
@@ -76,6 +80,22 @@ class RunPlan:
             return self.scaling
         resources = {**(self.scaling.resources_per_worker or {}), "GPU": TRAINER_GPU_SHARE}
         return dataclasses.replace(self.scaling, resources_per_worker=resources)
+
+    @property
+    def run_config(self) -> ray.train.RunConfig:
+        """What Ray Train gets: where it keeps how many checkpoints, and that it starts no train
+        worker again, which would have other weights and steps than buffer and servers."""
+        checkpoints = self.run.checkpoint_config
+        if checkpoints is None or checkpoints.num_to_keep is None:
+            keep = self.train.num_checkpoints_to_keep
+            checkpoints = ray.train.CheckpointConfig(num_to_keep=keep)
+        known = {field.name for field in dataclasses.fields(ray.train.FailureConfig)}
+        return dataclasses.replace(
+            self.run,
+            storage_path=self.checkpoint_path,
+            checkpoint_config=checkpoints,
+            failure_config=ray.train.FailureConfig(**{n: 0 for n in RESTARTS if n in known}),
+        )
 
     @property
     def torch_backend(self) -> str | None:

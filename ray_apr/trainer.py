@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 
+from ray_apr.checks import check_new_folder
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -29,7 +30,7 @@ from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
-from ray_apr.run_plan import RunPlan
+from ray_apr.run_plan import RESTARTS, RunPlan
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     Prompts: TypeAlias = ray.data.Dataset | PromptRows
 
+_DEFAULT_RESTARTS = ((-1, "controller_failure_limit"), (-1, "max_preemption_failures"))
+"""Ray's own, which nobody has asked for; the run sets them to 0."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -114,12 +117,7 @@ class APRTrainer:
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
         check_attestation(partial_rollout, rollout, installed_vllm())
-        failures = run_config and run_config.failure_config
-        if rollout.is_colocated and failures and failures.max_failures:
-            remedy = (
-                "must be 0 with colocated engines, which have the GPUs when a worker comes back"
-            )
-            raise ConfigError("run_config.failure_config", failures, remedy)
+        _check_restarts(run_config)
         _check_port(rollout)
         check_dataset(prompts, model, rollout.prompt_column, rollout.replay_column)
         evaluation = _check_evaluation(evaluation_prompts, model, evaluation_config, rollout)
@@ -139,6 +137,7 @@ class APRTrainer:
             scaling=scaling,
             run=run_config or ray.train.RunConfig(),
         )
+        check_new_folder(self._plan.folder)
         if ray.is_initialized():
             self.check_cluster(ray.cluster_resources())
 
@@ -325,6 +324,21 @@ def check_resources(
             f"{cpus:g}, and Ray Data needs a part of one more; lower num_cpus_per_replica or start "
             "Ray with more (logical) CPUs",
         )
+
+
+def _check_restarts(run_config: ray.train.RunConfig | None) -> None:
+    """Check that Ray Train is not asked to start train workers again."""
+    failures = run_config and run_config.failure_config
+    for name in RESTARTS if failures else ():
+        value = getattr(failures, name, 0)
+        if value and (value, name) not in _DEFAULT_RESTARTS:
+            raise ConfigError(
+                f"run_config.failure_config.{name}",
+                value,
+                "must be 0: a train worker that is started again has the weights of a checkpoint, "
+                "while the sample buffer and the rollout servers have gone on from there. A run "
+                "whose train worker dies ends; start another one",
+            )
 
 
 def _check_port(rollout: RolloutConfig) -> None:

@@ -94,7 +94,7 @@ class RolloutConfig:
     control_token: str | None = field(default=None, repr=False)
     """Bearer token that all of HTTP but ``/healthz`` demands; None demands none."""
     start_timeout_s: float = 600.0
-    """Limit for all servers to become ready."""
+    """Limit for all servers to become ready, and for the train workers to find a place."""
     stall_timeout_s: float = 300.0
     """Longest time without a new token of an engine that has requests, pauses left out; then its
     requests end with the tokens that they have, and the engine is replaced. However long a request

@@ -20,8 +20,10 @@ from ray.util.state import list_actors
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
 from ray_apr.data.prompts import encode_dataset
 from ray_apr.exceptions import ResourceError, RewardError
+from ray_apr.preflight import found_no_place, nodes_without, not_placed, placement_limit
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.types import Prompt, Sample
+from tests.run_plans import run_plan
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ray
@@ -47,7 +49,7 @@ def prompts():
     return ray.data.from_items([{"prompt": [1, 2, 3], "answer": "6"}])
 
 
-def make(model, prompts, *, rollout=None, train=None, scaling=None, reward=lambda s: 0.0):
+def make(model, prompts, *, rollout=None, train=None, scaling=None, run=None, reward=lambda s: 0.0):
     return APRTrainer(
         model=model,
         prompts=prompts,
@@ -57,6 +59,7 @@ def make(model, prompts, *, rollout=None, train=None, scaling=None, reward=lambd
         ),
         train_config=TrainConfig(**{"batch_size": 4, "steps": 1, **(train or {})}),
         scaling_config=ray.train.ScalingConfig(**(scaling or {"num_workers": 1})),
+        run_config=run,
     )
 
 
@@ -66,6 +69,37 @@ def test_good_input_is_taken_and_starts_nothing(model, prompts):
     alive = list_actors(address=here, filters=[("state", "=", "ALIVE")])
     names = {actor.class_name for actor in alive}
     assert not names & {"RolloutWorker", "SampleBuffer", "RunRecorder", "ServeController"}
+
+
+def test_a_name_that_a_run_has_and_restarts_are_refused(model, prompts, tmp_path):
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    make(model, prompts, run=run)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"run\.name = 'mine'.*holds a run already"):
+        make(model, prompts, run=run)
+    again = ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3))
+    with pytest.raises(ConfigError, match=r"failure_config\.max_failures = 3: must be 0"):
+        make(model, prompts, run=again)
+
+
+def test_train_workers_that_cannot_be_placed_end_the_run(tmp_path):
+    """known fault: Ray tried again and again, without a limit."""
+    from ray.train.torch import TorchTrainer
+
+    plan = run_plan(run=ray.train.RunConfig(name="app", storage_path=str(tmp_path)))
+    scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
+    trainer = TorchTrainer(lambda: None, scaling_config=scaling, run_config=plan.run_config)
+    with placement_limit(2.0), pytest.raises(Exception, match="startup timed out") as raised:
+        trainer.fit()
+    assert found_no_place(raised.value)
+    assert "6 CPU" in str(not_placed(scaling, 2.0))
+
+
+def test_a_node_says_whether_it_sees_a_path(tmp_path):
+    here = ray.get_runtime_context().get_node_id()
+    assert nodes_without(str(tmp_path), [here]) == set()
+    assert nodes_without(str(tmp_path / "elsewhere"), [here]) == {here}
 
 
 def test_prompts_without_the_prompt_column(model):

@@ -6,7 +6,7 @@ import pytest
 import ray.train
 
 from ray_apr import trainer
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve import builder
 from tests.run_plans import run_plan
