@@ -11,7 +11,8 @@
 
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
 buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
-the run folder, and `_Parts.close` leaves nothing behind.
+the run folder, and `_Parts.close` leaves nothing behind. If this process is killed, Ray ends the
+actors and the trainer, and the servers' lease (`serve.lease`) the servers.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.serve.lease import start_lease
 from ray_apr.stopping import StopSignals
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
@@ -144,6 +146,7 @@ class _Parts:
         self.recorder = self._actor(
             RunRecorder, str(plan.folder), started_at, scheduling_strategy=here
         )
+        self._actors.append(start_lease(plan.name, self.recorder))
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(
             target=self._start_servers, name="start-servers", daemon=True
@@ -411,7 +414,7 @@ class _Parts:
             return None
 
     def _kill_actors(self) -> None:
-        for actor in self._actors:
+        for actor in reversed(self._actors):  # the lease before the recorder, which holds it
             ray.kill(actor)
 
 

@@ -89,6 +89,10 @@ class RunRecorder:
         """Steps that were recorded."""
         return len(self._steps)
 
+    async def hold(self, timeout_s: float) -> None:
+        """Return after a while: as long as this actor lives, so does the driver (`serve.lease`)."""
+        await asyncio.sleep(timeout_s)
+
     async def close(self) -> None:
         """Close the files."""
         for file in self._files.values():

@@ -5,6 +5,7 @@ Most start two engines and two train workers on two cores: more than a minute ea
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_kills import kill_a_core
 from tests.processes import kill_all, marked_environment, processes_of, wait_until_none
 from tests.whole_runs import (
     CONFIG,
@@ -163,37 +165,47 @@ def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, train
     assert trained_weights(tmp_path, env, *turns) == trained_in_sync
 
 
-def test_a_killed_server_is_replaced_and_the_run_goes_on(tmp_path, marked):
+def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_goes_on(
+    tmp_path, marked
+):
+    """known fault: an engine core killed during a sync ended the run though another one lived."""
     mark, env = marked
     overrides = (
         "train.steps=1000", "train.weight_sync_timeout_s=30",
         "scaling={num_workers: 1, use_gpu: false}",
     )  # fmt: skip
     process = start_run(tmp_path, env, *overrides)
+    kill = kill_a_core(mark, tmp_path / "run", after_step=3, delay_s=0.03)
+    timeline = tmp_path / "run" / "timeline.jsonl"
+    left = 3
     seen: list[str] = []
     assert process.stdout is not None
-    timeline = tmp_path / "run" / "timeline.jsonl"
     for line in process.stdout:
         seen.append(line)
         if not line.startswith("step"):
             continue
-        if line.startswith("step    3/"):
+        spans = [json.loads(span) for span in timeline.read_text().splitlines()]
+        if ("engine-2", "generate") not in {(span["actor"], span["what"]) for span in spans}:
+            continue
+        if left == 3:
             victim = next(p for p, name in processes_of(mark).items() if "ServeReplica" in name)
             os.kill(victim, signal.SIGKILL)
-        spans = [json.loads(span) for span in timeline.read_text().splitlines()]
-        if ("engine-2", "generate") in {(span["actor"], span["what"]) for span in spans}:
+        left -= 1
+        if left == 0:
             break
     process.send_signal(signal.SIGTERM)  # as Ctrl-C, of which there is a test above
     rest, _ = process.communicate(timeout=90)
     assert process.returncode == 143, "".join(seen)[-6000:] + rest
     assert (tmp_path / "run" / "report.html").is_file()
-    started = {(s["actor"], s["what"]) for s in map(json.loads, timeline.read_text().splitlines())}
+    spans = [json.loads(span) for span in timeline.read_text().splitlines()]
+    started = {(span["actor"], span["what"]) for span in spans}
     assert {("trainer", "load"), *((f"engine-{i}", "start") for i in range(3))} <= started
+    syncs = [s for s in spans if (s["actor"], s["what"]) == ("trainer", "sync")]
+    (hit,) = [s for s in syncs if s["start_s"] <= kill.killed_s <= s["end_s"]]
+    assert hit["end_s"] - hit["start_s"] < 25.0, "the others did not wait for a limit"
     final = json.loads((tmp_path / "run" / "final.json").read_text())
     assert (final["status"], final["error"]) == ("stopped", "stopped by SIGTERM")
     assert final["ledger_error"] == 0
-    gone, new, old = sorted(engine["policy_version"] for engine in final["engines"])
-    assert gone < new >= old - 1, "the new one gets the weights of the old one"
 
 
 def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing(tmp_path, marked):
@@ -208,3 +220,24 @@ def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing
                 "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
             )  # fmt: skip
     assert final["error"].startswith("RolloutError: the rollout worker died")
+
+
+def test_a_killed_driver_leaves_nothing_on_a_cluster_that_lives_on(tmp_path, marked):
+    """known fault: it left the Serve application and its GPUs behind."""
+    mark, env = marked
+    ours = ("EngineCore", "ServeReplica", "ServeController", "ProxyActor", "RunLease")
+    with running_cluster(env) as (address, _):
+        on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
+        run = start_run(tmp_path, on_cluster, *ONE_OF_EACH, "train.steps=1000")
+        assert run.stdout is not None
+        seen = list(itertools.takewhile(lambda line: not line.startswith("step"), run.stdout))
+        running = str(processes_of(mark))
+        assert "EngineCore" in running and "RunLease" in running, "".join(seen)
+        run.kill()
+        run.wait()
+        deadline = time.monotonic() + 60
+        while (left := living_parts(address, env)) != "[]" and time.monotonic() < deadline:
+            time.sleep(1)
+        assert left == "[]"
+        names = processes_of(mark).values()
+        assert not [name for name in names if any(part in name for part in ours)]

@@ -1,0 +1,77 @@
+"""The lease of the rollout servers: they end by themselves when their run has ended without them.
+
+Serve and its applications belong to the cluster. What a driver takes away at its end stays when it
+is killed: engines, with their GPUs, for nobody. The lease is an actor that outlives the driver, and
+waits for the death of one that does not: Ray ends that with the driver, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+
+from ray_apr.serve.builder import stop_rollout_servers
+
+logger = logging.getLogger(__name__)
+
+_HOLD_S = 30.0
+"""One call waits so long for the holder's death, which it tells of at once."""
+_ANSWER_S = 30.0
+_PAUSE_S = 1.0
+
+
+class RunLease:
+    """Actor that takes a run's Serve application away once the lease's holder is dead.
+
+    Args:
+        app_name: Name of the Serve application.
+        holder: Handle of an actor that ends with the driver; it has `RunRecorder.hold`.
+    """
+
+    def __init__(self, app_name: str, holder: Any) -> None:
+        self._app_name = app_name
+        self._holder = holder
+        threading.Thread(target=self._watch, name="watch-holder", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Waits for: the holder's death. Unblocked by: that, or the end of this process. Produces:
+        a cluster without the application, and without this actor."""
+        while self.is_held():
+            continue
+        logger.warning("the driver of %s is gone; its servers are taken away", self._app_name)
+        stop_rollout_servers(self._app_name)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def is_held(self) -> bool:
+        """Wait a while for the holder's death; whether it lives."""
+        try:
+            ray.get(self._holder.hold.remote(_HOLD_S), timeout=_HOLD_S + _ANSWER_S)
+        except GetTimeoutError:
+            logger.info("the driver of %s is slow to answer", self._app_name)
+        except ActorUnavailableError:  # the network; Ray says so if it is dead
+            time.sleep(_PAUSE_S)
+        except RayActorError:
+            return False
+        return True
+
+
+def start_lease(app_name: str, holder: Any) -> Any:
+    """Start the lease of an application; its handle, to be killed once the application is gone.
+
+    Args:
+        app_name: Name of the Serve application.
+        holder: See `RunLease`.
+    """
+    actor = ray.remote(RunLease).options(
+        num_cpus=0,
+        name=f"{app_name}-lease-{uuid.uuid4().hex[:8]}",
+        lifetime="detached",
+        max_restarts=-1,
+    )
+    return actor.remote(app_name, holder)
