@@ -25,18 +25,16 @@ from tests.processes import kill_all, marked_environment, wait_until_none
 
 SYNC_S = (0.6, 0.25)
 """Longest delays of kills inside of the first sync, and of a later one, in seconds."""
-SYNC_BEGIN_S = 0.03
-"""Shortest: the step is ended first."""
 STEP_S = 4.0
 """The same of a kill at any moment."""
 
 
 def moment(seed: int, number: int) -> tuple[int, float]:
-    """After which step, and how long after its training, a run is hit; odd ones inside a sync."""
+    """After which step, and how long after its gather, a run is hit; odd ones inside a sync."""
     draw = random.Random(f"{seed}/{number}")
     if number % 2:
         step = 1 if number % 4 == 1 else draw.randint(2, STEPS - 2)
-        return step, draw.uniform(SYNC_BEGIN_S, SYNC_S[step > 1])
+        return step, draw.uniform(0.0, SYNC_S[step > 1])
     return draw.randint(1, STEPS - 2), draw.uniform(0.0, STEP_S)
 
 

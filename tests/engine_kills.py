@@ -1,7 +1,8 @@
 """Runs that lose an engine core to kill -9, at any moment or in the midst of a weight sync.
 
-The trainer's span "train" is on disk the moment that the sync after it begins, and its span "sync"
-when that has ended: by these a kill is aimed, and judged afterwards.
+Where syncs overlap, the trainer's span "sync" is the gather: it is on disk the moment that the
+weights leave. The span of the actor "weights" is the whole sync. By the first one a kill is aimed,
+by the other one it is judged afterwards.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Timeline:
         self._offset += len(whole.encode())
         return [json.loads(line) for line in whole.splitlines()]
 
-    def spans_of(self, what: str) -> Iterator[tuple[dict[str, Any], float]]:
-        """The trainer's spans of one kind as they come, each with the Unix time of its arrival.
+    def gathers(self) -> Iterator[tuple[dict[str, Any], float]]:
+        """The trainer's gathers as they come, each with the Unix time of its arrival.
 
         Raises:
             TimeoutError: If none comes for too long.
@@ -58,11 +59,11 @@ class Timeline:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             for span in self.new_spans():
-                if (span["actor"], span["what"]) == ("trainer", what):
+                if (span["actor"], span["what"]) == ("trainer", "sync"):
                     deadline = time.monotonic() + LIMIT_S
                     yield span, time.time()
             time.sleep(_POLL_S)
-        raise TimeoutError(f"no {what} of the trainer within {LIMIT_S:g} s")
+        raise TimeoutError(f"no weight sync within {LIMIT_S:g} s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Kill:
     """One kill."""
 
     after_step: int
-    """Of the steps, from 1, after whose training it comes."""
+    """Of the steps, from 1, during or after whose sync it comes."""
     delay_s: float
     killed_s: float
     """Seconds since the run began."""
@@ -92,14 +93,23 @@ def engine_cores(mark: str, num: int) -> list[int]:
 
 
 def kill_a_core(mark: str, folder: Path, *, after_step: int, delay_s: float) -> Kill:
-    """Wait until a step was trained, and a little longer; then kill -9 one engine core."""
+    """Wait until the sync after a step begins, and longer; then kill -9 one engine core."""
     pids = engine_cores(mark, 2)  # now: to look for them takes longer than the time to aim
-    trained = Timeline(folder).spans_of("train")
-    span, arrived = next(itertools.islice(trained, after_step - 1, None))
+    gathers = Timeline(folder).gathers()
+    span, arrived = next(itertools.islice(gathers, after_step - 1, None))
     time.sleep(max(0.0, arrived + delay_s - time.time()))
     killed_s = span["end_s"] + time.time() - arrived
     os.kill(random.choice(pids), signal.SIGKILL)
     return Kill(after_step=after_step, delay_s=delay_s, killed_s=killed_s)
+
+
+def sync_of(kill: Kill, folder: Path) -> dict[str, Any] | None:
+    """The sync that a kill fell into."""
+    for span in Timeline(folder).new_spans():
+        is_sync = (span["actor"], span["what"]) == ("weights", "sync")
+        if is_sync and span["start_s"] <= kill.killed_s <= span["end_s"]:
+            return span
+    return None
 
 
 def run_and_kill(
@@ -116,9 +126,7 @@ def run_and_kill(
         process.kill()
         return {"ok": False, "after_step": after_step, "error": "it hangs", "log": _tail(log)}
     final = json.loads((folder / "run" / "final.json").read_text())
-    spans = Timeline(folder / "run").new_spans()
-    syncs = [s for s in spans if (s["actor"], s["what"]) == ("trainer", "sync")]
-    inside = [s for s in syncs if s["start_s"] <= kill.killed_s <= s["end_s"]]
+    hit = sync_of(kill, folder / "run")
     steps = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
     text = log.read_text()
     ok = (code, final["ledger_error"], final["status"], steps) == (0, 0, "ok", STEPS)
@@ -127,8 +135,8 @@ def run_and_kill(
         "after_step": kill.after_step,
         "delay_s": round(kill.delay_s, 4),
         "killed_s": round(kill.killed_s, 3),
-        "in_sync": bool(inside),
-        "sync_s": round(inside[0]["end_s"] - inside[0]["start_s"], 3) if inside else None,
+        "in_sync": hit is not None,
+        "sync_s": None if hit is None else round(hit["end_s"] - hit["start_s"], 3),
         "exit_code": code,
         "ledger_error": final["ledger_error"],
         "steps": steps,

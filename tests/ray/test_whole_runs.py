@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_kills import kill_a_core
+from tests.engine_kills import kill_a_core, sync_of
 from tests.processes import kill_all, marked_environment, processes_of, wait_until_none
 from tests.whole_runs import (
     CONFIG,
@@ -175,7 +175,7 @@ def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_go
         "scaling={num_workers: 1, use_gpu: false}",
     )  # fmt: skip
     process = start_run(tmp_path, env, *overrides)
-    kill = kill_a_core(mark, tmp_path / "run", after_step=3, delay_s=0.03)
+    kill = kill_a_core(mark, tmp_path / "run", after_step=3, delay_s=0.0)
     timeline = tmp_path / "run" / "timeline.jsonl"
     left = 3
     seen: list[str] = []
@@ -200,8 +200,8 @@ def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_go
     spans = [json.loads(span) for span in timeline.read_text().splitlines()]
     started = {(span["actor"], span["what"]) for span in spans}
     assert {("trainer", "load"), *((f"engine-{i}", "start") for i in range(3))} <= started
-    syncs = [s for s in spans if (s["actor"], s["what"]) == ("trainer", "sync")]
-    (hit,) = [s for s in syncs if s["start_s"] <= kill.killed_s <= s["end_s"]]
+    hit = sync_of(kill, tmp_path / "run")
+    assert hit is not None
     assert hit["end_s"] - hit["start_s"] < 25.0, "the others did not wait for a limit"
     final = json.loads((tmp_path / "run" / "final.json").read_text())
     assert (final["status"], final["error"]) == ("stopped", "stopped by SIGTERM")
