@@ -29,7 +29,7 @@ Probes = Mapping[str, Sequence[Sequence[float]]]
 
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 """Largest relative error of rounding to a data type."""
-_GAP_FACTOR = {"float32": 1024.0, "bfloat16": 16.0}
+_GAP_FACTOR = {"float32": 1024.0, "bfloat16": 32.0}
 _MODULE_LIMIT = {"float32": 1e-3, "bfloat16": 0.04}
 """Relative difference of a module's output beyond which it is named."""
 _STANDS_STILL = 0.5
@@ -59,8 +59,8 @@ class Limits:
         A log-prob carries the rounding errors of every layer, which add up like a random walk, in
         proportion to the size of the logits, of which that of the log-probs tells: a gap of
         factor * rounding * sqrt(1 + layers) * max(1, mean of -log-probs). docs/weight_check.md has
-        the measurements behind the factor. A k3 at its limit belongs to gaps a quarter as large,
-        all over.
+        the measurements behind the factor. A k3 at its limit belongs to gaps an eighth as
+        large, all over.
 
         Args:
             dtypes: In which the two compute; the coarser one decides.
@@ -73,7 +73,7 @@ class Limits:
         size = max(1.0, -sum(values) / max(1, len(values)))
         noise = _ROUNDING[dtype] * math.sqrt(1 + num_layers) * size
         gap = tolerance * _GAP_FACTOR[dtype] * noise
-        return cls(gap=gap, k3=gap * gap / 32)
+        return cls(gap=gap, k3=gap * gap / 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
