@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError, RayError
 
-from ray_apr.config import TrainConfig
-from ray_apr.exceptions import ConfigError, WeightMismatchError, WeightSyncError
+from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.exceptions import ConfigError, RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.serve import client as client_module
+from ray_apr.serve import scores as scores_module
+from ray_apr.serve.scores import WeightScorer
+from ray_apr.serve.server import RolloutServer
+from ray_apr.train import control as control_module
 from ray_apr.weights.check import (
     Limits,
     canary_sequences,
@@ -195,3 +203,112 @@ async def test_engines_score_once_they_have_the_weights_and_go_on(handles):
     assert [s.replica_id for s in scores] == ["engine-0", "engine-1"]
     assert {s.policy_version for s in scores} == {3}
     assert [len(ps) for ps in scores[0].logprobs] == [7] * 4
+
+
+# -- the way to the engines ------------------------------------------------------------------------
+
+
+class Handle:
+    """A deployment whose calls reach servers in this process, the last of which is dead."""
+
+    def __init__(self, servers) -> None:
+        self._servers = servers
+
+    def broadcast(self, verb, *args):
+        async def results_async(*, timeout_s, return_exceptions):
+            answers = [await getattr(server, verb)(*args) for server in self._servers]
+            return [*answers, ActorDiedError()]
+
+        return SimpleNamespace(results_async=results_async)
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """(client, engines): two servers and one that has died."""
+
+    async def probe(token_ids):
+        return {"lm_head": [[float(len(token_ids))]]}
+
+    engines = [
+        SimpleNamespace(replica_id=r, scorer=WeightScorer(r), probe_weights=probe) for r in "ba"
+    ]
+    deployed = []
+    for engine in engines:
+        server = RolloutServer.__new__(RolloutServer)
+        server._engine = engine
+        engine.shutdown = lambda: None
+        deployed.append(server)
+    handle = Handle(deployed)
+    monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: handle)
+    return client_module.ServeRolloutClient("app", RolloutConfig()), engines
+
+
+async def test_each_replica_scores_a_version_once_and_only_that_one(servers, monkeypatch):
+    client, engines = servers
+    llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=5, dtype="torch.bfloat16"))
+    asked: list[tuple] = []
+
+    async def logprobs(llm, request_id, sequence, priority):
+        asked.append((request_id, len(sequence), priority))
+        return (-1.0,) * (len(sequence) - 1)
+
+    monkeypatch.setattr(scores_module, "_logprobs", logprobs)
+    await client.expect_scores(7, [[1] * 8, [2] * 8])
+    for engine in engines:
+        await engine.scorer.score(llm, 6, has_priorities=False)
+    assert await client.weight_scores() == [] and not asked
+    for _ in range(2):
+        await engines[0].scorer.score(llm, 7, has_priorities=True)
+    (scores,) = await client.weight_scores()
+    assert (scores.replica_id, scores.policy_version, scores.dtype) == ("b", 7, "bfloat16")
+    assert scores.logprobs == ((-1.0,) * 3,) * 2, "cut to what the engine takes"
+    assert asked == [(f"weight-check-7-{i}", 4, {"priority": -2}) for i in range(2)]
+    await engines[1].scorer.score(llm, 7, has_priorities=False)
+    assert [s.replica_id for s in await client.weight_scores()] == ["a", "b"]
+    await client.expect_scores(8, [[1] * 8])
+    assert await client.weight_scores() == [], "those of before are no answer"
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch):
+    aborted: list[str] = []
+
+    async def abort(ids):
+        aborted.extend(ids)
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(scores_module, "_logprobs", never)
+    monkeypatch.setattr(scores_module, "_LIMIT_S", 0.01)
+    llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), abort=abort)
+    scorer = WeightScorer("a")
+    scorer.expect(1, [[1, 2]])
+    with pytest.raises(RolloutError, match="a did not score version 1"):
+        await scorer.score(llm, 1, has_priorities=False)
+    assert aborted == ["weight-check-1-0"] and scorer.result is None
+
+
+async def test_one_replica_alone_is_probed(servers):
+    client, _ = servers
+    assert await client.probe_weights("a", [1, 2, 3]) == {"lm_head": [[3.0]]}
+    assert await client.probe_weights("gone", [1]) == {}
+
+
+def test_rank_0_asks_through_the_rollout_worker(monkeypatch):
+    class Worker:
+        def __getattr__(self, verb):
+            return SimpleNamespace(remote=lambda *args: (verb, *args))
+
+    monkeypatch.setattr(control_module.ray, "get", lambda ref, timeout: ref)
+    control = control_module.RunControl(
+        buffer=None, worker=Worker(), recorder=None, sync_timeout_s=5.0
+    )
+    control.expect_scores(3, [[1, 2]])
+    assert control.weight_scores() == ("weight_scores",)
+    assert control.probe_weights("a", [1]) == ("probe_weights", "a", [1])
+
+    def dead(ref, timeout):
+        raise RayError("it is dead")
+
+    monkeypatch.setattr(control_module.ray, "get", dead)
+    assert control.probe_weights("a", [1]) == {}, "the mismatch is told without it"
