@@ -354,6 +354,8 @@ class _Parts:
             if not self._closing.is_set():
                 died = RolloutError(f"the rollout worker died: {death_of(error)}")
                 self._ask(self._buffer.fail.remote(died), "sample buffer")
+        except RayError:
+            return  # Ray itself has ended
 
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""
