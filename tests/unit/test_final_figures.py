@@ -1,11 +1,11 @@
-"""The last counters of a run (controller.py)."""
+"""The last counters of a run (final.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ray_apr.controller import _final_figures
 from ray_apr.data.stock import BufferStats
+from ray_apr.final import final_figures
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from tests.fakes import ScriptedEngine
@@ -23,6 +23,6 @@ async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
         buffered_samples=0, buffered_tokens=10, trained_samples=0, trained_tokens=30,
         masked_tokens=0, evicted_samples=0, evicted_tokens=0, read_ahead_max=0,
     )  # fmt: skip
-    final = _final_figures(run_plan(), summary, stats)
+    final = final_figures(run_plan(), summary, stats, 0)
     assert (final["tokens_generated"], final["tokens_outside"]) == (60, 14)
     assert final["ledger_error"] == 0

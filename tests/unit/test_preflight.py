@@ -21,7 +21,7 @@ from ray_apr.preflight import (
     placement_limit,
 )
 from ray_apr.run_plan import RESTARTS
-from ray_apr.trainer import _check_restarts, _check_scaling
+from ray_apr.trainer import _check_restarts, _check_workers
 from tests.run_plans import run_plan
 
 # -- storage ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_what_ray_train_gets_besides_is_the_users():
 def test_elastic_train_workers_are_refused():
     scaling = SimpleNamespace(num_workers=(1, 2), use_gpu=False, resources_per_worker=None)
     with pytest.raises(ConfigError, match=r"scaling\.num_workers = \(1, 2\): must be a whole"):
-        _check_scaling(scaling, run_plan().rollout, TrainConfig())
+        _check_workers(scaling, TrainConfig())
 
 
 # -- placement -------------------------------------------------------------------------------------
