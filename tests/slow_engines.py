@@ -38,14 +38,14 @@ class SlowLLM:
 
     def __init__(self, load, *, tokens_per_s: float, lengths) -> None:
         self.engine_core = self
-        self.is_hung = self._is_paused = False
+        self.is_hung = self._is_paused = self.errored = False
         self._load, self._lengths = load, lengths
         self._per_tick = int(tokens_per_s * TICK_S)
         self._made: dict[str, list[int]] = {}
         self._ends: dict[str, int] = {}
         self._begins: dict[str, int] = {}
         self._done: dict[str, asyncio.Future] = {}
-        self.ticks = asyncio.create_task(self._decode())
+        self.ticks = self.output_handler = asyncio.create_task(self._decode())
 
     async def add_request(self, request_id, prompt, params, **_):
         sent = [t for t in prompt["prompt_token_ids"] if t >= FIRST_TOKEN]
