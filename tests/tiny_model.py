@@ -33,30 +33,16 @@ def make_tiny_model(
         bias: Whether a Llama's linear layers have biases, not zero.
     """
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {"<eos>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
-    ).save_pretrained(folder)
+    vocabulary_size = make_tokenizer(folder, characters)
     kinds = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
         "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": bias, "mlp_bias": bias}),
     }
     config_class, model_class, options = kinds[architecture]
     config = config_class(
-        vocab_size=len(vocabulary),
+        vocab_size=vocabulary_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
@@ -80,3 +66,19 @@ def make_tiny_model(
                 torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def make_tokenizer(folder: Path, characters: str = CHARACTERS) -> int:
+    """Write a tokenizer of characters to `folder`, and return the size of its vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {"<eos>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(folder)
+    return len(vocabulary)

@@ -7,6 +7,7 @@ files into its own folder; Ray Train merges them into one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ray_apr.exceptions import TrainError
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import merged_parameters
+from ray_apr.weights.wire import wire_tensors
 
 HF_FOLDER = "hf"
 _PROGRESS = "progress.json"
@@ -105,7 +107,8 @@ def load_checkpoint(
 def export_hf(folder: str | Path, model: Any, source: str) -> None:
     """Write the trained model as Hugging Face's libraries and vLLM read it; all ranks call this.
 
-    Rank 0 writes; the others only give their shards. The weights get the data type of the source.
+    Rank 0 writes; the others only give their shards. Names and shapes are those of the source. The
+    parameters get its data type, too; saved buffers, which do not learn, keep theirs.
 
     Args:
         folder: Where rank 0 writes.
@@ -115,10 +118,12 @@ def export_hf(folder: str | Path, model: Any, source: str) -> None:
     config = AutoConfig.from_pretrained(source)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    buffers = {name for name, _ in model.named_buffers()}
     weights = {}
     for name, weight in full_parameters(model):
         if is_writer:
-            weights[name] = weight.to("cpu", dtype).contiguous()
+            to = weight.dtype if name in buffers else dtype
+            weights[name] = weight.to("cpu", to, copy=True)  # of its own: files hold no views
     if not is_writer:
         return
     folder = Path(folder)
@@ -130,8 +135,12 @@ def export_hf(folder: str | Path, model: Any, source: str) -> None:
 
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole values of all parameters and saved buffers, tied ones once and adapters
-    merged; all ranks together."""
+    """Names and whole values of all tensors of the model's checkpoint: parameters and saved
+    buffers, tied ones once and adapters merged; all ranks together.
+
+    Raises:
+        WeightSyncError: If the checkpoint cannot be made of them.
+    """
     drop_gathered(model)
     seen = set()
     saved = {}
@@ -139,8 +148,12 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(value) not in seen:
             seen.add(id(value))
             saved[name] = value
-    for name, parameter in merged_parameters(model, saved).items():
-        yield name, parameter.full()
+    merged = merged_parameters(model, saved)
+    tensors = wire_tensors(model, {name: tuple(p.base.shape) for name, p in merged.items()})
+    for source, parts in itertools.groupby(tensors, key=lambda tensor: tensor.source):
+        whole = merged[source].full()
+        for tensor in parts:
+            yield tensor.name, tensor.of(whole)
 
 
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:

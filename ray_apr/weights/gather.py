@@ -1,16 +1,18 @@
 """Collecting a sharded model's parameters on rank 0 or on all ranks, bucket by bucket.
 
-    rank r: its rows of each parameter ──pack──► one flat piece ──gather──► rank 0: whole parameters
+    rank r: its rows of each parameter ──pack──► one flat piece ──gather──► rank 0: whole tensors
 
 Invariants:
-    * One collective a bucket, whatever the number of its parameters; none where nothing is spread.
-    * All ranks lay out their piece alike, by the largest share of rows that one of them has:
-      rank 0 knows where everything lies.
+    * One collective a bucket, whatever the number of its tensors; none where nothing is spread.
+    * A tensor may be a part of a parameter (see `wire`), and some ranks have none of it. Every rank
+      computes what each one gives, and where in its piece that lies; pieces are as long as the
+      longest.
     * A parameter that is not sharded by rows, or has adapters, is gathered by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ray_apr.weights.adapters import MergedParameter
 from ray_apr.weights.collective import as_tensor, byte_buffer
 from ray_apr.weights.plan import ITEM_BYTES, Bucket, Slice, aligned
+from ray_apr.weights.wire import WireTensor, wire_tensors
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,63 +40,122 @@ def compute_device(model: torch.nn.Module) -> torch.device:
     return param.device
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a checkpoint, and the parameter that it is a range of."""
+
+    tensor: WireTensor
+    param: MergedParameter
+
+    def value(self) -> torch.Tensor:
+        """The whole tensor; where the parameter is sharded, a collective of all ranks."""
+        whole = local_tensor(self.param.base) if _is_whole(self.param) else self.param.full()
+        return self.tensor.of(whole)
+
+
+def parts_of(model: torch.nn.Module, params: Mapping[str, MergedParameter]) -> dict[str, Part]:
+    """The tensors of a model's checkpoint, by name, in an order that asks all ranks alike.
+
+    Neighbouring experts of one parameter are on one rank: in their own order a bucket would come
+    from that rank alone.
+
+    Raises:
+        WeightSyncError: If the checkpoint cannot be made of the parameters.
+    """
+    found = wire_tensors(model, {name: tuple(p.base.shape) for name, p in params.items()})
+    parts: list[Part] = []
+    for source, tensors in itertools.groupby(found, key=lambda tensor: tensor.source):
+        param = params[source]
+        own = [Part(tensor, param) for tensor in tensors]
+        group = _rows_group(param)
+        if group is not None:
+            share = _share_of(param.base, len(dist.get_process_group_ranks(group)))
+            own.sort(key=lambda part: (part.tensor.begin % share, part.tensor.begin))
+        parts += own
+    return {part.tensor.name: part for part in parts}
+
+
 def gather_bucket(
     bucket: Bucket,
-    params: Mapping[str, MergedParameter],
+    parts: Mapping[str, Part],
     buffer: torch.Tensor | None,
     device: torch.device,
     *,
     to_all: bool = False,
 ) -> None:
-    """Copy the parameters of a bucket into `buffer`; a collective of all ranks.
+    """Copy the tensors of a bucket into `buffer`; a collective of all ranks.
 
     Args:
-        bucket: Which parameters, and where they lie.
-        params: This rank's shards of all parameters, by name.
+        bucket: Which tensors, and where they lie.
+        parts: What they are ranges of, by their names; this rank's shards.
         buffer: The bucket's bytes, on `device`; None on ranks that get none.
         device: Where this rank computes; its shards may be kept on the host.
         to_all: Whether every rank gets all of them.
     """
     to: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
-    shares: dict[dist.ProcessGroup, list[_Share]] = {}
+    spread: dict[dist.ProcessGroup, list[_Spread]] = {}
     for piece in bucket.slices:
-        param = params[piece.param.name]
-        group = _rows_group(param)
+        part = parts[piece.param.name]
+        group = _rows_group(part.param)
         if group is not None:
-            shares.setdefault(group, []).append(_Share(piece, param.base))
+            spread.setdefault(group, []).append(_Spread(piece, part))
             continue
-        value = local_tensor(param.base) if _is_whole(param) else param.full()
+        value = part.value()
         if buffer is not None:
             to.append(as_tensor(buffer, piece.offset, piece.param.shape, piece.param.dtype))
             whole.append(value)
     if to:
         torch._foreach_copy_(to, whole)
-    for group, members in shares.items():
+    for group, members in spread.items():
         _gather_rows(group, members, buffer, device, to_all=to_all)
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """A parameter whose rows are spread over the ranks of a group."""
+class _Spread:
+    """A tensor whose parameter's rows are spread over the ranks of a group."""
 
     piece: Slice
-    tensor: Any
-    """A DTensor."""
+    part: Part
 
-    def rows(self, num_ranks: int) -> int:
-        """Rows of the ranks that have most."""
-        return -(-self.piece.param.shape[0] // num_ranks)
+    def range_of(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """What a rank has of the tensor: elements of the parameter from ... up to ..."""
+        share = _share_of(self.part.param.base, num_ranks)
+        begin = max(rank * share, self.part.tensor.begin)
+        return begin, max(begin, min((rank + 1) * share, self.part.tensor.end))
 
-    @property
-    def row_bytes(self) -> int:
-        """Size of one row on the wire."""
-        return self.piece.param.num_bytes // max(1, self.piece.param.shape[0])
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a rank gives of one tensor, and where in its piece."""
+
+    spread: _Spread
+    begin: int
+    end: int
+    """Elements of the parameter."""
+    offset: int
+    """Bytes of the piece before it."""
+
+    def of(self, piece: torch.Tensor) -> torch.Tensor:
+        """Its place in a piece."""
+        dtype = self.spread.piece.param.dtype
+        return as_tensor(piece, self.offset, (self.end - self.begin,), dtype)
+
+
+def _cuts(spread: list[_Spread], rank: int, num_ranks: int) -> tuple[list[_Cut], int]:
+    """What a rank gives, and the length of its piece in bytes."""
+    cuts, size = [], 0
+    for one in spread:
+        begin, end = one.range_of(rank, num_ranks)
+        if begin < end:
+            cuts.append(_Cut(one, begin, end, size))
+            size += aligned((end - begin) * ITEM_BYTES[one.piece.param.dtype])
+    return cuts, size
 
 
 def _gather_rows(
     group: dist.ProcessGroup,
-    shares: list[_Share],
+    spread: list[_Spread],
     buffer: torch.Tensor | None,
     device: torch.device,
     *,
@@ -102,17 +164,17 @@ def _gather_rows(
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] != 0 and not to_all:
         return  # these ranks have a copy of the model of their own
-    offsets, size = [], 0
-    for share in shares:
-        offsets.append(size)
-        size += aligned(share.rows(len(ranks)) * share.row_bytes)
-    local = [local_tensor(share.tensor) for share in shares]
-    piece = byte_buffer(size, device)
-    mine = [
-        as_tensor(piece, offset, tuple(rows.shape), share.piece.param.dtype)
-        for share, offset, rows in zip(shares, offsets, local, strict=True)
-    ]
-    torch._foreach_copy_(mine, local)
+    given = [_cuts(spread, rank, len(ranks)) for rank in range(len(ranks))]
+    piece = byte_buffer(max(size for _, size in given), device)
+    own = dist.get_rank(group)
+    mine, theirs = [], []
+    for cut in given[own][0]:
+        base = cut.spread.part.param.base
+        before = own * _share_of(base, len(ranks))
+        mine.append(cut.of(piece))
+        theirs.append(local_tensor(base).reshape(-1)[cut.begin - before : cut.end - before])
+    if mine:
+        torch._foreach_copy_(mine, theirs)
     if buffer is None:
         dist.gather(piece, None, dst=0, group=group)
         return
@@ -121,18 +183,20 @@ def _gather_rows(
         dist.all_gather(pieces, piece, group=group)
     else:
         dist.gather(piece, pieces, dst=0, group=group)
-    to: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
-    for share, offset in zip(shares, offsets, strict=True):
-        param, begin = share.piece.param, share.piece.offset
-        item = ITEM_BYTES[param.dtype]
-        for rank, theirs in enumerate(pieces):
-            first = min(rank * share.rows(len(ranks)), param.shape[0])
-            last = min(first + share.rows(len(ranks)), param.shape[0])
-            shape = ((last - first) * share.row_bytes // item,)
-            to.append(as_tensor(buffer, begin + first * share.row_bytes, shape, param.dtype))
-            given.append(as_tensor(theirs, offset, shape, param.dtype))
-    torch._foreach_copy_(to, given)
+    to, values = [], []
+    for (cuts, _), gathered in zip(given, pieces, strict=True):
+        for cut in cuts:
+            slice_ = cut.spread.piece
+            before = (cut.begin - cut.spread.part.tensor.begin) * ITEM_BYTES[slice_.param.dtype]
+            shape = (cut.end - cut.begin,)
+            to.append(as_tensor(buffer, slice_.offset + before, shape, slice_.param.dtype))
+            values.append(cut.of(gathered))
+    torch._foreach_copy_(to, values)
+
+
+def _share_of(base: torch.Tensor, num_ranks: int) -> int:
+    """Elements of a parameter that the first ranks have, when its rows are spread."""
+    return -(-base.shape[0] // num_ranks) * (base.numel() // base.shape[0])
 
 
 def _rows_group(param: MergedParameter) -> dist.ProcessGroup | None:

@@ -29,7 +29,7 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, by its Hugging Face name, as it crosses the wire."""
+    """One tensor of a checkpoint, by its name there, as it crosses the wire."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The trainer's end of a weight sync: gather the shards, broadcast the buckets.
 
 Invariants, kept by `WeightSender`:
-    * Parameters travel under their Hugging Face names, in the model's order; tied ones once, and
-      adapters merged into what they adapt.
+    * Parameters travel as the tensors of the model's checkpoint, under their names (see `wire`);
+      tied ones once, and adapters merged into what they adapt.
     * What is sent is what `gather` saw: it copies, so that the optimizer may go on while `send`,
       in another thread, sends.
     * `gather` is a collective of all train workers, and all of them `release`; everything else
@@ -34,7 +34,7 @@ from ray_apr.weights.collective import (
     register_backends,
     wait_for_members,
 )
-from ray_apr.weights.gather import compute_device, gather_bucket
+from ray_apr.weights.gather import compute_device, gather_bucket, parts_of
 from ray_apr.weights.gloo import GLOO, close_rendezvous, open_rendezvous
 from ray_apr.weights.plan import ParamSpec, WeightGroup, plan_buckets
 
@@ -51,6 +51,9 @@ class WeightSender:
         bucket_mb: Size of one broadcast, in MiB.
         wire_dtype: Data type on the wire; None sends each parameter as it is.
         to_all: Gather to all ranks, not to rank 0 alone.
+
+    Raises:
+        WeightSyncError: If the model's checkpoint cannot be made of its parameters.
     """
 
     handles: Mapping[str, list[Any]] | None = None
@@ -65,14 +68,14 @@ class WeightSender:
         to_all: bool = False,
     ) -> None:
         named = dict(model.named_parameters())  # names tied parameters once
-        self._params = merged_parameters(model, named)
+        self._parts = parts_of(model, merged_parameters(model, named))
         self.params = tuple(
             ParamSpec(
                 name,
-                tuple(p.base.shape),
-                wire_dtype or str(p.base.dtype).removeprefix("torch."),
+                part.tensor.shape,
+                wire_dtype or str(part.param.base.dtype).removeprefix("torch."),
             )
-            for name, p in self._params.items()
+            for name, part in self._parts.items()
         )
         self._bucket_bytes = int(bucket_mb * _MIB)
         self._buckets = plan_buckets(self.params, self._bucket_bytes)
@@ -161,7 +164,7 @@ class WeightSender:
         staged = []
         for bucket in self._buckets:
             buffer = self._new_buffer(bucket.num_bytes) if self._has_all else None
-            gather_bucket(bucket, self._params, buffer, self._device, to_all=self._to_all)
+            gather_bucket(bucket, self._parts, buffer, self._device, to_all=self._to_all)
             if buffer is not None:
                 staged.append(buffer)
         if staged and self._device.type == "cuda":

@@ -14,6 +14,7 @@ from ray_apr.weights.collective import as_tensor
 from ray_apr.weights.plan import plan_buckets
 from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.shared import SharedWeightSender
+from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import process_group, start_ranks
 
@@ -61,6 +62,15 @@ def work(rank, world_size, folder, train, wire_dtype, shares, results):
 def test_rank_0_has_all_rows_of_all_ranks(tmp_path, world_size, train, wire_dtype, shares):
     """Or each rank, where each shares them with the engines of its device."""
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    check(tmp_path, folder, world_size, train, wire_dtype, shares)
+
+
+def test_experts_are_whole_on_rank_0_though_each_rank_has_some_of_them(tmp_path):
+    """Four experts on three ranks: two, two and none."""
+    check(tmp_path, make_family("Mixtral", tmp_path / "model"), 3, TrainConfig(), None, False)
+
+
+def check(tmp_path, folder, world_size, train, wire_dtype, shares):
     train = dataclasses.replace(train, packing="padded")
     start_ranks(work, world_size, folder, train, wire_dtype, shares, tmp_path)
     for rank in range(world_size if shares else 1):
