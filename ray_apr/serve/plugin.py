@@ -53,7 +53,8 @@ def register() -> None:
         )
     except ValueError:
         logger.debug("weight transfer backend %s is registered already", BACKEND)
-    # The reload reports layers without weights of their own (a tied head) as if they were missing.
+    # The reload reports layers without weights of their own (a tied head) as if they were missing;
+    # `reload` says which parameters got none.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     # And it warns of any scheduler that is not vLLM's.
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)

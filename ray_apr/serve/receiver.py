@@ -3,9 +3,8 @@
 Invariants:
     * Buckets arrive in the order of the plan that the sender computed from the same list.
     * After `receive_weights` the model computes as if it had been loaded from a checkpoint of these
-      weights; on CPU that takes a new packing of the embeddings, too.
-    * On CPU the model is touched only once all buckets are there: vLLM's layerwise reload, begun
-      and not ended, would spoil every later one.
+      weights: where kernels keep what they made of them, it is reloaded layer by layer (`reload`).
+    * On CPU the model is touched only once all buckets are there.
     * On GPUs buckets go through three staging buffers, and from there into the parameters while the
       next ones arrive. Storages stay where they are, as CUDA graphs demand.
     * Where a train worker shares the device, they are read from it, in the same way.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from ray_apr.exceptions import WeightSyncError
+from ray_apr.serve.reload import check_kernels, needs_reload, reloading
 from ray_apr.serve.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.collective import as_tensor, byte_buffer, join, register_backends
 from ray_apr.weights.plan import Bucket, WeightGroup
@@ -67,6 +67,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     update_info_cls = ReceiverUpdate
 
     _collective: Any = None
+    _reloads: bool
+    """Whether the layers process their weights, and have to do so again."""
     _copies: dict[int, Copies | None]
     """Of each bucket that was loaded once; None where a replay would not do."""
     _stages: list[torch.Tensor]
@@ -82,6 +84,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         group = WeightGroup.from_dict(init_info.group)
         if group.backend != SHARED:
             self._collective = join(group, init_info.first_rank + get_tensor_model_parallel_rank())
+        check_kernels(self.model, self.device)
+        self._reloads = needs_reload(self.model, self.device)
         self._buckets = group.buckets()
         self._timeout_s = group.timeout_s
         self._copies = {}
@@ -98,7 +102,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Take all buckets of one version.
 
         Raises:
-            WeightSyncError: If the group was not joined, or the sender is gone.
+            WeightSyncError: If the group was not joined, the sender is gone, or a parameter got no
+                weights.
         """
         if update_info.handles is not None:
             self._read_shared(update_info.handles)
@@ -113,6 +118,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
                 self._receive_on_cpu(options, deadline)
             else:
                 self._receive_on_gpu(options, deadline)
+        except WeightSyncError:  # they all came
+            raise
         except RuntimeError as error:
             if self.device.type != "cpu":
                 self.shutdown()  # an NCCL group that broke off would only hang
@@ -139,12 +146,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
                 pairs = zip(self._buckets, buffers, strict=True)
                 self._reload([view for pair in pairs for view in _named_views(*pair)])
                 return
-            stream = self._stream
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with self._loading() as load:
                 for number, buffer in enumerate(buffers):
                     self._buffer_of(number).copy_(buffer)
-                    self._load(number)
+                    load(number)
 
     def _receive_on_cpu(self, options: types.BroadcastOptions, deadline: float) -> None:
         """Take all buckets, then load: kernels keep packed copies, which a plain load would not
@@ -174,12 +180,12 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
         for number in range(min(_NUM_STAGES, len(self._buckets))):
             ask_for(number)
-        for number in range(len(self._buckets)):
-            stream.wait_event(arrived[number])
-            with torch.cuda.stream(stream):
-                self._load(number)
-            if number + _NUM_STAGES < len(self._buckets):
-                ask_for(number + _NUM_STAGES)
+        with self._loading() as load:
+            for number in range(len(self._buckets)):
+                stream.wait_event(arrived[number])
+                load(number)
+                if number + _NUM_STAGES < len(self._buckets):
+                    ask_for(number + _NUM_STAGES)
         self._collective.wait(deadline)
         begin, end = arrived[0], stream.record_event(torch.cuda.Event(enable_timing=True))
         end.synchronize()
@@ -195,6 +201,22 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Where a bucket is staged."""
         stage = self._stages[number % _NUM_STAGES]
         return stage[: self._buckets[number].num_bytes]
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[Callable[[int], None]]:
+        """How to load the staged bucket of a number; all of it on the stream of the copies."""
+        with torch.cuda.stream(self._stream):
+            if not self._reloads:
+                yield self._load
+                return
+            with reloading(self.model, self.model_config, self.device) as loaded:
+
+                def load(number: int) -> None:
+                    # a layer takes its weights once all are there; by then others are staged
+                    views = _named_views(self._buckets[number], self._buffer_of(number).clone())
+                    loaded.update(self.model.load_weights(views) or ())
+
+                yield load
 
     def _load(self, number: int) -> None:
         """Load a bucket: by the copies that loading it took the first time, where that is all."""
@@ -214,17 +236,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
     def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load all weights and let the layers pack them; even on error every layer is whole."""
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(weights)
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._pack_embeddings()
+        with reloading(self.model, self.model_config, self.device) as loaded:
+            loaded.update(self.model.load_weights(weights) or ())
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
@@ -239,18 +252,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Not used: `weights.sender` sends. vLLM before 0.32 demands that the method exists."""
         raise NotImplementedError("weights are sent by ray_apr.weights.sender.WeightSender")
-
-    def _pack_embeddings(self) -> None:
-        """Pack embeddings and heads again: with tied ones the reload leaves the old copy there."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import (
-            ParallelLMHead,
-            VocabParallelEmbedding,
-        )
-
-        with torch.no_grad():
-            for module in self.model.modules():
-                if isinstance(module, VocabParallelEmbedding | ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
 
 
 def _named_views(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
