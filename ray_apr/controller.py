@@ -98,6 +98,7 @@ def _run(
     signals: StopSignals,
     progress: Callable[[str], None] | None,
 ) -> ray.train.Result:
+    plan.check_model()
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
     started_at = time.time()
     make_run_folder(plan)

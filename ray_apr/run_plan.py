@@ -10,6 +10,7 @@ from typing import Any
 
 import ray.train
 
+from ray_apr.architectures import check_config
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -102,6 +103,18 @@ class RunPlan:
         """Of the train workers' collectives; None leaves it to Ray Train. Shards that are kept on
         the host are gathered there for checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
+
+    def check_model(self) -> None:
+        """Refuse a hub id's model that cannot be trained, once its config can be read; a folder's
+        was checked before.
+
+        Raises:
+            ConfigError: If it is refused.
+        """
+        if not Path(self.model).is_dir():
+            from transformers import PretrainedConfig
+
+            check_config(self.model, PretrainedConfig.get_config_dict(self.model)[0])
 
     def max_prompt_tokens(self, *, is_here: bool = False) -> int:
         """Longest prompt that leaves room for the response budget.

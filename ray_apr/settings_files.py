@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ray_apr.architectures import read_config
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment
 
@@ -27,14 +28,11 @@ def check_model(model: str, base_dir: Path) -> str:
     """Return the absolute folder of a model, or a hub id ``owner/name`` as it is.
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: If it is neither, or a model that cannot be trained.
     """
     folder = (base_dir / Path(model).expanduser()).resolve()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                "model", model, f"{folder} holds no config.json, so no model; make it"
-            )
+        read_config(model, folder)
         return str(folder)
     beside = (base_dir / model.split("/")[0]).is_dir()
     if not _HUB_ID.fullmatch(model) or beside:

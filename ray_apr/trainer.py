@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 import ray.train
 
+from ray_apr.architectures import read_config
 from ray_apr.checks import check_new_folder
 from ray_apr.config import (
     AlgorithmConfig,
@@ -239,8 +239,7 @@ def _check_model(model: str) -> int | None:
         if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
             raise ConfigError("model", model, "no such folder; give a folder or a hub id")
         return None
-    if not (folder / "config.json").is_file():
-        raise ConfigError("model", model, "the folder has no config.json of a Hugging Face model")
+    config = read_config(model, folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
             "model",
@@ -248,7 +247,7 @@ def _check_model(model: str) -> int | None:
             "the folder has no tokenizer; save one beside the weights "
             "(tokenizer.save_pretrained(folder))",
         )
-    context: Any = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    context = config.get("max_position_embeddings")
     return int(context) if context else None
 
 

@@ -4,7 +4,8 @@ Invariants:
     * Master weights and optimizer states are shards of `TrainConfig.master_dtype`; the forward pass
       runs in `TrainConfig.param_dtype`. With `TrainConfig.lora` only adapters have gradients and
       states. With `TrainConfig.cpu_offload` a GPU has only what it computes with.
-    * Dropout is off: the log-probs of a sample do not depend on a random state.
+    * Dropout and the routers' noise are off: the log-probs of a sample do not depend on a random
+      state.
     * FSDP averages gradients over ranks; `gradient_scale` undoes that, so that the ranks' losses
       add up to the loss of the whole batch.
 """
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ray_apr.architectures import check_config
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
@@ -55,7 +57,6 @@ _KEPT_OPS = {
     "torch_attn::_varlen_attn",
 }
 """What costs more to compute again than to keep."""
-_CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Module:
@@ -74,8 +75,8 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         are those of Hugging Face; tied weights stay tied.
 
     Raises:
-        ConfigError: If the model changes its logits after the head in a way that is not computed
-            here, or an adapter has no layer or a tied one.
+        ConfigError: If the model is none that can be trained (`architectures`), or an adapter has
+            no layer or a tied one.
     """
     dtype = _DTYPES[train.param_dtype]
     attention = attention_name(device, dtype, packed=train.packs(device.type))
@@ -135,16 +136,11 @@ def _mesh(shard_ranks: int | None, device: torch.device) -> DeviceMesh:
 
 
 def _load(model: str, dtype: torch.dtype, attention: str) -> Any:
-    """Load the weights, with dropout off."""
+    """Load the weights, with dropout and noise off."""
     config = AutoConfig.from_pretrained(model)
-    for changed in _CHANGED_LOGITS:
-        value = getattr(config, changed, None)
-        if value not in (None, 1, 1.0):
-            raise ConfigError(
-                "model", model, f"{changed} = {value} is not supported; choose a model without it"
-            )
+    check_config(model, config.to_dict())
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
+        if name.endswith(("dropout", "_pdrop", "jitter_noise")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=dtype, attn_implementation=attention

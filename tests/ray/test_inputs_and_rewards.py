@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -176,11 +177,14 @@ def test_a_response_budget_that_fills_the_context(model, prompts):
 def test_a_model_folder_without_tokenizer_or_config(model, prompts, tmp_path):
     with pytest.raises(ConfigError, match=r"model = .*no config\.json"):
         make(str(tmp_path), prompts)
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(Path(model) / "config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"no tokenizer; save one"):
         make(str(tmp_path), prompts)
     with pytest.raises(ConfigError, match="no such folder"):
         make(str(tmp_path / "nowhere"), prompts)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma2ForCausalLM"]}))
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be trained"):
+        make(str(tmp_path), prompts)
 
 
 def test_a_port_in_use(model, prompts):

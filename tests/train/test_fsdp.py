@@ -17,6 +17,7 @@ from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate, loca
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.step import train_step
 from ray_apr.types import SamplingParams
+from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -72,12 +73,25 @@ def test_dropout_is_off(tmp_path):
 
 
 def test_a_model_that_changes_its_logits_is_refused(tmp_path):
-    from transformers import Gemma2Config
-
-    config = Gemma2Config(num_hidden_layers=1, hidden_size=8, intermediate_size=8)
-    config.save_pretrained(tmp_path)
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    settings = json.loads((folder / "config.json").read_text())
+    changed = {**settings, "final_logit_softcapping": 30.0}
+    (folder / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        build_model(str(tmp_path), TRAIN, CPU)
+        build_model(str(folder), TRAIN, CPU)
+
+
+def test_the_noise_of_routers_is_off(tmp_path):
+    folder = make_family("Mixtral", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    noisy = {**settings, "router_jitter_noise": 0.5}
+    (folder / "config.json").write_text(json.dumps(noisy))
+    with process_group(tmp_path):
+        model = build_model(str(folder), TRAIN, CPU)
+        (row,) = make_batches(make_samples(), micro_batch_tokens=4096)
+        (part,) = micro_batches(row, CPU)
+        first, second = (response_logprobs(model, part)[0] for _ in range(2))
+        assert torch.equal(first, second)
 
 
 def test_weight_decay_leaves_vectors_alone():

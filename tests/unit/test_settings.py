@@ -32,7 +32,8 @@ train:
 def folder(tmp_path: Path) -> Path:
     """A folder with a model, prompts and a reward."""
     (tmp_path / "base_model").mkdir()
-    (tmp_path / "base_model" / "config.json").write_text("{}")
+    config = {"architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "base_model" / "config.json").write_text(json.dumps(config))
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "prompts.json").write_text(json.dumps(rows))
