@@ -41,7 +41,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-unit chaos fuzz-http check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-unit architectures chaos fuzz-http check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -59,6 +59,9 @@ test: $(DEV) ## run all tests
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
 	@exec $(PY) -m pytest tests/unit $(ARGS)
+
+architectures: $(DEV) ## try every family of models through syncs, engines and export (20 minutes)
+	@exec $(PY) benchmarks/architectures.py $(ARGS)
 
 chaos: $(DEV) ## kill engine cores at random moments of 40 runs (about an hour)
 	@exec $(PY) benchmarks/chaos.py $(ARGS)

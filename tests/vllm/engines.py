@@ -73,13 +73,15 @@ def largest_gap(a: Sequence[float], b: Sequence[float]) -> float:
 class Trainer:
     """The sending side: a Hugging Face model and its end of the weight group."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Any = None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         from ray_apr.weights.sender import WeightSender
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = model
         self.sender = WeightSender(self.model, bucket_mb=0.125)
         self.collective: Any = None
 

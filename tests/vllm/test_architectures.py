@@ -1,4 +1,7 @@
-"""Another architecture than the main job's, through the whole path of weights."""
+"""Other architectures than the main job's, through the whole path of weights.
+
+`make architectures` tries all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from ray_apr.config import TrainConfig
+from ray_apr.exceptions import WeightSyncError
 from ray_apr.train.checkpoint import export_hf
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.logprobs import micro_batches, response_logprobs
@@ -25,6 +29,7 @@ from tests.vllm.engines import (
     running,
     versions_of,
 )
+from tests.vllm.families_run import run_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,8 +44,13 @@ def folder(request, tmp_path_factory):
     )
 
 
-def test_after_each_sync_a_llama_in_the_engine_equals_the_trainer_s(folder):
+def test_after_each_sync_a_llama_in_the_engine_equals_the_trainer_s(folder, monkeypatch):
     trainer = Trainer(folder)
+    parameters = dict(trainer.model.named_parameters())
+    del parameters["model.norm.weight"]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.model, "named_parameters", lambda **_: iter(parameters.items()))
+        forgetful = Trainer(folder, trainer.model)
 
     async def body():
         async with running(make_engine(folder)) as engine:
@@ -58,8 +68,20 @@ def test_after_each_sync_a_llama_in_the_engine_equals_the_trainer_s(folder):
                 assert set(versions_of(generation)) == {version}
                 expected = hf_logprobs(trainer.model, PROMPT * 30, ids_of(generation))
                 assert largest_gap(logprobs_of(generation), expected) < 1e-4
+            await forgetful.join(engine)
+            with pytest.raises(WeightSyncError, match=r"1 parameters got no .*model\.norm\.weight"):
+                await forgetful.sync(engine, 3)
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "OLMo-2"])
+def test_after_each_sync_and_export_a_family_in_the_engine_equals_the_trainer_s(tmp_path, family):
+    """Mixtral: experts, and other names and shapes in memory than in the checkpoint. OLMo-2: vLLM
+    runs the code of Transformers."""
+    gaps = run_family(family, tmp_path)
+    assert max(gaps.before, gaps.sync_1, gaps.sync_2, gaps.exported) <= 1e-4
+    assert gaps.moved > 0.1, "a sync that was missed would be seen"
 
 
 def test_a_llama_trains_and_exports_what_transformers_loads(folder, tmp_path):
