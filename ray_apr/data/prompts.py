@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     import ray.data
 
 TOKEN_IDS = "__apr_prompt_token_ids"
-
-
+_REFUSAL = "__apr_refusal"
+"""Column of a table that stands for one with a prompt that was refused."""
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.json")
 
 
@@ -169,32 +170,25 @@ def encode_dataset(
 
     def encode(table: pa.Table) -> pa.Table:
         tokenizer = load_tokenizer(model)
-        ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
+        try:
+            ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
+        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
+            return pa.table({_REFUSAL: [pickle.dumps(error)]})
         return table.append_column(TOKEN_IDS, pa.array(ids, pa.list_(pa.int64())))
 
     import ray
 
     encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
-    try:
-        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
-    except Exception as error:
-        reasons = (e for e in _causes(error) if isinstance(e, ConfigError))
-        raise next(reasons, error) from error
+    refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
     first = 0
     for ref in refs:
         table: pa.Table = ray.get(ref)
+        if _REFUSAL in table.column_names:
+            raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
         lengths = table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist()
         check_lengths(lengths, max_prompt_tokens, column=column, first=first)
         first += table.num_rows
     return refs
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those behind it; Ray keeps that of a task in `cause`."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = getattr(seen, "cause", None) or seen.__cause__
 
 
 def check_lengths(
