@@ -166,8 +166,7 @@ class _Parts:
             self._made.set()
             if self._closing.is_set():
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
-                stop_rollout_servers(plan.name)
-                self._kill_actors()
+                self._take_away()
 
     def _encode(self, prompts: ray.data.Dataset) -> list[ray.ObjectRef]:
         plan = self.plan
@@ -405,8 +404,7 @@ class _Parts:
             self._ask(self._buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")
         finally:
-            stop_rollout_servers(plan.name)
-            self._kill_actors()
+            self._take_away()
 
     def _ask(self, answer: Any, whom: str) -> Any:
         """An actor's answer; None from one that is dead or does not answer in time."""
@@ -416,9 +414,13 @@ class _Parts:
             logger.error("the %s does not answer: %s", whom, one_line(error))
             return None
 
-    def _kill_actors(self) -> None:
-        for actor in reversed(self._actors):  # the lease before the recorder, which holds it
-            ray.kill(actor)
+    def _take_away(self) -> None:
+        """End the servers, and all actors whatever becomes of the servers."""
+        try:
+            stop_rollout_servers(self.plan.name)
+        finally:
+            for actor in reversed(self._actors):  # the lease before the recorder, which holds it
+                ray.kill(actor)
 
 
 def _outcome(error: BaseException | None) -> dict[str, str | None]:

@@ -207,7 +207,7 @@ def start_rollout_servers(
     try:
         _wait_until_running(app_name, config.start_timeout_s, cancelled or threading.Event())
     except ResourceError:
-        serve.delete(app_name)
+        stop_rollout_servers(app_name)
         raise
 
 
@@ -232,10 +232,14 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
 
 
 def stop_rollout_servers(app_name: str) -> None:
-    """Take the application away, and Serve itself if nothing else runs on it."""
+    """Take the application away, and Serve itself if nothing else runs on it.
+
+    An error is logged: whoever calls this has more to take away, or an error of its own to tell.
+    """
     try:
-        serve.delete(app_name)
+        if app_name in serve.status().applications:
+            serve.delete(app_name)
         if not serve.status().applications:
             serve.shutdown()
-    except (RayError, RayServeException) as error:
+    except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("Serve application %s could not be deleted: %s", app_name, error)

@@ -14,7 +14,7 @@ import uuid
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from ray_apr.serve.builder import stop_rollout_servers
 
@@ -44,9 +44,14 @@ class RunLease:
         a cluster without the application, and without this actor."""
         while self.is_held():
             continue
-        logger.warning("the driver of %s is gone; its servers are taken away", self._app_name)
-        stop_rollout_servers(self._app_name)
-        ray.kill(ray.get_runtime_context().current_actor)
+        logger.warning(
+            "the driver of %s or the run's recorder is gone; its servers are taken away",
+            self._app_name,
+        )
+        try:
+            stop_rollout_servers(self._app_name)
+        finally:
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def is_held(self) -> bool:
         """Wait a while for the holder's death; whether it lives."""
@@ -58,6 +63,9 @@ class RunLease:
             time.sleep(_PAUSE_S)
         except RayActorError:
             return False
+        except RayError as error:  # it says nothing of the holder
+            logger.warning("the driver of %s cannot be asked: %s", self._app_name, error)
+            time.sleep(_PAUSE_S)
         return True
 
 

@@ -150,6 +150,21 @@ def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_pa
     assert '"samples_trained": 12' in text
 
 
+def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, tmp_path):
+    killed: list[str] = []
+    parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
+
+    def stop(name):
+        raise KeyError(name)
+
+    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", stop)
+    monkeypatch.setattr("ray_apr.controller.ray.kill", killed.append)
+    parts._worker, parts._actors = Handle(stop=SUMMARY), ["the recorder", "the lease"]
+    with pytest.raises(KeyError):
+        parts.close(None)
+    assert killed == ["the lease", "the recorder"]
+
+
 def test_the_death_of_the_rollout_worker_reaches_the_trainer_at_once(monkeypatch, tmp_path):
     told = []
     buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
