@@ -103,7 +103,12 @@ def _run(
     started_at = time.time()
     make_run_folder(plan)
     _write_json(plan.folder / "config.json", plan.describe())
-    parts = _Parts(plan, prompts, held_out, started_at)
+    try:
+        with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
+            parts = _Parts(plan, prompts, held_out, started_at)
+    except BaseException as caught:
+        _write_end_of_start(plan, caught, time.time() - started_at)
+        raise
     error: BaseException | None = None
     try:
         with (
@@ -137,7 +142,7 @@ class _Parts:
     ) -> None:
         self.plan = plan
         self._started_at = started_at
-        self._start_error: BaseException | None = None
+        self._start_error: APRError | None = None
         self._setup_s: float | None = None
         self._closing = threading.Event()
         self._made = threading.Event()
@@ -294,11 +299,11 @@ class _Parts:
                 ray.get(self._evaluator.start.remote(), timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.time() - self._started_at
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
-            self._start_error = error
+            reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
+            self._start_error = reason
             self._made.wait(timeout=plan.rollout.start_timeout_s)
             if self._closing.is_set():
                 return
-            reason = error if isinstance(error, APRError) else APRError(f"servers: {error!r}")
             ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
 
     def _make_trainer(self) -> Any:
@@ -372,7 +377,7 @@ class _Parts:
     def _first_error(self) -> APRError | None:
         """What failed before the train workers did, if anything."""
         if self._start_error is not None:
-            return cause_of(self._start_error)
+            return self._start_error
         try:
             failure: APRError | None = ray.get(
                 self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
@@ -423,6 +428,11 @@ class _Parts:
                 ray.kill(actor)
 
 
+def _of_servers(error: Exception) -> APRError:
+    """An error of the servers' start that is none of ours, as one of ours."""
+    return APRError(f"servers: {error!r}").with_traceback(error.__traceback__)
+
+
 def _outcome(error: BaseException | None) -> dict[str, str | None]:
     """How the run ended."""
     if error is None:
@@ -430,6 +440,16 @@ def _outcome(error: BaseException | None) -> dict[str, str | None]:
     if isinstance(error, Stopped):
         return {"status": "stopped", "error": str(error)}
     return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
+
+
+def _write_end_of_start(plan: RunPlan, error: BaseException, wall_s: float) -> None:
+    """Write how a run ended that came to nothing: its parts could not be made."""
+    if not isinstance(error, Stopped):
+        log = plan.folder / ERROR_LOG
+        write_error_log(log, error, cause_of(error))
+        error.add_note(f"traceback: {log}")
+    final = final_figures(plan, None, None, 0) | {"setup_s": None, "wall_s": wall_s}
+    _write_json(plan.folder / "final.json", final | _outcome(error))
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import threading
 import types
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from ray_apr import cli
+from ray_apr import cli, controller
 from ray_apr.causes import cause_of, death_of, write_error_log
 from ray_apr.controller import _Parts
 from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, StarvedError, TrainError, WeightSyncError
+from ray_apr.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.final import final_figures
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
@@ -163,6 +166,50 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
     with pytest.raises(KeyError):
         parts.close(None)
     assert killed == ["the lease", "the recorder"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Stopped(signal.SIGINT), "stopped"),
+        (Stopped(signal.SIGTERM), "stopped"),
+        (KeyboardInterrupt(), "stopped"),
+        (ValueError("no row\nat all"), "failed"),
+    ],
+)
+def test_a_run_that_ends_while_its_parts_are_made_says_how(monkeypatch, tmp_path, error, status):
+    plan = run_plan(model=str(tmp_path))
+    monkeypatch.setattr(type(plan), "folder", tmp_path)
+    monkeypatch.setattr(controller, "make_run_folder", lambda plan: None)
+
+    def parts(*_):
+        raise error
+
+    monkeypatch.setattr(controller, "_Parts", parts)
+    with pytest.raises(Stopped if status == "stopped" else ValueError) as raised:
+        controller.run(plan, None)
+    final = json.loads((tmp_path / "final.json").read_text())
+    assert (final["status"], final["steps"], final["ledger_error"]) == (status, 0, None)
+    assert final["error"] == (str(raised.value) if status == "stopped" else "ValueError: no row")
+    assert (tmp_path / "error.log").exists() == (status == "failed")
+
+
+def test_an_error_of_the_servers_is_reported_as_one_of_theirs(monkeypatch, tmp_path):
+    """It was told as one of the training."""
+    told = []
+    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
+    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=None, recorder=RECORDER)
+    parts._closing, parts._made = threading.Event(), threading.Event()
+    parts._made.set()
+
+    def start(*_, **__):
+        raise KeyError("no such deployment")
+
+    monkeypatch.setattr("ray_apr.controller.start_rollout_servers", start)
+    parts._start_servers()
+    reason = parts._reason(group_error(rank0=OfAWorker(RuntimeError("the stream broke"))))
+    assert told == [reason] and str(reason) == "servers: KeyError('no such deployment')"
+    assert "in start" in (tmp_path / "error.log").read_text()
 
 
 def test_the_death_of_the_rollout_worker_reaches_the_trainer_at_once(monkeypatch, tmp_path):

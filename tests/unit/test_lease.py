@@ -75,9 +75,7 @@ def test_servers_that_serve_is_slow_to_delete_hide_no_other_error(
         raise TimeoutError("not deleted within 60 s")
 
     shut: list[str] = []
-    monkeypatch.setattr(
-        builder.serve, "status", lambda: SimpleNamespace(applications=applications)
-    )
+    monkeypatch.setattr(builder.serve, "status", lambda: SimpleNamespace(applications=applications))
     monkeypatch.setattr(builder.serve, "delete", delete)
     monkeypatch.setattr(builder.serve, "shutdown", lambda: shut.append("Serve"))
     builder.stop_rollout_servers("app")
