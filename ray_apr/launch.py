@@ -178,6 +178,7 @@ def _preview(rows: Mapping[str, PromptRows], plan: RunPlan) -> list[str]:
             remedy = f"its tokenizer cannot be loaded: {error}"
             raise ConfigError("model", plan.model, remedy) from error
         return [f"{plan.model} is not on this machine, so that no prompt was encoded"]
+    plan.check_model(is_here=True)
     max_prompt_tokens = plan.max_prompt_tokens(is_here=True)
     return [
         warning

@@ -104,17 +104,28 @@ class RunPlan:
         the host are gathered there for checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
 
-    def check_model(self) -> None:
+    def check_model(self, *, is_here: bool = False) -> None:
         """Refuse a hub id's model that cannot be trained, once its config can be read; a folder's
         was checked before.
 
-        Raises:
-            ConfigError: If it is refused.
-        """
-        if not Path(self.model).is_dir():
-            from transformers import PretrainedConfig
+        Args:
+            is_here: Read only what is on this machine.
 
-            check_config(self.model, PretrainedConfig.get_config_dict(self.model)[0])
+        Raises:
+            ConfigError: If it is refused, or cannot be had.
+        """
+        if Path(self.model).is_dir():
+            return
+        from transformers import PretrainedConfig
+
+        try:
+            config = PretrainedConfig.get_config_dict(self.model, local_files_only=is_here)[0]
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                "model", self.model, f"is no folder, and the hub does not give it: {reason}"
+            ) from error
+        check_config(self.model, config)
 
     def max_prompt_tokens(self, *, is_here: bool = False) -> int:
         """Longest prompt that leaves room for the response budget.

@@ -86,7 +86,7 @@ def test_the_yaml_s_model_is_checked_before_a_run_begins(tmp_path):
 def test_a_hub_id_s_model_is_checked_before_its_engines_start(monkeypatch):
     configs = {"a/b": {"architectures": ["Gemma2ForCausalLM"]}, "a/c": QWEN3}
     monkeypatch.setattr(
-        "transformers.PretrainedConfig.get_config_dict", lambda model: (configs[model], {})
+        "transformers.PretrainedConfig.get_config_dict", lambda model, **_: (configs[model], {})
     )
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be trained"):
         run_plan(model="a/b").check_model()

@@ -14,6 +14,7 @@ from ray_apr.data.prompts import encode_prompt, has_chat_template
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError
 from ray_apr.settings import RaySettings
+from tests.run_plans import run_plan
 
 
 @pytest.fixture
@@ -107,6 +108,40 @@ def prompts_of(*prompts):
 def test_a_dry_run_names_the_row_that_the_run_would_refuse(bad, message):
     with pytest.raises(ConfigError, match=message):
         look(prompts_of("a", "bc", bad, "d"))
+
+
+@pytest.fixture
+def of_the_hub(monkeypatch):
+    """Sets what is known of the model ``a/b``, whose tokenizer is on this machine."""
+    asked: list[bool] = []
+
+    def know(config):
+        def get(model, *, local_files_only):
+            asked.append(local_files_only)
+            if isinstance(config, OSError):
+                raise config
+            return config, {}
+
+        monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", get)
+        return asked
+
+    monkeypatch.setattr("ray_apr.data.prompts.load_tokenizer", lambda model, *, is_here: Letters())
+    return know
+
+
+def test_a_dry_run_refuses_a_model_of_the_hub_as_the_run_does(of_the_hub):
+    asked = of_the_hub({"architectures": ["Gemma2ForCausalLM"]})
+    rows = {"prompts": PromptRows(prompts_of("a"))}
+    with pytest.raises(ConfigError, match="model = 'a/b'.*tanh"):
+        launch._preview(rows, run_plan(model="a/b", max_model_len=4096))
+    assert asked == [True], "a dry run asks nobody"
+
+
+def test_a_model_that_the_hub_does_not_give_is_refused_as_a_setting(of_the_hub):
+    asked = of_the_hub(OSError("a/b is not a local folder\nand is not a valid identifier"))
+    with pytest.raises(ConfigError, match="model = 'a/b'.*hub.*folder and is not a valid"):
+        run_plan(model="a/b").check_model()
+    assert asked == [False]
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_a_warning():
