@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from ray_apr.serve.vllm_private import (
+    LinearBase,
+    VocabParallelEmbedding,
+    init_logger,
+    set_current_vllm_config,
+)
 from ray_apr.weights.probes import one_expert_each, probe_input, projections
 
 logger = init_logger("vllm.ray_apr")

@@ -44,12 +44,15 @@ VLLM = PrivateNames(
         "finalize_layerwise_reload": _RELOAD,
         "ParallelLMHead": _EMBEDDING,
         "VocabParallelEmbedding": _EMBEDDING,
+        "LinearBase": "vllm.model_executor.layers.linear",
+        "set_current_vllm_config": "vllm.config.vllm",
     },
     members={
         "AsyncLLM": "add_request(request_id,prompt,params,priority) abort pause_generation("
         "mode,clear_cache) resume_generation sleep(level) wake_up(tags) check_health shutdown "
         "init_weight_transfer_engine start_weight_update update_weights finish_weight_update "
-        "engine_core model_config",
+        "engine_core model_config from_engine_args(engine_args,stat_loggers) "
+        "collective_rpc(method,args) output_handler errored dead_error tokenizer",
         "AsyncMPClient": "pause_scheduler_async(mode,clear_cache) abort_requests_async("
         "request_ids)",
         "RequestOutputCollector": "get request_id",
@@ -63,7 +66,7 @@ VLLM = PrivateNames(
         "Request": "request_id client_index sampling_params",
         "RequestStatus": "FINISHED_ABORTED",
         "StatLoggerBase": "record(scheduler_stats,iteration_stats) log_engine_initialized",
-        "Worker": "init_device",
+        "Worker": "init_device model_runner",
         "RayExecutorV2": "_init_executor",
         "WeightTransferEngineFactory": "register_engine(name)",
         "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
@@ -72,6 +75,9 @@ VLLM = PrivateNames(
         "WeightTransferUpdateRequest": "update_info",
         "finalize_layerwise_reload": "(model,model_config)",
         "initialize_layerwise_reload": "(model)",
+        "LinearBase": "input_size quant_method",
+        "VocabParallelEmbedding": "embedding_dim org_vocab_size quant_method",
+        "set_current_vllm_config": "(vllm_config)",
     },
 )
 

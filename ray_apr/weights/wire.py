@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,14 +88,14 @@ def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     that is possible."""
     from transformers import PreTrainedModel
 
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ModuleNotFoundError:  # Transformers 4, whose models are as their checkpoints
+    is_old = importlib.util.find_spec("transformers.core_model_loading") is None
+    if is_old or not isinstance(model, PreTrainedModel):  # models of 4 are as their checkpoints
         return tensors
-    if not isinstance(model, PreTrainedModel):
-        return tensors
+    from ray_apr.transformers_private import revert_weight_conversion
+
     with _NoCopies():
-        return revert_weight_conversion(model, dict(tensors))
+        saved: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return saved
 
 
 class _NoCopies(TorchDispatchMode):

@@ -132,14 +132,14 @@ def of_the_hub(monkeypatch):
 def test_a_dry_run_refuses_a_model_of_the_hub_as_the_run_does(of_the_hub):
     asked = of_the_hub({"architectures": ["Gemma2ForCausalLM"]})
     rows = {"prompts": PromptRows(prompts_of("a"))}
-    with pytest.raises(ConfigError, match="model = 'a/b'.*tanh"):
+    with pytest.raises(ConfigError, match=r"model = 'a/b'.*tanh"):
         launch._preview(rows, run_plan(model="a/b", max_model_len=4096))
     assert asked == [True], "a dry run asks nobody"
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_as_a_setting(of_the_hub):
     asked = of_the_hub(OSError("a/b is not a local folder\nand is not a valid identifier"))
-    with pytest.raises(ConfigError, match="model = 'a/b'.*hub.*folder and is not a valid"):
+    with pytest.raises(ConfigError, match=r"model = 'a/b'.*hub.*folder and is not a valid"):
         run_plan(model="a/b").check_model()
     assert asked == [False]
 

@@ -1,4 +1,4 @@
-"""Private names of Ray, PyTorch and vLLM against the versions that are installed.
+"""Private names of Ray, PyTorch, Transformers and vLLM against the versions that are installed.
 
 A name that is listed here as missing has gone or moved: see what took its place, change the adapter
 that its table is in, and the versions that it is tested with.
@@ -6,13 +6,17 @@ that its table is in, and the versions that it is tested with.
 
 from __future__ import annotations
 
+import ast
 import datetime
 import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from ray_apr import private, ray_private, torch_private
+from ray_apr import private, ray_private, serve, torch_private, transformers_private
 from ray_apr.exceptions import APRError, PrivateNameError
 from ray_apr.serve import vllm_private
 from tests.versions.sources import missing
@@ -36,6 +40,55 @@ def test_vllm_has_what_is_used_of_its_inside():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     assert missing(vllm_private.VLLM) == []
+
+
+PUBLIC = {"AsyncEngineArgs", "RequestOutputKind", "SamplingParams", "WeightTransferConfig"}
+"""Names of vLLM that it documents."""
+ASKED_FOR = {"update_weight_version"}
+"""Members of AsyncLLM that the adapter does without where there are none."""
+
+
+def of_serve() -> Iterator[ast.AST]:
+    for file in sorted(Path(serve.__file__).parent.glob("*.py")):
+        yield from ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+
+
+def test_the_table_of_vllm_has_all_that_is_imported():
+    """Some were imported past the table: `make check-versions` would not have missed them."""
+    imported = {
+        alias.name
+        for node in of_serve()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert imported - PUBLIC - vllm_private.VLLM.names.keys() == set()
+
+
+def test_the_table_of_vllm_has_all_that_is_used_of_its_engine():
+    used = {
+        node.attr
+        for node in of_serve()
+        if isinstance(node, ast.Attribute)
+        and (
+            getattr(node.value, "attr", None) == "_llm" or getattr(node.value, "id", None) == "llm"
+        )
+    }
+    listed = set(re.findall(r"(\w+)(?:\(|\s|$)", vllm_private.VLLM.members["AsyncLLM"]))
+    assert {"output_handler", "add_request"} <= used <= listed | ASKED_FOR
+
+
+def test_an_attribute_that_is_set_at_the_start_is_a_member():
+    names = private.PrivateNames(
+        distributions=("pytest",),
+        tested="1.0",
+        names={"Session": "_pytest.main"},
+        members={"Session": "testsfailed never_set"},
+    )
+    assert missing(names) == ["_pytest.main.Session.never_set"]
+
+
+def test_transformers_has_what_is_used_of_its_inside():
+    assert missing(transformers_private.TRANSFORMERS) == []
 
 
 def test_torch_has_what_is_used_of_its_inside():
