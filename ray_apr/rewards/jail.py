@@ -15,8 +15,9 @@ Invariants:
       init, process 1 of its own process namespace, ends them all. Without, the supervisor ends
       those of the program's user or, where the user is its own, all of its descendants.
     * The supervisor ends with its caller, and init with the supervisor.
-    * The program has no privilege and cannot gain one; it can make neither sockets, nor namespaces,
-      nor memory that its limits do not count (`system_calls.py`).
+    * The program has no privilege and cannot gain one; it can make neither sockets (but pairs,
+      which only its own processes hold), nor namespaces, nor memory that its limits do not count
+      (`system_calls.py`).
     * Nobody but the jail writes to the status: the program does not inherit it, and may not look
       into the processes that hold it, unless it runs as their user without namespaces.
 """

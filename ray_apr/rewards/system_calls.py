@@ -1,9 +1,9 @@
 """Which system calls a program in the sandbox may not make, as a seccomp filter.
 
-Denied is what makes sockets, memory that no limit counts, namespaces or mounts, what looks into
-other processes, and parts of the kernel that are large and that no answer to a task needs. What is
-denied fails with EPERM; `clone3`, whose flags a filter cannot read, with ENOSYS, upon which C
-libraries call `clone`.
+Denied is what makes sockets (but pairs of them, which reach nobody else and which event loops
+need), memory that no limit counts, namespaces or mounts, what looks into other processes, and parts
+of the kernel that are large and that no answer to a task needs. What is denied fails with EPERM;
+`clone3`, whose flags a filter cannot read, with ENOSYS, upon which C libraries call `clone`.
 
 The filter is classic BPF over ``struct seccomp_data`` (include/uapi/linux/{seccomp,bpf_common}.h):
 number, architecture, instruction pointer, six arguments.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DENIED: Mapping[str, tuple[int, int]] = {
-    # sockets, and memory that no limit counts
+    # sockets but pairs, and memory that no limit counts
     "socket": (41, 198),
     "shmget": (29, 194),
     "msgget": (68, 186),
