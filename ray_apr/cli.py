@@ -117,12 +117,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.launch import check_new_run, dry_run, make_plan, run_training
+    from ray_apr.checks import check_new_folder
+    from ray_apr.launch import dry_run, make_plan, run_training
     from ray_apr.settings import load_settings
 
     began_at = time.monotonic()
     settings = load_settings(args.config, args.overrides).with_run_name()
-    check_new_run(settings)
+    check_new_folder(settings.run_dir)  # before a report is made of what it holds
     plan = make_plan(settings)
     if args.dry_run:
         _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.serve.plugin import why_not_loaded
 from ray_apr.settings import PromptsSettings, RaySettings, RunSettings
@@ -136,15 +135,6 @@ def read_prompts(prompts: PromptsSettings) -> PromptRows:
     return PromptRows(table if prompts.limit is None else table.slice(0, prompts.limit))
 
 
-def check_new_run(settings: RunSettings) -> None:
-    """Check that the run folder holds no run yet: two runs would be mixed in its files.
-
-    Raises:
-        ConfigError: If it does.
-    """
-    check_new_folder(settings.run_dir)
-
-
 def dry_run(settings: RunSettings) -> list[str]:
     """Check what a run would check, and all of its prompts; start nothing.
 
@@ -209,7 +199,6 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         APRError: If the run fails; what it wrote until then stays in the run folder.
         Stopped: Somebody ended it, with Ctrl-C or SIGTERM.
     """
-    check_new_run(settings)
     held_out = settings.evaluation_prompts
     trainer = make_trainer(
         settings,

@@ -160,15 +160,18 @@ def check_new_storage(uri: str, name: str, filesystem: pyarrow.fs.FileSystem | N
 
 @contextlib.contextmanager
 def placement_limit(limit_s: float) -> Iterator[None]:
-    """Have Ray Train, which reads it in the environment, wait so long for room for its workers."""
-    before = os.environ.get(_PLACEMENT_LIMIT)
+    """Have Ray Train, which reads it in the environment, wait so long for room for its workers.
+
+    A variable that is set outside wins.
+    """
+    if _PLACEMENT_LIMIT in os.environ:
+        yield
+        return
     os.environ[_PLACEMENT_LIMIT] = str(limit_s)
     try:
         yield
     finally:
         del os.environ[_PLACEMENT_LIMIT]
-        if before is not None:
-            os.environ[_PLACEMENT_LIMIT] = before
 
 
 def found_no_place(error: Exception) -> bool:
@@ -191,8 +194,12 @@ def not_placed(scaling: ray.train.ScalingConfig, limit_s: float) -> ResourceErro
         if lacks
         else "no node has as much of them as one worker wants"
     )
+    given = os.environ.get(_PLACEMENT_LIMIT)  # see `placement_limit`
+    limit = f"{limit_s:g} s (rollout.start_timeout_s)"
+    if given is not None:
+        limit = f"{given} s ({_PLACEMENT_LIMIT})"
     return ResourceError(
-        f"the {workers} train workers found no place within {limit_s:g} s "
-        f"(rollout.start_timeout_s): they want {', '.join(figures)}; {reason}. Lower "
+        f"the {workers} train workers found no place within {limit}: they want "
+        f"{', '.join(figures)}; {reason}. Lower "
         "scaling.num_workers or rollout.num_replicas, add nodes, or end what else runs there"
     )

@@ -60,9 +60,8 @@ class ScalingSettings:
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """What `ray.train.ScalingConfig` reserves for one worker."""
-        gpus = {"GPU": 1.0} if self.use_gpu else {}
-        return {"CPU": self.num_cpus_per_worker, **gpus}
+        """What `ray.train.ScalingConfig` reserves for one worker, beside its GPU."""
+        return {"CPU": self.num_cpus_per_worker}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class APRTrainer:
             raise ConfigError("group_filter", group_filter, remedy)
         context = _check_model(model)
         max_model_len = _check_context(rollout, context)
-        _check_workers(scaling, train)
+        _check_workers(scaling, train, rollout)
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
         check_attestation(partial_rollout, rollout, installed_vllm())
@@ -270,12 +270,20 @@ def _check_context(rollout: RolloutConfig, context: int | None) -> int | None:
     return context
 
 
-def _check_workers(scaling: ray.train.ScalingConfig, train: TrainConfig) -> None:
-    """Check workers against the batch."""
+def _check_workers(
+    scaling: ray.train.ScalingConfig, train: TrainConfig, rollout: RolloutConfig
+) -> None:
+    """Check workers against the batch and the placement."""
     workers = scaling.num_workers
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError("scaling.num_workers", workers, "must be a whole number of at least 1")
     train.check_workers(workers)
+    if rollout.is_colocated and "GPU" in (scaling.resources_per_worker or {}):
+        raise ConfigError(
+            "scaling.resources_per_worker",
+            scaling.resources_per_worker,
+            "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
+        )
 
 
 def check_resources(

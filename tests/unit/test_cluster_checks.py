@@ -6,7 +6,7 @@ import pytest
 import ray.train
 
 from ray_apr import trainer
-from ray_apr.config import RolloutConfig
+from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve import builder
 from tests.run_plans import run_plan
@@ -44,7 +44,7 @@ def test_colocated_ones_have_the_same(check):
         check(replicas=2, workers=2, device="cpu", placement="colocated")
 
 
-@pytest.mark.parametrize("given", [None, {"CPU": 2.0, "GPU": 1.0}])
+@pytest.mark.parametrize("given", [None, {"CPU": 2.0}])
 def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
     plan = run_plan(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
@@ -54,6 +54,14 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
     assert 2 * engine["GPU"] > 1.0, "and no second engine"
     assert run_plan(scaling=scaling).worker_scaling is scaling
+
+
+def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():
+    """It was replaced without a word."""
+    scaling = ray.train.ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5})
+    with pytest.raises(ConfigError, match=r"scaling\.resources_per_worker = .*leave GPU out"):
+        trainer._check_workers(scaling, TrainConfig(), RolloutConfig(placement="colocated"))
+    trainer._check_workers(scaling, TrainConfig(), RolloutConfig())
 
 
 def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):

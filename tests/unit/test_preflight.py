@@ -10,7 +10,7 @@ import ray.train
 from ray.exceptions import ActorDiedError
 
 from ray_apr import preflight
-from ray_apr.config import TrainConfig
+from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.preflight import (
     check_new_storage,
@@ -158,7 +158,7 @@ def test_what_ray_train_gets_besides_is_the_users():
 def test_elastic_train_workers_are_refused():
     scaling = SimpleNamespace(num_workers=(1, 2), use_gpu=False, resources_per_worker=None)
     with pytest.raises(ConfigError, match=r"scaling\.num_workers = \(1, 2\): must be a whole"):
-        _check_workers(scaling, TrainConfig())
+        _check_workers(scaling, TrainConfig(), RolloutConfig())
 
 
 # -- placement -------------------------------------------------------------------------------------
@@ -183,6 +183,9 @@ def test_train_workers_without_a_place_say_what_the_cluster_lacks(monkeypatch, f
     assert reason in text and "within 600 s (rollout.start_timeout_s)" in text
     assert f"6 CPU (free: {free['CPU']:g} of 8)" in text
     assert f"2 GPU (free: {free.get('GPU', 0):g} of 2)" in text
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "7")
+    text = str(not_placed(scaling, 600.0))
+    assert "within 7 s (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S)" in text
 
 
 @pytest.mark.parametrize("before", [None, "7"])
@@ -192,5 +195,5 @@ def test_the_limit_of_placement_reaches_ray_train_and_does_not_stay(monkeypatch,
     if before is not None:
         monkeypatch.setenv(name, before)
     with placement_limit(90.0):
-        assert os.environ[name] == "90.0"
+        assert os.environ[name] == (before or "90.0"), "a user's variable wins"
     assert os.environ.get(name) == before

@@ -92,7 +92,7 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.train.betas == (0.8, 0.9)
     assert settings.prompts.limit == 1
     assert settings.rollout.engine_kwargs == {"max_num_seqs": 64}
-    assert settings.scaling.resources_per_worker == {"CPU": 1.0, "GPU": 1.0}
+    assert settings.scaling.resources_per_worker == {"CPU": 1.0}, "the GPU is Ray Train's default"
     assert settings.with_run_name().run_dir == Path("runs").resolve() / "mine"
 
 
