@@ -23,7 +23,7 @@ from typing import Any
 
 from ray_apr.exceptions import RolloutError
 
-_EQUAL_LOGITS = 8
+_EQUAL_LOGITS = 64
 """Logits equal to the last one within top_k that a support has room for."""
 
 
@@ -138,8 +138,8 @@ class SamplingParams:
 
     @property
     def support_size(self) -> int:
-        """Most ids that a generation says could be drawn at a token; 0 if it says none. Some more
-        than `top_k`: of equal logits at its edge none is cut off."""
+        """Most ids that a generation says could be drawn at a token; 0 if it says none. More than
+        `top_k`: of equal logits at its edge vLLM cuts none off."""
         return self.top_k + _EQUAL_LOGITS if self.reports_support else 0
 
     def of_call(self, sample: Sample, *, seed: int | None = None) -> SamplingParams:

@@ -218,7 +218,8 @@ class Engine:
                 does not have before the next weight sync. One that is paused may get it.
 
         Raises:
-            RolloutError: If the request is malformed, or its id is in use.
+            RolloutError: If the request is malformed, its id is in use, or more ids could be drawn
+                at a token than vLLM tells.
             EngineUnavailableError: If the engine is dead, or its weights are undefined or older.
         """
         if request_id in self._running:
@@ -275,7 +276,7 @@ class Engine:
     async def _run(
         self, request_id: str, prompt: Mapping[str, Any], sampling: SamplingParams, max_tokens: int
     ) -> Generation:
-        params = vllm_params(sampling, max_tokens, self._llm.model_config.get_vocab_size())
+        params = vllm_params(sampling, max_tokens, self._vocabulary)
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         version = self._policy_version
         with self._inside_engine(request_id) as call, self._dead_is_unavailable():

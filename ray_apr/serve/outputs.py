@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ray_apr.exceptions import RolloutError
 from ray_apr.types import FinishReason, SamplingParams, Segment, pack_ids
 
 REASONS = {
@@ -19,6 +20,8 @@ REASONS = {
 _IDS_PER_CHARACTER = 4
 """Most ids that a character takes: the bytes of its UTF-8."""
 _UNFINISHED = "\ufffd"
+_WHOLE = 1 - 1e-3
+"""Least probability of all that could be drawn; what lacks are ids that vLLM had no room for."""
 
 
 def vllm_params(sampling: SamplingParams, max_tokens: int, vocabulary: int) -> Any:
@@ -46,7 +49,11 @@ def vllm_params(sampling: SamplingParams, max_tokens: int, vocabulary: int) -> A
 
 
 def segments_of(output: Any, version: int, *, with_support: bool) -> tuple[Segment, ...]:
-    """Cut an output at the boundaries that vLLM attests; `version` where it attests none."""
+    """Cut an output at the boundaries that vLLM attests; `version` where it attests none.
+
+    Raises:
+        RolloutError: If a support is not whole.
+    """
     ids = tuple(output.token_ids)
     logprobs, support = _columns(output.logprobs, with_support) if ids else ((), ())
     spans = getattr(output, "weight_versions", None)
@@ -68,14 +75,23 @@ def segments_of(output: Any, version: int, *, with_support: bool) -> tuple[Segme
 
 def _columns(flat: Any, with_support: bool) -> tuple[tuple[float, ...], tuple[bytes, ...]]:
     """Log-probs and supports from vLLM's flat log-probs, where a token stands before the likeliest
-    ones; those that could not be drawn have no probability."""
+    ones; those that could not be drawn have no probability. vLLM draws from all that equal the last
+    one within top_k, and of so many ties some may lack."""
     if not with_support:
         return tuple(flat.logprobs), ()  # one number for each token
-    support = tuple(
-        pack_ids({flat.token_ids[i] for i in range(begin, end) if flat.logprobs[i] > -math.inf})
-        for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)
-    )
-    return tuple(flat.logprobs[begin] for begin in flat.start_indices), support
+    support = []
+    for begin, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        found = zip(flat.token_ids[begin:end], flat.logprobs[begin:end], strict=True)
+        drawable = {token: logprob for token, logprob in found if logprob > -math.inf}
+        known = sum(map(math.exp, drawable.values()))
+        if known < _WHOLE:
+            raise RolloutError(
+                f"rollout.top_k: more ids tie with the last one in it than the {len(drawable)} that "
+                f"vLLM tells, which have {known:.4f} of the probability; in bfloat16 such ties "
+                'are common: set rollout.dtype to "float32", another rollout.top_k, or none'
+            )
+        support.append(pack_ids(drawable))
+    return tuple(flat.logprobs[begin] for begin in flat.start_indices), tuple(support)
 
 
 def up_to(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
