@@ -82,7 +82,7 @@ class AlgorithmConfig:
     clip_high: float = 0.28
     """... and above at 1 + clip_high (DAPO's clip-higher)."""
     dual_clip: float | None = None
-    """Bound c > 1 of the loss for negative advantages; None leaves it out."""
+    """Bound c > 1 of the loss for negative advantages, of ppo and gspo; None leaves it out."""
     proximal: Proximal = "forward"
     """Where the proximal log-probs come from. forward: the model at the start of the update (with
     one optimizer step a batch it costs no pass of its own); interpolated: between behavior and
@@ -93,16 +93,18 @@ class AlgorithmConfig:
     importance: Importance | None = "token"
     """Weight of a token's loss. token, sequence: the ratio of a token or of the whole response,
     truncated at `importance_cap`; icepop: the token's ratio, and 0 outside of `icepop_bounds`
-    (2510.18855); None: no weight. Without meaning where ``proximal="behavior"``."""
+    (2510.18855); None: no weight. With ``proximal="behavior"``, where no weight is, sequence and
+    icepop are refused."""
     importance_cap: float | None = 2.0
-    """Largest importance weight (TIS); None does not truncate."""
+    """Largest importance weight (TIS); None does not truncate. Another bound is refused with
+    ``proximal="behavior"``."""
     importance_normalize: bool = False
     """Divide the weights by their mean over the whole batch."""
     icepop_bounds: tuple[float, float] = (0.5, 5.0)
     """Smallest and largest ratio that IcePop keeps."""
     rejection: Rejection | None = None
     """Metric by which tokens or responses too far from the policy are taken out of the loss; see
-    `algorithms.rejection_mask`."""
+    `algorithms.rejection_mask`. Refused with ``proximal="behavior"``, whose ratio is 1."""
     rejection_bound: float | tuple[float, float] = 2.0
     """Largest value that is kept, or (smallest, largest) ratio for the k1 metrics."""
     kl_coef: float = 0.0
@@ -198,6 +200,32 @@ class AlgorithmConfig:
             self.importance_normalize,
             'needs proximal="forward", whose log-probs are known before the update',
         )
+        self._check_inert()
+
+    def _check_inert(self) -> None:
+        """Refuse what the loss that is asked for would not look at."""
+        s = "algorithm"
+        require(
+            self.dual_clip is None or self.loss in ("ppo", "gspo"),
+            f"{s}.dual_clip",
+            self.dual_clip,
+            'needs loss="ppo" or "gspo"; no other one takes a bound: leave it out',
+        )
+        if self.proximal != "behavior":
+            return
+        unused = {
+            "rejection": self.rejection is None,
+            "importance": self.importance in ("token", None),
+            "importance_cap": self.importance_cap in (type(self).importance_cap, None),
+        }
+        for name, is_left in unused.items():
+            require(
+                is_left,
+                f"{s}.{name}",
+                getattr(self, name),
+                'has no meaning with proximal="behavior", whose ratio to the behavior policy is 1; '
+                'leave it out, or set proximal="forward"',
+            )
 
     def _check_bounds(self) -> None:
         s, pair = "algorithm", "must be two numbers (low, high) with 0 <= low < high"

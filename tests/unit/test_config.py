@@ -312,6 +312,12 @@ def test_overlong_buffer_is_a_part_of_the_response():
         ({"proximal": "behavior", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
         ({"proximal": "interpolated", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
         ({"proximal": "interpolated", "importance_normalize": True}, "importance_normalize"),
+        ({"proximal": "behavior", "rejection": "token_k1"}, "rejection"),
+        ({"proximal": "behavior", "importance": "sequence"}, "importance"),
+        ({"proximal": "behavior", "importance": "icepop"}, "importance"),
+        ({"proximal": "behavior", "importance_cap": 5.0}, "importance_cap"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"loss": lambda *policies: policies[0], "dual_clip": 3.0}, "dual_clip"),
     ],
 )
 def test_objectives_that_contradict_themselves_are_refused(values, field):
@@ -327,6 +333,8 @@ def test_unknown_objective_names_the_known_ones(name):
 
 
 def test_presets_of_objectives_can_be_changed():
+    assert AlgorithmConfig.preset("gspo", importance=None, importance_cap=None).importance is None
+    assert AlgorithmConfig.preset("gspo", dual_clip=3.0).dual_clip == 3.0
     assert AlgorithmConfig.preset("gspo", clip_high=0.1).loss == "gspo"
     assert AlgorithmConfig.preset("gspo", clip_high=0.1).clip_high == 0.1
     assert AlgorithmConfig(rejection="token_k1", rejection_bound=[0.5, 2]).rejection_bound == (
