@@ -34,8 +34,6 @@ class SlowLLM:
     """What an engine needs of vLLM. All of its requests decode at one speed; while `is_hung`,
     nothing comes out of its core, and calls of the core are not answered."""
 
-    model_config = SimpleNamespace(get_vocab_size=lambda: 200_000)
-
     def __init__(self, load, *, tokens_per_s: float, lengths) -> None:
         self.engine_core = self
         self.is_hung = self._is_paused = self.errored = False
@@ -127,6 +125,7 @@ class Replica:
         )
         self.llm = engine._llm = SlowLLM(engine._load, tokens_per_s=tokens_per_s, lengths=lengths)
         engine._is_multimodal = engine._attests = False
+        engine._vocabulary = 200_000
         engine._activity.start()
         engine._watch()
         self.server._mailboxes, self.server._calls = Mailboxes(), set()

@@ -102,7 +102,8 @@ class RolloutConfig:
     max_request_failures: int = 3
     """Failures of one sample before its group is dropped as failed."""
     max_consecutive_failures: int = 8
-    """Failures in a row, of generation or of rewards, that stop the run. What fails of one cause
+    """Failures in a row that stop the run: of generations, of an environment's steps, or of
+    rewards, each a row of its own, which a success of its kind begins anew. What fails of one cause
     while it was under way together counts once; an engine that is gone counts as none."""
     max_turns: int | None = None
     """Most turns of a response in a run with an environment; None leaves it to the budget."""

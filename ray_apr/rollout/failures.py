@@ -2,7 +2,8 @@
 
 Invariants:
     * What fails of one cause while it was under way together is one failure (`FailureCount`): a
-      dead judge counts once, however many samples waited for it.
+      dead judge counts once, however many samples waited for it. Generations, steps and rewards
+      are rows of their own, so that responses which end well do not hide that no reward does.
     * An engine that is gone is told once, and once more when its samples go on (`Outage`).
 
 Pure: no I/O but the log, no ray, no torch.
@@ -21,13 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class FailureCount:
-    """Counts failures in a row.
+    """Counts failures in a row, of one kind of attempts.
 
     A failure counts unless its attempt had begun before the last failure of the same cause was
     counted. A success begins the row anew.
 
+    Args:
+        what: The attempts, in the plural.
+
     Example:
-        >>> count = FailureCount()
+        >>> count = FailureCount("rewards")
         >>> began = count.now
         >>> [count.failed("no judge", began) for _ in range(32)][-1]
         1
@@ -35,7 +39,8 @@ class FailureCount:
         2
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.now = 0
         """When an attempt begins, in failures counted before."""
         self._in_a_row = 0

@@ -143,7 +143,9 @@ class RolloutWorker:
         self._requests: dict[str, str] = {}
         """Request id of each generate call under way, by sample."""
         self._failures: dict[str, int] = {}
-        self._failure_count = FailureCount()
+        self._generations = FailureCount("generations")
+        self._steps = FailureCount("steps of the environment")
+        self._scores = FailureCount("rewards")
         self._outage = Outage()
         self._num_rewards = 0
         """Answers of the reward function and of the environment."""
@@ -237,7 +239,7 @@ class RolloutWorker:
             while (sample := self._state.next_reset()) is not None:
                 tasks.create_task(self._reset(sample), name=f"reset-{sample.sample_id}")
             while (sample := self._state.start_next()) is not None:
-                began = self._failure_count.now
+                began = self._generations.now
                 generating = self._generate(sample, began)
                 tasks.create_task(generating, name=f"sample-{sample.sample_id}")
             await self._abort((*self._dispatcher.to_interrupt(), *self._state.take_surplus()))
@@ -348,6 +350,8 @@ class RolloutWorker:
             self._requests.pop(sample_id, None)
         self._outage.ended(sample_id)
         new = generation.num_tokens
+        if new:
+            self._generations.succeeded()
         self._engines.count_received(generation.replica_id, new)
         self._metrics.add("apr_rollout_generated_tokens", new)
         updated = self._state.on_generation(sample_id, generation)
@@ -373,7 +377,7 @@ class RolloutWorker:
 
     async def _observe(self, asked: Sample, answer: Awaitable[Step]) -> None:
         """Take the environment's answer, unless the sample was dropped or began anew meanwhile."""
-        begin, began = time.monotonic(), self._failure_count.now
+        begin, began = time.monotonic(), self._steps.now
         try:
             step = await answer
             token_ids = () if step.done else encode_step(self._tokenizer, asked, step)
@@ -381,9 +385,10 @@ class RolloutWorker:
         except (StepError, RolloutError) as error:
             if self._state.is_current(asked):
                 self._metrics.add("apr_reward_failures", kind=getattr(error, "kind", "invalid"))
-                await self._fail(asked.sample_id, error, began)
+                await self._fail(asked.sample_id, error, self._steps, began)
             return
         self._num_rewards += 1
+        self._steps.succeeded()
         self._metrics.observe("apr_environment_duration_seconds", time.monotonic() - begin)
         self._wake.set()
         if sample is not None and sample.finish_reason is not None:
@@ -402,16 +407,16 @@ class RolloutWorker:
                 return
         text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample = self._state.set_text(sample.sample_id, text)
-        begin, began = time.monotonic(), self._failure_count.now
+        begin, began = time.monotonic(), self._scores.now
         try:
             result = result or await self._scorer.score(sample)
         except UserCodeError as error:
             self._metrics.add("apr_reward_failures", kind=error.kind)
-            await self._fail(sample.sample_id, error, began)
+            await self._fail(sample.sample_id, error, self._scores, began)
             return
         self._metrics.observe("apr_reward_duration_seconds", time.monotonic() - begin)
         self._num_rewards += 1
-        self._failure_count.succeeded()
+        self._scores.succeeded()
         group = self._state.on_reward(sample.sample_id, result)
         if group is not None:
             for member in group:
@@ -439,9 +444,9 @@ class RolloutWorker:
         failures = self._failures[sample_id] = self._failures.get(sample_id, 0) + 1
         logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
         if failures >= self._config.max_request_failures:
-            await self._fail(sample_id, error, began)
+            await self._fail(sample_id, error, self._generations, began)
             return
-        self._count_failure(sample_id, error, began)
+        self._count_failure(sample_id, error, self._generations, began)
         await asyncio.sleep(_RETRY_PAUSE_S * failures)
         self._retry(sample_id)
 
@@ -452,22 +457,26 @@ class RolloutWorker:
         else:
             self._outage.ended(sample_id)
 
-    async def _fail(self, sample_id: str, error: Exception, began: int) -> None:
+    async def _fail(
+        self, sample_id: str, error: Exception, count: FailureCount, began: int
+    ) -> None:
         """Drop the group of a sample whose generation or reward failed for good."""
         self._failures.pop(sample_id, None)
         logger.warning("the group of sample %s is dropped: %s", sample_id, error)
         running = self._state.fail(sample_id)
         self._wake.set()
-        self._count_failure(sample_id, error, began)
+        self._count_failure(sample_id, error, count, began)
         await self._abort(running)
 
-    def _count_failure(self, sample_id: str, error: Exception, began: int) -> None:
+    def _count_failure(
+        self, sample_id: str, error: Exception, count: FailureCount, began: int
+    ) -> None:
         """Stop the run when everything fails, instead of dropping group after group."""
         limit = self._config.max_consecutive_failures
-        in_a_row = self._failure_count.failed(cause_of(error, sample_id), began)
+        in_a_row = count.failed(cause_of(error, sample_id), began)
         if in_a_row >= limit and self._fatal is None:
             self._fatal = RolloutError(
-                f"{limit} generations or rewards failed in a row "
+                f"{limit} {count.what} failed in a row "
                 f"(rollout.max_consecutive_failures); the last: {one_line(error)}"
             )
             self._stopping.set()  # not raised: cancelled calls would lose their tokens

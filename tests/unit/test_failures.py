@@ -18,7 +18,7 @@ from tests.virtual_time import run_in_virtual_time
 
 def test_what_fails_of_one_cause_while_it_was_under_way_together_counts_once():
     """32 samples of one broken judge were 32 failures, which ended the run."""
-    count = FailureCount()
+    count = FailureCount("rewards")
     began = count.now
     assert [count.failed("no judge", began) for _ in range(32)] == [1] * 32
     assert count.failed("no judge", count.now) == 2, "it was tried again since"

@@ -103,10 +103,24 @@ async def test_rewards_that_all_fail_stop_the_run_with_the_reason():
     async with running(
         ScriptedEngine(auto=2), scorer=Scorer(bad={"all"}), rollout={"max_consecutive_failures": 3}
     ) as run:
-        with pytest.raises(
-            RolloutError, match=r"3 generations or rewards failed in a row.*no judge"
-        ):
+        with pytest.raises(RolloutError, match=r"3 rewards failed in a row.*no judge"):
             await run.step(0)
+    await run.check_ledger(run.summary)
+
+
+async def test_failures_with_generations_that_succeed_between_them_are_not_in_a_row():
+    """Only a reward began the row anew: what failed now and then ended a run of long responses."""
+    engine = ScriptedEngine(default_length=9)
+    engine.fail = {"e0-0-0": [RolloutError("flaky")]}
+    async with running(engine, rollout={"max_consecutive_failures": 2}) as run:
+        await until(lambda: len(engine.running) == 8 and len(engine.calls) == 9)
+        for version, sample in ((1, "e0-1-0"), (2, "e0-1-1")):
+            engine.fail[sample] = [RolloutError("flaky")]
+            engine.advance(2)
+            await run.sync(version)
+            await until(lambda: len(engine.running) == 8 and not any(engine.fail.values()))
+        engine.advance(9)
+        assert len(await run.step(2)) == 4
     await run.check_ledger(run.summary)
 
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ray_apr.exceptions import StepError
+from ray_apr.exceptions import RolloutError, StepError
 from ray_apr.protocols import Environment
 from ray_apr.rollout.state import TurnRules
 from ray_apr.rollout.turns import encode_step, turn_rules
@@ -150,6 +150,17 @@ async def test_a_failed_step_drops_its_group_and_is_no_zero():
         assert "e0-0" not in {s.group_id for s in samples}
         assert {s.reward for s in samples} == {2.0}
     assert run.summary.ledger.discarded["failed"] > 0
+    await run.check_ledger(run.summary)
+
+
+async def test_steps_that_succeed_do_not_hide_that_no_reward_does():
+    tools = Tools(bad={"all"})
+    async with running(
+        engine_of_turns(auto=1), scorer=tools, turns=TurnRules(max_turns=1),
+        rollout={"max_consecutive_failures": 3},
+    ) as run:  # fmt: skip
+        with pytest.raises(RolloutError, match=r"3 rewards failed in a row.*no judge"):
+            await run.step(0)
     await run.check_ledger(run.summary)
 
 
