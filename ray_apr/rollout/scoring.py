@@ -116,6 +116,11 @@ def _checked_step(sample: Sample, value: Any) -> Step:
         raise StepError(sample.sample_id, "invalid", f"returned {value!r}; must be a Step")
     if value.done and before_first_turn:
         raise StepError(sample.sample_id, "invalid", "is done before the first turn")
+    says = value.done or value.token_ids or value.text or value.messages
+    if not says and not before_first_turn:
+        raise StepError(
+            sample.sample_id, "invalid", "says nothing after a turn; say something, or be done"
+        )
     return value
 
 

@@ -189,6 +189,7 @@ def test_steps_are_taken_and_silence_is_one_before_the_first_turn():
         ("step", None, "invalid", "must be a Step"),
         ("step", 1.0, "invalid", "must be a Step"),
         ("reset", Step(done=True), "invalid", "before the first turn"),
+        ("step", Step(state={"n": 1}), "invalid", "says nothing after a turn"),
         ("step", ValueError("no tool"), "raised", "no tool"),
     ],
 )
