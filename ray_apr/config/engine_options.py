@@ -36,6 +36,9 @@ _NAME: Check = (lambda value: isinstance(value, str) and bool(value), "must be a
 _LIST: Check = (lambda value: isinstance(value, list | tuple), "must be a list")
 _SIZES: Check = (_is_sizes, "must be a list of whole numbers of at least 1")
 _TABLE: Check = (lambda value: isinstance(value, Mapping), "must be a mapping")
+_EXPERTS = ("auto", "triton", "batched_triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
+"""vLLM's kernels of experts that are not quantized and leave their layout alone."""
+_ONE_OF_EXPERTS: Check = (lambda v: v in _EXPERTS, f"must be one of {', '.join(_EXPERTS)}")
 
 TUNES: Mapping[str, Check] = {
     # how much is computed at once, and in which order
@@ -64,6 +67,7 @@ TUNES: Mapping[str, Check] = {
     "performance_mode": _NAME,
     "enable_flashinfer_autotune": _FLAG,
     "attention_backend": _NAME,
+    "moe_backend": _ONE_OF_EXPERTS,
     "disable_custom_all_reduce": _FLAG,
     # which cores the processes have, and how long they wait for each other
     "numa_bind": _FLAG,
@@ -168,7 +172,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "changes how a kernel keeps its weights, which a weight sync could not renew; leave it out",
-        "moe_backend linear_backend kernel_config ir_op_priority sparse_indexer_topk_backend "
+        "linear_backend kernel_config ir_op_priority sparse_indexer_topk_backend "
         "gdn_prefill_backend kda_prefill_backend kda_decode_backend mamba_backend "
         "mamba_ssu_algorithm",
     ),

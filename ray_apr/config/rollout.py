@@ -23,6 +23,9 @@ from ray_apr.config.engine_options import check_engine_options
 from ray_apr.types import SamplingParams
 
 Device = Literal["auto", "cpu", "cuda"]
+_MOST_END_IDS = 100
+"""Most ids that end a response after a least number of tokens; with those of the model vLLM's GPU
+worker has room for 128."""
 _LARGEST_SUPPORT = 64
 """Largest top_k. Four bytes a token and id travel with each sample."""
 
@@ -154,6 +157,8 @@ class RolloutConfig:
         one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
         check_engine_options(self.engine_kwargs)
+        if self.device == "cpu":
+            self.check_on_cpu()
         of_type(s, self, str, "a text", "prompt_column", "http_host")
         of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
         self._check_stops()
@@ -207,6 +212,13 @@ class RolloutConfig:
             self.min_response_tokens,
             f"must be at most max_response_tokens = {self.max_response_tokens}",
         )
+        require(
+            not self.min_response_tokens or len(self.stop_token_ids) <= _MOST_END_IDS,
+            f"{s}.stop_token_ids",
+            self.stop_token_ids,
+            f"must be at most {_MOST_END_IDS} ids with min_response_tokens, which keeps each of "
+            "them from being drawn; leave some out, or set min_response_tokens to 0",
+        )
         for name in ("stop_token_ids", "stop_strings", "min_response_tokens"):
             require(
                 self.replay_column is None or not getattr(self, name),
@@ -214,6 +226,21 @@ class RolloutConfig:
                 getattr(self, name),
                 "must be left out with replay_column, which says how long each response gets",
             )
+
+    def check_on_cpu(self) -> None:
+        """Refuse what ends an engine on CPU; where `device` is auto, once it is known.
+
+        Raises:
+            ConfigError: If prompts would be prefilled in steps although requests have seeds.
+        """
+        name = "enable_chunked_prefill"
+        require(
+            self.seed is None or not self.engine_kwargs.get(name),
+            f"rollout.engine_kwargs.{name}",
+            self.engine_kwargs.get(name),
+            "ends vLLM on CPU where requests have seeds, as it turns their generators back; leave "
+            "it out, or set rollout.seed to null",
+        )
 
     @property
     def is_colocated(self) -> bool:

@@ -131,7 +131,11 @@ def _gpu_share(config: RolloutConfig) -> float:
 def engine_arguments(
     config: RolloutConfig, max_model_len: int | None, on_cuda: bool
 ) -> dict[str, Any]:
-    """Arguments of vLLM: the run's own, and those that the user may tune."""
+    """Arguments of vLLM: the run's own, and those that the user may tune.
+
+    Raises:
+        ConfigError: For what ends an engine on CPU, where it is one.
+    """
     ours: dict[str, Any] = {
         "dtype": config.dtype,
         "max_model_len": max_model_len,
@@ -151,6 +155,7 @@ def engine_arguments(
         if config.is_colocated:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:
+        config.check_on_cpu()
         ours |= CPU_ARGUMENTS
     return {**ours, **config.engine_kwargs}
 

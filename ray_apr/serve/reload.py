@@ -73,7 +73,8 @@ def check_kernels(model: nn.Module, device: torch.device) -> None:
             if base.__name__ != "FusedMoEExperts":
                 raise WeightSyncError(
                     f"{name} computes with vLLM's {type(experts).__name__}, which processes its "
-                    "weights once and not after a reload; choose another MoE backend for vLLM"
+                    "weights once and not after a reload; set rollout.engine_kwargs.moe_backend "
+                    'to another one, e.g. "triton"'
                 )
             break
 

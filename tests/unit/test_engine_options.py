@@ -7,6 +7,7 @@ import pytest
 from ray_apr.config import RolloutConfig
 from ray_apr.config.engine_options import REFUSED, TUNES
 from ray_apr.exceptions import ConfigError
+from ray_apr.serve.builder import engine_arguments
 
 
 def refusal(**options) -> ConfigError:
@@ -65,16 +66,35 @@ def test_an_unknown_engine_argument_is_refused_with_its_like():
         ("enforce_eager", "yes"),
         ("cudagraph_capture_sizes", [0]),
         ("compilation_config", 3),
+        ("moe_backend", "deep_gemm_mega_moe"),
+        ("moe_backend", ["triton"]),
     ],
 )
 def test_the_value_of_an_engine_argument_is_checked(name, value):
     assert "must be" in refusal(**{name: value}).remedy
 
 
+def test_the_kernel_of_experts_may_be_chosen_as_the_refusal_of_one_says():
+    RolloutConfig(engine_kwargs={"moe_backend": "triton"})
+
+
 def test_what_compiles_only_tunes():
     RolloutConfig(engine_kwargs={"compilation_config": {"cudagraph_mode": "FULL"}})
     error = refusal(compilation_config={"pass_config": {"fuse_act_quant": True}})
     assert error.field == "rollout.engine_kwargs.compilation_config.pass_config"
+
+
+def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu():
+    """vLLM turns the generators of such requests back, and those of the CPU have no offset."""
+    kwargs = {"enable_chunked_prefill": True}
+    with pytest.raises(ConfigError, match="ends vLLM on CPU") as caught:
+        RolloutConfig(device="cpu", seed=1, engine_kwargs=kwargs)
+    assert caught.value.field == "rollout.engine_kwargs.enable_chunked_prefill"
+    auto = RolloutConfig(seed=1, engine_kwargs=kwargs)
+    with pytest.raises(ConfigError, match="ends vLLM on CPU"):
+        engine_arguments(auto, None, on_cuda=False)
+    assert engine_arguments(auto, None, on_cuda=True)["enable_chunked_prefill"]
+    engine_arguments(RolloutConfig(device="cpu", engine_kwargs=kwargs), None, on_cuda=False)
 
 
 def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
+from ray_apr.config import RolloutConfig
 from ray_apr.data.prompts import end_token_ids
+from ray_apr.exceptions import ConfigError
 from ray_apr.serve.outputs import end_of_straddling_stop, up_to
 from ray_apr.types import FinishReason, Generation, Prompt, Sample, SamplingParams, Segment
 from tests.fakes import ScriptedEngine
@@ -28,6 +30,14 @@ def sample(*ids, budget=16):
         return new
     reason = FinishReason.ABORT
     return new.append(Generation(request_id="r", segments=(segment(*ids),), finish_reason=reason))
+
+
+def test_more_end_ids_than_vllm_has_room_for_are_refused_with_least_tokens():
+    """vLLM's GPU worker raised, and the engine was dead."""
+    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids.*at most 100 ids"):
+        RolloutConfig(stop_token_ids=tuple(range(101)), min_response_tokens=1)
+    RolloutConfig(stop_token_ids=tuple(range(101)))
+    RolloutConfig(stop_token_ids=tuple(range(100)), min_response_tokens=1)
 
 
 def test_each_call_has_the_rest_of_the_least_tokens_and_carries_its_turn():
