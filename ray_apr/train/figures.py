@@ -95,9 +95,10 @@ class Totals:
         figures["kl_k3"] = k3 / count
         figures["chi2"] = squared / count - 1
         figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
-        ratios = exchanged[:, :, _ENDS[-1] :].reshape(num_steps * num_ranks, len(_RATIOS), -1)
-        for i, name in enumerate(_RATIOS.values()):
-            values = ratios[:, i].flatten()
+        ratios = exchanged[:, :, _ENDS[-1] :].reshape(num_steps, num_ranks, len(_RATIOS), -1)
+        for i, (kind, name) in enumerate(_RATIOS.items()):
+            num_counted = len(of_epoch) if kind == "gap_ratios" else num_steps
+            values = ratios[:num_counted, :, i].flatten()
             known = values[~values.isnan()]
             if len(known):
                 figures[name] = torch.quantile(known, known.new_tensor(_QUANTILES)).tolist()

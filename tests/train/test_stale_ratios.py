@@ -215,6 +215,21 @@ def test_epochs_keep_the_proximal_policy_of_the_batch_s_start(folder, stale):
     assert sum(figures["tokens_by_staleness"]) == figures["num_tokens"] == num_tokens
 
 
+def test_what_separates_engine_and_trainer_is_of_the_first_epoch(folder, stale):
+    """The quantiles were of all epochs, where the policy has left the one that begins the batch."""
+    found = []
+    for epochs in (1, 2):
+        train = dataclasses.replace(TRAIN, epochs=epochs, mini_batches=2)
+        (row,) = make_batches(stale, micro_batch_tokens=64, mini_batches=2)
+        model = load(folder)
+        algorithm = AlgorithmConfig(proximal="behavior")
+        found.append(train_step(model, Recorder(model, moves=True), row, algorithm, train))
+    one, two = found
+    assert two["importance_ratio_quantiles"] == one["importance_ratio_quantiles"]
+    assert two["ratio_quantiles"] != one["ratio_quantiles"], "of all optimizer steps"
+    assert two["tokens_by_staleness"] == one["tokens_by_staleness"]
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_single_mini_batch_needs_no_forward_pass_of_its_own(folder, stale, epochs):
     (row,) = make_batches(stale, micro_batch_tokens=64)
