@@ -87,6 +87,8 @@ class Dispatcher:
         self._trainer_version = policy_version
         self._roster = Roster(config.resume_order)
         self._num_owed = 0
+        self._num_filtered = 0
+        """Groups since the last one that was kept."""
         self._num_buffered = 0
         self._num_handed = 0
         self._has_interrupted = False
@@ -187,6 +189,8 @@ class Dispatcher:
                 f"{counts.ready} for their next turn, "
             )
         hold = "; held until the next version, as the batch is full" if self.is_held else ""
+        if self._num_filtered:
+            hold += f"; the last {self._num_filtered} groups were filtered, none was kept"
         return (
             f"{num_unscored} of {len(groups)} groups wait for reward, "
             f"{counts.inflight} samples in flight (at most {self._max_inflight}), "
@@ -324,6 +328,7 @@ class Dispatcher:
         self._roster.remove(group, SampleState.BUFFERED)
         self._num_buffered += self._group_size
         self._num_handed += self._group_size
+        self._num_filtered = 0
 
     def on_failed(self, sample_id: str) -> tuple[str, ...]:
         """Drop the whole group of a sample whose generation or reward failed for good.
@@ -347,6 +352,7 @@ class Dispatcher:
     def on_filtered(self, group_id: str) -> tuple[str, ...]:
         """Drop a live group for its content; returns the ids of all its members."""
         self._num_owed += 1
+        self._num_filtered += 1
         return self._roster.remove(self._roster.group(group_id), SampleState.FILTERED)
 
     def on_version(self, policy_version: int) -> tuple[str, ...]:

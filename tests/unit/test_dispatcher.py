@@ -461,6 +461,21 @@ def test_diagnosis_names_who_waits_for_what():
     )
 
 
+def test_diagnosis_says_that_the_filter_keeps_nothing():
+    """A filter that drops every group runs for ever: everything moves, and no batch comes."""
+    d = make(eta=1, batch=4)
+    admit(d)
+    start_all(d)
+    for sample_id in ("g0-0", "g0-1", "g1-0", "g1-1", "g2-0", "g2-1"):
+        d.on_finished(sample_id, oldest_version=0)
+        d.on_scored(sample_id)
+    d.on_filtered("g0")
+    d.on_filtered("g1")
+    assert "the last 2 groups were filtered, none was kept" in d.diagnosis()
+    d.on_buffered("g2")
+    assert "filtered" not in d.diagnosis()
+
+
 def test_a_decision_does_not_cost_more_with_more_in_flight():
     """100 times as many samples: a decision may cost its logarithm more, not 100 times."""
 
