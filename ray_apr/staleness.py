@@ -1,7 +1,9 @@
 """Version arithmetic: the only place where policy versions are added or subtracted.
 
 Invariants:
-    * ``policy_version`` is an integer, 0 for the base model, +1 for each optimizer step.
+    * ``policy_version`` is an integer, 0 for the base model, +1 for each step: for each
+      batch that is trained, however many optimizer steps that takes (``train.mini_batches``,
+      ``train.epochs``).
     * ``staleness`` = trainer's version at consumption - version of the OLDEST segment; the time a
       sample spends in a queue therefore counts.
     * Capacity counts what is alive now, not what was ever started, so that it stays right when a
@@ -15,12 +17,12 @@ from collections.abc import Mapping
 
 
 def next_version(policy_version: int) -> int:
-    """Version of the policy after one more optimizer step."""
+    """Version of the policy after one more batch."""
     return policy_version + 1
 
 
 def staleness(policy_version: int, oldest_version: int) -> int:
-    """Age in optimizer steps of a sample when version `policy_version` is about to be trained.
+    """Age in versions of a sample when version `policy_version` is about to be trained.
 
     Raises:
         ValueError: If the sample is newer than the trainer.

@@ -64,7 +64,8 @@ class PartialRolloutConfig:
     mode: Mode = "apr"
     """Name of the preset that these settings come from; shown in reports."""
     max_staleness: int = 4
-    """Oldest token that is trained, in optimizer steps before the version that trains it."""
+    """Oldest token that is trained, in versions before the one that trains it. The version rises by
+    one with each trained batch, whatever its ``train.mini_batches`` and ``train.epochs``."""
     oversampling_factor: float = 2.0
     """Samples kept under generation, in batches: supplementation (1 = none)."""
     admission: Admission = "stream"
@@ -96,9 +97,9 @@ class PartialRolloutConfig:
     mask trains the tokens that are within the bound and leaves the others out of the loss, wait
     lets the trainer wait for groups that are about to get there."""
     sync_every: int = 1
-    """Optimizer steps for each weight sync."""
+    """Versions, that is trained batches, for each weight sync."""
     batches_per_step: int = 1
-    """Batches of ``train.batch_size`` samples that one optimizer step trains together."""
+    """Batches of ``train.batch_size`` samples that one step trains together."""
     overlap_sync: bool = True
     """The trainer begins its next step while the weights of the last one travel; False waits until
     the engines run again."""

@@ -44,9 +44,10 @@ class BufferStats:
     trained_samples: int
     """Samples of the batches that were trained."""
     trained_tokens: int
-    """Tokens that entered the loss."""
+    """Tokens that entered the loss, with those of responses that ``algorithm.overlong_filter``
+    leaves out of it: they shaped the advantages of their group, and stand in the diagnostics."""
     masked_tokens: int
-    """Tokens of trained groups that did not enter the loss."""
+    """Tokens of trained groups that were too old for the loss."""
     evicted_samples: int
     evicted_tokens: int
     read_ahead_max: int

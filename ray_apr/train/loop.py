@@ -9,7 +9,8 @@ With ``overlap_sync`` the sync only gathers here; what it gathered travels durin
 Invariants:
     * The batch of step k was chosen after rank 0 granted step k at the current policy version;
       every rank checks the tokens that it trains against the staleness bound again.
-    * The policy version rises by one with each optimizer step, on all ranks together.
+    * The policy version rises by one with each batch, whatever its mini-batches and epochs, on all
+      ranks together.
     * An error of one rank ends its process, and Ray Train ends the others.
 """
 
