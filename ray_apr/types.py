@@ -642,7 +642,7 @@ class WeightScores:
     dtype: str
     """In which the engine computes."""
     logprobs: tuple[tuple[float, ...], ...]
-    """Of each sequence, one for each token but the first; the engine may have cut them."""
+    """Of each sequence, one for each token but the first; an engine may cut all to one length."""
     duration_s: float
     """How long generation waited for them."""
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
@@ -37,6 +37,7 @@ from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.exchange import Exchange, none_runs, ours, translated
 from ray_apr.serve.names import DEPLOYMENT
+from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.types import (
     Generation,
     SamplingParams,
@@ -191,8 +192,10 @@ class ServeRolloutClient:
                     found.setdefault(await handle.replica_id.remote(), handle)
             if missing := replicas - set(found):
                 logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
-            self._handles = found
-            self._slots = {r: handle for r, handle in found.items() if r in ready}
+            slots = {r: handle for r, handle in found.items() if r in ready}
+            if not slots:
+                raise EngineUnavailableError("no rollout server with the newest weights answers")
+            self._handles, self._slots = found, slots
             self._placement = Placement(self._slots, limit=self._max_inflight)
 
     # -- control ---------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class ServeRolloutClient:
 
     async def resume(self) -> None:
         """Unfreeze all engines; every replica is tried before an error is raised."""
-        await self._all("resume")
+        await self._all("resume", timeout_s=_CONTROL_TIMEOUT_S + SCORE_LIMIT_S)
 
     async def is_paused(self) -> bool:
         """Whether any engine is frozen."""
@@ -346,6 +349,8 @@ class ServeRolloutClient:
 def _is_death(result: object) -> bool:
     """Whether an answer says that the replica or its engine is dead."""
     cause = result.cause if isinstance(result, RayTaskError) else result
+    if isinstance(cause, ActorUnavailableError):  # of a connection; it may be back in a moment
+        return False
     return isinstance(cause, RayActorError | EngineDiedError)
 
 

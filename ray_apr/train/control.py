@@ -80,6 +80,8 @@ class RunControl:
         self._evaluating: Any = None
         self.is_draining = False
         """Whether a sync waits for requests to end, which takes as long as they do."""
+        self.members: frozenset[str] = frozenset()
+        """Replicas of the weight group, as `connect` has formed it."""
         self._last_version: int | None = None
         """Version that the servers have."""
         self._metrics = Metrics()
@@ -142,6 +144,7 @@ class RunControl:
             _get(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
             raise
         _get(joined, whom, timeout_s)
+        self.members = frozenset(state.first_ranks)
 
     def broadcast(self, sender: WeightSender, policy_version: int) -> Mapping[str, float]:
         """Move gathered weights to the servers; returns the times of `weights.sync.SyncTimes`.

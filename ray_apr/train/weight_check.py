@@ -7,14 +7,15 @@ Invariants, kept by `WeightCheck`:
       between, whatever it does while they travel.
     * It comes from the model's own forward pass, so that it shares no code with what names, merges,
       gathers, sends and loads weights.
-    * A mismatch raises; nothing tries it again.
+    * A mismatch raises; nothing tries it again. A replica that says no scores is named in the log,
+      and is an error when it has said none at several checks in a row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from ray_apr.config import TrainConfig
 from ray_apr.data.batch import build_rank_batches
-from ray_apr.exceptions import WeightMismatchError
+from ray_apr.exceptions import RolloutError, WeightMismatchError, WeightSyncError
 from ray_apr.train.fsdp import decoder_layers
 from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
 from ray_apr.train.span import Span
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from ray_apr.types import WeightScores
 
 logger = logging.getLogger(__name__)
+
+_MOST_UNCHECKED = 10
+"""Checks in a row that a replica may miss: an engine full of calls that syncs freeze in it has no
+place for the sequences until one ends, but not for ever."""
 
 Probe = Callable[[], torch.Tensor]
 
@@ -84,6 +89,8 @@ class WeightCheck:
         self._record: _Record | None = None
         self._passed: dict[str, tuple[Logprobs, Logprobs]] = {}
         """What trainer and engine scored at the last check of each replica."""
+        self._unchecked: dict[str, int] = {}
+        """Checks in a row that a replica of the group has missed."""
 
     def record(self, policy_version: int) -> None:
         """Score and probe the model as it is, if the next sync is due for a check; a collective of
@@ -136,21 +143,46 @@ class WeightCheck:
 
         Raises:
             WeightMismatchError: If an engine computes otherwise than the trainer.
+            WeightSyncError: If one could not be checked for a long time.
         """
         record, self._record = self._record, None
         if record is None:
             return {}
-        found = [s for s in control.weight_scores() if s.policy_version == record.policy_version]
-        if not found:
-            logger.warning("no rollout server has scored version %d", record.policy_version)
-            return {}
+        found = self._scores(record, control)
         checked = [self._checked(record, scores, control) for scores in found]
-        self._passed = {scores.replica_id: (record.logprobs, scores.logprobs) for scores in found}
+        self._passed |= {s.replica_id: (record.logprobs, s.logprobs) for s in found}
+        self._note_unchecked(record, control.members - {s.replica_id for s in found})
+        if not found:
+            return {}
         return {
             "weight_check_gap": max(comparison.gap for comparison in checked),
             "weight_check_k3": max(comparison.k3 for comparison in checked),
             "weight_check_s": record.duration_s + max(scores.duration_s for scores in found),
         }
+
+    def _scores(self, record: _Record, control: RunControl) -> list[WeightScores]:
+        """What the engines say of these weights; nothing if one does not answer."""
+        try:
+            said = control.weight_scores()
+        except RolloutError as error:
+            logger.warning("version %d is not checked: %s", record.policy_version, error)
+            return []
+        return [scores for scores in said if scores.policy_version == record.policy_version]
+
+    def _note_unchecked(self, record: _Record, replicas: Collection[str]) -> None:
+        """Say which replicas were not checked; it is an error after `_MOST_UNCHECKED` in a row."""
+        self._unchecked = {replica: self._unchecked.get(replica, 0) + 1 for replica in replicas}
+        if not replicas:
+            return
+        names = ", ".join(sorted(replicas))
+        logger.warning("not checked at version %d: %s", record.policy_version, names)
+        num_missed = max(self._unchecked.values())
+        if num_missed >= _MOST_UNCHECKED:
+            raise WeightSyncError(
+                f"{num_missed} checks in a row, up to version {record.policy_version}, had no "
+                f"scores from one of {names}. If long calls fill the engine across syncs, lower "
+                "partial_rollout.max_inflight; train.weight_check_every: 0 checks nothing"
+            )
 
     def _checked(self, record: _Record, scores: WeightScores, control: RunControl) -> Comparison:
         dtypes = (self._train.param_dtype, scores.dtype)

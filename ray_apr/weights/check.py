@@ -81,7 +81,7 @@ class Comparison:
     """How far apart the two are."""
 
     gap: float
-    """Largest absolute difference of a log-prob; NaN where one is."""
+    """Largest absolute difference of a log-prob; NaN where one is, or is missing."""
     k3: float
     num_tokens: int
 
@@ -104,9 +104,12 @@ def canary_sequences(vocab_size: int, longest: int) -> tuple[tuple[int, ...], ..
 
 
 def compare(ours: Logprobs, theirs: Logprobs) -> Comparison:
-    """Compare the log-probs of the trainer and of an engine, which may have cut the sequences."""
+    """Compare the log-probs of the trainer and of an engine, which may have cut all sequences to
+    one length; what is missing otherwise counts as NaN."""
+    longest = max(map(len, theirs), default=0)
+    is_whole = [min(len(values), longest) for values in ours] == [len(values) for values in theirs]
     gaps = _differences(ours, theirs)
-    if not gaps or not all(map(math.isfinite, gaps)):
+    if not gaps or not is_whole or not all(map(math.isfinite, gaps)):
         return Comparison(gap=math.nan, k3=math.nan, num_tokens=len(gaps))
     largest = max(map(abs, gaps))
     k3 = sum(math.expm1(min(d, _LARGEST_EXPONENT)) - d for d in gaps) / len(gaps)

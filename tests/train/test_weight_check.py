@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_apr.config import LoRAConfig, TrainConfig
-from ray_apr.exceptions import WeightMismatchError
+from ray_apr.exceptions import RolloutError, WeightMismatchError, WeightSyncError
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.train.weight_check import WeightCheck
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 class Control:
     """Engines that say what `scores` holds for each version, once its weights were sent."""
 
-    sync_limit_s = 10.0
+    sync_limit_s = retry_limit_s = 10.0
 
     def __init__(self, scores) -> None:
         self.scores = scores
@@ -35,6 +35,7 @@ class Control:
         self.is_whole = True
         self.may_send = threading.Event()
         self.may_send.set()
+        self.members = frozenset({"engine-0"})
 
     def is_group_whole(self) -> bool:
         return self.is_whole
@@ -102,6 +103,37 @@ def make(folder, *, overlaps=False, **train):
     return model, check, control, publisher
 
 
+def test_a_replica_without_scores_is_named_and_ends_the_run_after_ten_checks(
+    folder, tmp_path, caplog
+):
+    """known fault: an engine that was never checked passed."""
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder)
+        control.members = frozenset({"engine-0", "engine-1"})
+        ours = plain_scores(model, check.sequences)
+        control.scores = {version: {"engine-0": ours} for version in range(30)}
+        control.scores[4]["engine-1"] = ours
+        for version in range(1, 14):
+            publisher.after_step(version, version, is_last=False)
+            told = f"not checked at version {version}: engine-1"
+            assert (told in caplog.text) == (version != 4)
+        with pytest.raises(WeightSyncError, match=r"10 checks in a row.*engine-1"):
+            publisher.after_step(14, 14, is_last=False)
+
+
+def test_replicas_that_do_not_answer_are_not_checked_and_the_run_goes_on(
+    folder, tmp_path, monkeypatch, caplog
+):
+    def silent():
+        raise RolloutError("weight_scores: no answer within the time limit")
+
+    with process_group(tmp_path):
+        _, _, control, publisher = make(folder)
+        monkeypatch.setattr(control, "weight_scores", silent)
+        assert "weight_check_gap" not in publisher.after_step(1, 1, is_last=False)
+        assert "not checked at version 1: engine-0" in caplog.text
+
+
 @pytest.mark.parametrize("packing", ["padded", "packed"])
 def test_engines_that_score_like_the_model_pass(folder, tmp_path, packing):
     with process_group(tmp_path):
@@ -166,7 +198,7 @@ def test_a_replica_without_the_weights_is_not_compared(folder, tmp_path, caplog)
         control.scores[1] = {}
         figures = publisher.after_step(1, 1, is_last=False)
         assert "weight_check_gap" not in figures
-        assert "no rollout server has scored version 1" in caplog.text
+        assert "not checked at version 1: engine-0" in caplog.text
 
 
 def test_the_tolerance_is_obeyed(folder, tmp_path):

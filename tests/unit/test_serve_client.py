@@ -8,7 +8,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
@@ -21,6 +21,7 @@ from ray_apr.exceptions import (
 from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
 from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine
@@ -157,6 +158,23 @@ async def test_the_failure_of_a_replica_that_lives_is_an_error(deployment, verb)
         await getattr(client, verb)(*arguments[verb])
 
 
+async def test_a_replica_that_cannot_be_reached_for_a_moment_is_not_dead(deployment):
+    """known fault: it counted as dead, and left the run's weight group."""
+    handle, client = deployment
+    handle.statuses["b"] = ActorUnavailableError("connection reset", None)
+    with pytest.raises(EngineUnavailableError, match=r"status on 1 of 2.*ActorUnavailableError"):
+        await client.weight_group_state()
+
+
+async def test_resuming_engines_may_take_as_long_as_their_scores(deployment):
+    """known fault: waking, resuming and scoring shared the limit of a single verb."""
+    _, client = deployment
+    await client.pause("abort")
+    limit_s = LIMITS_S[-1]
+    await client.resume()
+    assert LIMITS_S[-1] == limit_s + SCORE_LIMIT_S
+
+
 async def test_an_abort_passes_over_a_replica_that_is_dead(deployment):
     _, client = deployment
     aborts = {"a": 1, "b": task_error(EngineDiedError("b is dead")), "c": ActorDiedError()}
@@ -245,6 +263,23 @@ async def test_an_engine_that_has_stalled_gets_no_request(deployment, monkeypatc
     client._slots, handle.statuses["b"] = {}, dataclasses.replace(stalled, replica_id="b")
     with pytest.raises(EngineUnavailableError, match="no rollout server makes any token"):
         await client._learn()
+
+
+async def test_slots_that_lead_only_to_replicas_without_the_weights_are_no_fault_of_a_request(
+    deployment, monkeypatch
+):
+    """known fault: an IndexError of the placement, without any replica to choose from."""
+    handle, client = deployment
+    client._policy_version = 4
+    handle.statuses["a"] = dataclasses.replace(handle.statuses["a"], policy_version=4)
+    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, "b"))
+    monkeypatch.setattr(
+        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
+    )
+    with pytest.raises(EngineUnavailableError, match="with the newest weights answers"):
+        await client.generate(
+            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+        )
 
 
 async def test_a_pause_that_lets_requests_end_has_no_limit_of_its_own(deployment):

@@ -57,6 +57,15 @@ def test_an_engine_may_cut_the_sequences():
     assert compare([[-1.0, -2.0, -3.0]], [[-1.0, -2.0]]).num_tokens == 2
 
 
+@pytest.mark.parametrize(
+    "theirs", [[[-1.0, -2.0]], [[-1.0, -2.0], [-1.0]], [[-1.0, -2.0, -3.0]] * 2, [[-1.0, -2.0]] * 3]
+)
+def test_missing_or_short_sequences_do_not_pass(theirs):
+    """known fault: what was missing was not compared."""
+    found = compare([[-1.0, -2.0]] * 2, theirs)
+    assert math.isnan(found.gap) and not found.is_within(Limits(gap=1.0, k3=1.0))
+
+
 @pytest.mark.parametrize("theirs", [[[-1.0, math.nan]], [[-1.0, -math.inf]], [[]], []])
 def test_no_answer_and_no_number_are_never_within_limits(theirs):
     limits = Limits(gap=math.inf, k3=math.inf)
@@ -269,7 +278,8 @@ async def test_each_replica_scores_a_version_once_and_only_that_one(servers, mon
     assert await client.weight_scores() == [], "those of before are no answer"
 
 
-async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch):
+async def test_an_engine_that_has_no_place_for_the_sequences_goes_on(monkeypatch, caplog):
+    """known fault: frozen calls kept their places, the sync broke off, and the run ended."""
     aborted: list[str] = []
 
     async def abort(ids):
@@ -279,13 +289,44 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(scores_module, "_logprobs", never)
-    monkeypatch.setattr(scores_module, "_LIMIT_S", 0.01)
+    monkeypatch.setattr(scores_module, "SCORE_LIMIT_S", 0.01)
     llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), abort=abort)
     scorer = WeightScorer("a")
     scorer.expect(1, [[1, 2]])
-    with pytest.raises(RolloutError, match="a did not score version 1"):
-        await scorer.score(llm, 1, has_priorities=False)
+    await scorer.score(llm, 1, has_priorities=False)
     assert aborted == ["weight-check-1-0"] and scorer.result is None
+    assert "a did not score version 1" in caplog.text
+    monkeypatch.setattr(scores_module, "SCORE_LIMIT_S", 60.0)
+    aborted.clear()
+    scorer.expect(2, [[1, 2]])
+    cancelled = asyncio.create_task(scorer.score(llm, 2, has_priorities=False))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert aborted == ["weight-check-2-0"], "a caller that gives up leaves nothing in the engine"
+
+
+async def test_what_vllm_refuses_to_score_is_an_error_of_ours(monkeypatch):
+    """known fault: vLLM's own error left the server, and no class of ours told what to do."""
+
+    async def refuse(*_):
+        raise ValueError("prompt_logprobs is not supported")
+
+    async def abort(ids):
+        pass
+
+    monkeypatch.setattr(scores_module, "_logprobs", refuse)
+    config = SimpleNamespace(max_model_len=64)
+    llm = SimpleNamespace(model_config=config, abort=abort, errored=False)
+    scorer = WeightScorer("a")
+    scorer.expect(1, [[1, 2]])
+    with pytest.raises(RolloutError, match="a cannot score version 1: prompt_logprobs"):
+        await scorer.score(llm, 1, has_priorities=False)
+    llm.errored = True
+    scorer.expect(1, [[1, 2]])
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        await scorer.score(llm, 1, has_priorities=False)
 
 
 async def test_one_replica_alone_is_probed(servers):
