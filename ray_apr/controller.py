@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.causes import cause_of, death_of, write_error_log
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 ERROR_LOG = "error.log"
 """File of the run folder with the tracebacks of a run that failed."""
 _CALL_TIMEOUT_S = 60.0
+_ASK_AGAIN_S = 1.0
 _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
 is in one while it waits for its batch: all get theirs together, however long that takes."""
@@ -353,14 +354,19 @@ class _Parts:
         Consumes: nothing. Waits for: the worker's end. Unblocked by: `RolloutWorker.stop`, or its
         death, at the latest in `close`. Produces: a failure in the buffer.
         """
-        try:
-            ray.get(self._worker.wait_until_stopped.remote())
-        except RayActorError as error:
-            if not self._closing.is_set():
-                died = RolloutError(f"the rollout worker died: {death_of(error)}")
-                self._ask(self._buffer.fail.remote(died), "sample buffer")
-        except RayError:
-            return  # Ray itself has ended
+        while not self._closing.is_set():
+            try:
+                ray.get(self._worker.wait_until_stopped.remote())
+            except ActorUnavailableError:  # the connection broke; it may live
+                self._closing.wait(_ASK_AGAIN_S)
+                continue
+            except RayActorError as error:
+                if not self._closing.is_set():
+                    died = RolloutError(f"the rollout worker died: {death_of(error)}")
+                    self._ask(self._buffer.fail.remote(died), "sample buffer")
+            except RayError:
+                pass  # Ray itself has ended
+            return
 
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""

@@ -44,6 +44,10 @@ class EngineUnavailableError(RolloutError):
     """The engine is dead, or its weights are undefined after a broken weight sync."""
 
 
+class NoEngineError(EngineUnavailableError):
+    """No rollout server runs; to ask again would not help."""
+
+
 class EngineDiedError(EngineUnavailableError):
     """The engine's own processes have ended; Serve replaces the server that had them."""
 
@@ -96,6 +100,11 @@ class WeightSyncError(APRError, RuntimeError):
 class SyncBrokenError(WeightSyncError):
     """A weight sync broke off: a peer has died, or did not answer. Another try may succeed, without
     those that are gone; errors of other classes would come again."""
+
+
+SYNC_BROKEN = "the weight sync broke off"
+"""In the message of each `SyncBrokenError` of an engine's worker: vLLM hands on what an error says,
+not its class."""
 
 
 class WeightMismatchError(WeightSyncError):

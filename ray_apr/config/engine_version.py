@@ -34,10 +34,9 @@ def installed_vllm() -> str | None:
 def goes_on_across_syncs(partial_rollout: PartialRolloutConfig, rollout: RolloutConfig) -> bool:
     """Whether responses stay in an engine while it gets weights.
 
-    Not where engines sleep meanwhile, nor where each batch waits for the weights of the last one.
+    Not where engines sleep meanwhile.
     """
-    waits = partial_rollout.max_staleness == 0 and partial_rollout.admission == "batch"
-    return partial_rollout.pause_mode == "keep" and not (waits or rollout.is_colocated)
+    return partial_rollout.pause_mode == "keep" and not rollout.is_colocated
 
 
 def check_attestation(

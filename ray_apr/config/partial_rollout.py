@@ -146,10 +146,15 @@ class PartialRolloutConfig:
 
     @property
     def pause_mode(self) -> Literal["abort", "keep", "wait"]:
-        """What a weight sync does with requests that are still in flight."""
+        """What a weight sync does with requests that are still in flight.
+
+        Where each batch waits for the weights of the last one, these are evaluations alone. They
+        are interrupted and go on by new calls, whose versions every vLLM tells.
+        """
         if self.drain:
             return "wait"
-        return "keep" if self.interrupt == "never" else "abort"
+        awaits_weights = self.max_staleness == 0 and self.admission == "batch"
+        return "keep" if self.interrupt == "never" and not awaits_weights else "abort"
 
     @property
     def is_adaptive(self) -> bool:

@@ -28,8 +28,10 @@ from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import (
     APRError,
     EngineUnavailableError,
+    NoEngineError,
     RolloutError,
     StepError,
+    SyncBrokenError,
     UserCodeError,
     one_line,
 )
@@ -553,7 +555,12 @@ class RolloutWorker:
         await asyncio.wait({draining}, timeout=_DRAIN_CALL_S)
         if draining.done():
             self._draining = None
-            draining.result()
+            try:
+                draining.result()
+            except NoEngineError:
+                raise
+            except RolloutError as error:
+                raise SyncBrokenError(f"engines could not be paused: {error}") from error
         return draining.done()
 
     async def wait_until_read(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
 from ray_apr.exceptions import (
+    SYNC_BROKEN,
     ConfigError,
     EngineDiedError,
     EngineUnavailableError,
@@ -511,6 +512,7 @@ class Engine:
 
         Raises:
             SyncBrokenError: If the members do not meet in time.
+            WeightSyncError: If this engine cannot be trained.
             EngineDiedError: If the engine is dead, or dies meanwhile.
         """
         from ray_apr.serve.vllm_private import WeightTransferInitRequest
@@ -521,7 +523,7 @@ class Engine:
         except EngineDiedError:
             raise
         except Exception as error:
-            raise SyncBrokenError(f"{self.replica_id} could not join: {error}") from error
+            raise _sync_error(f"{self.replica_id} could not join: {error}") from error
 
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
@@ -536,7 +538,7 @@ class Engine:
 
         Raises:
             SyncBrokenError: If the weights did not arrive whole.
-            WeightSyncError: If it is not paused.
+            WeightSyncError: If it is not paused, or the weights do not fit.
             EngineDiedError: If the engine is dead, or dies meanwhile.
         """
         with self._dead_is_unavailable():
@@ -555,7 +557,7 @@ class Engine:
             except EngineDiedError:
                 raise
             except Exception as error:
-                raise SyncBrokenError(f"{self.replica_id}: {error}") from error
+                raise _sync_error(f"{self.replica_id}: {error}") from error
             self._policy_version = policy_version
             self._weights_valid = True
 
@@ -643,6 +645,8 @@ class Engine:
                 await self._llm.abort(list(self._inside))
             except self._dead_error as error:
                 logger.error("%s is dead: %s", self.replica_id, error)
+            except Exception:  # the next stall is watched for all the same
+                logger.exception("%s: calls that stalled are not ended", self.replica_id)
 
     def shutdown(self) -> None:
         """End the engine's processes."""
@@ -651,3 +655,8 @@ class Engine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
+
+
+def _sync_error(message: str) -> WeightSyncError:
+    """What an error in vLLM's workers means for the sync; see `SYNC_BROKEN`."""
+    return (SyncBrokenError if SYNC_BROKEN in message else WeightSyncError)(message)

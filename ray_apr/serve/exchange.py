@@ -36,7 +36,13 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError, one_line
+from ray_apr.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+    one_line,
+)
 from ray_apr.types import FinishReason, Generation
 
 Outcome = Generation | APRError
@@ -300,9 +306,9 @@ async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
         raise translated(error, what) from error
 
 
-def none_runs(what: str) -> EngineUnavailableError:
+def none_runs(what: str) -> NoEngineError:
     """The error of a call that no rollout server is there for."""
-    return EngineUnavailableError(
+    return NoEngineError(
         f"{what}: no rollout server runs. Their logs say why they ended; a run with several "
         "(rollout.num_replicas) outlives one of them"
     )

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.serve.reload import check_kernels, needs_reload, reloading
 from ray_apr.serve.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.collective import as_tensor, byte_buffer, join, register_backends
@@ -82,9 +82,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Join the group; waits for all members."""
         self.shutdown()
         group = WeightGroup.from_dict(init_info.group)
+        check_kernels(self.model, self.device)  # first: nobody meets for a model that is refused
         if group.backend != SHARED:
             self._collective = join(group, init_info.first_rank + get_tensor_model_parallel_rank())
-        check_kernels(self.model, self.device)
         self._reloads = needs_reload(self.model, self.device)
         self._buckets = group.buckets()
         self._timeout_s = group.timeout_s
@@ -102,14 +102,14 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Take all buckets of one version.
 
         Raises:
-            WeightSyncError: If the group was not joined, the sender is gone, or a parameter got no
-                weights.
+            SyncBrokenError: If the group was not joined, or the sender is gone.
+            WeightSyncError: If a parameter got no weights.
         """
         if update_info.handles is not None:
             self._read_shared(update_info.handles)
             return
         if self._collective is None:
-            raise WeightSyncError("this engine worker has not joined a weight group")
+            raise SyncBrokenError(f"{SYNC_BROKEN}: this engine worker is in no weight group")
         options = types.BroadcastOptions()
         options.root_rank, options.root_tensor = 0, 0
         deadline = time.monotonic() + self._timeout_s  # of all buckets: a sync ends by its limit
@@ -123,8 +123,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         except RuntimeError as error:
             if self.device.type != "cpu":
                 self.shutdown()  # an NCCL group that broke off would only hang
-            raise WeightSyncError(
-                f"the weights of version {update_info.policy_version} broke off: {error}"
+            raise SyncBrokenError(
+                f"{SYNC_BROKEN} at version {update_info.policy_version}: {error}"
             ) from error
 
     def _read_shared(self, handles: Mapping[str, list[Handle]]) -> None:
@@ -182,6 +182,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             ask_for(number)
         with self._loading() as load:
             for number in range(len(self._buckets)):
+                if self._reloads:
+                    # loading waits for the device, which would wait for a broadcast without end
+                    self._collective.wait(deadline)
                 stream.wait_event(arrived[number])
                 load(number)
                 if number + _NUM_STAGES < len(self._buckets):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
+_SERVERS_TIMEOUT_S = _CALL_TIMEOUT_S + 15.0
+"""Where the rollout worker asks the servers: its own limit says more than this one."""
 
 _GAUGES = {
     "policy_version": "apr_trainer_policy_version",
@@ -123,7 +125,7 @@ class RunControl:
 
     def is_group_whole(self) -> bool:
         """Whether the engine workers that run are those that have joined the weight group."""
-        return self._group_state(_CALL_TIMEOUT_S).is_whole
+        return self._group_state(_SERVERS_TIMEOUT_S).is_whole
 
     def connect(self, sender: WeightSender, *, timeout_s: float) -> None:
         """Form a weight group of the sender and all engine workers that run.
@@ -181,13 +183,13 @@ class RunControl:
         """Have the engines score sequences once they have the weights of a version."""
         asked = self._worker.expect_scores.remote(policy_version, sequences)
         whom = f"rollout servers, to expect the check of version {policy_version}"
-        _get(asked, whom, _CALL_TIMEOUT_S)
+        _get(asked, whom, _SERVERS_TIMEOUT_S)
 
     def weight_scores(self) -> list[WeightScores]:
         """What the engines have scored since `expect_scores`."""
         asked = self._worker.weight_scores.remote()
         scores: list[WeightScores] = _get(
-            asked, "rollout servers, to say what they scored", _CALL_TIMEOUT_S
+            asked, "rollout servers, to say what they scored", _SERVERS_TIMEOUT_S
         )
         return scores
 
@@ -195,7 +197,7 @@ class RunControl:
         """What each module of one engine's model computes; nothing if it does not say."""
         asked = self._worker.probe_weights.remote(replica_id, token_ids)
         try:
-            probes: Probes = _get(asked, f"probes of {replica_id}", _CALL_TIMEOUT_S)
+            probes: Probes = _get(asked, f"probes of {replica_id}", _SERVERS_TIMEOUT_S)
         except (APRError, RayError) as error:
             logger.warning("%s cannot be probed: %s", replica_id, error)
             return {}

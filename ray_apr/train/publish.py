@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_apr.exceptions import SyncBrokenError, WeightSyncError
+from ray_apr.exceptions import NoEngineError, RolloutError, SyncBrokenError, WeightSyncError
 from ray_apr.train.span import Span
 
 if TYPE_CHECKING:
@@ -211,11 +211,16 @@ class WeightPublisher:
         return self._broadcast_once(control, policy_version, timeout_s)
 
     def _broadcast_once(self, control: RunControl, policy_version: int, timeout_s: float) -> float:
-        if not self._is_connected or not control.is_group_whole():
-            control.connect(self._sender, timeout_s=timeout_s)
-            self._is_connected = True
-        if self._check is not None:
-            self._check.announce(control)
+        try:
+            if not self._is_connected or not control.is_group_whole():
+                control.connect(self._sender, timeout_s=timeout_s)
+                self._is_connected = True
+            if self._check is not None:
+                self._check.announce(control)
+        except NoEngineError:
+            raise
+        except RolloutError as error:  # a server does not answer
+            raise SyncBrokenError(str(error)) from error
         return control.broadcast(self._sender, policy_version)["stopped_s"]
 
     def _join(self, *, must_end: bool) -> dict[str, float] | None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from ray.util.collective import types
 
-from ray_apr.exceptions import SyncBrokenError, WeightSyncError
+from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.ray_private import (
     BaseGroup,
     collective_backend,
@@ -173,8 +173,8 @@ def join(group: WeightGroup, rank: int) -> BaseGroup:
         if joined is not None:
             joined.destroy_group()
         raise SyncBrokenError(
-            f"rank {rank} of {group.world_size} could not join the weight group of {group.host}"
-            f"{f':{group.port}' if group.port else ''}: {error}"
+            f"{SYNC_BROKEN}: rank {rank} of {group.world_size} could not join the weight group of "
+            f"{group.host}{f':{group.port}' if group.port else ''}: {error}"
         ) from error
 
 

@@ -36,6 +36,15 @@ def test_modes_whose_syncs_leave_nothing_in_the_engines_pass_anywhere(mode):
     check_attestation(PartialRolloutConfig.preset(mode), SERVERS, "0.26.0")
 
 
+def test_without_attested_versions_a_sync_leaves_no_evaluation_in_the_engines():
+    """known fault: mode sync froze them, and their tokens carried the version before."""
+    config = PartialRolloutConfig.preset("sync")
+    assert config.pause_mode == "abort"
+    assert PartialRolloutConfig.preset("in_flight").pause_mode == "keep"
+    streams = PartialRolloutConfig(max_staleness=0, oversampling_factor=1.0, interrupt="never")
+    assert streams.pause_mode == "keep", "surplus samples may be in flight"
+
+
 def test_engines_that_sleep_hold_no_requests():
     colocated = RolloutConfig(placement="colocated")
     check_attestation(PartialRolloutConfig.preset("in_flight"), colocated, "0.26.0")

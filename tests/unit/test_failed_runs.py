@@ -8,7 +8,7 @@ import threading
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_apr import cli, controller
@@ -222,6 +222,24 @@ def test_the_death_of_the_rollout_worker_reaches_the_trainer_at_once(monkeypatch
         parts._watch_worker()
     (error,) = told
     assert str(error).startswith("the rollout worker died: ")
+
+
+def test_a_rollout_worker_that_cannot_be_reached_for_a_moment_has_not_died(monkeypatch, tmp_path):
+    """known fault: a broken connection to it ended the run."""
+    told, answers = [], [ActorUnavailableError("connection reset", None), None]
+    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
+    worker = Handle(wait_until_stopped=None)
+    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=worker, recorder=RECORDER)
+
+    def answer(ref, timeout=None):
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr("ray_apr.controller.ray.get", answer)
+    monkeypatch.setattr("ray_apr.controller._ASK_AGAIN_S", 0.0)
+    parts._closing = threading.Event()
+    parts._watch_worker()
+    assert not told and not answers, "it was asked again"
 
 
 @pytest.mark.parametrize(("summary", "stats"), [(SUMMARY, STATS), (None, STATS), (SUMMARY, None)])

@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.exceptions import (
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+    SyncBrokenError,
+)
 from ray_apr.rollout import worker as worker_module
 from ray_apr.types import FinishReason
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
@@ -293,6 +298,27 @@ async def test_drain_lets_what_runs_end_before_the_sync():
         samples = await run.step(1)
         assert {s.token_versions for s in samples} == {(0,) * 12}
     assert run.summary.samples_interrupted == 0
+
+
+async def test_a_drain_that_no_engine_answers_is_a_sync_to_try_again(monkeypatch):
+    """known fault: it ended the run, though another try would have gone through."""
+    engine = ScriptedEngine(auto=1)
+    async with running(
+        engine, max_staleness=1, oversampling_factor=2.0, interrupt="never", drain=True
+    ) as run:
+        for error, expected in (
+            (RolloutError("pause: no answer within the time limit"), SyncBrokenError),
+            (NoEngineError("pause: no rollout server runs"), NoEngineError),
+        ):
+
+            async def pause(mode, error=error):
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "pause", pause)
+                with pytest.raises(expected, match=str(error)):
+                    await run.worker.begin_sync(1)
+        await run.sync(1)
 
 
 async def test_rewards_wait_for_the_end_of_generation_where_they_do_not_overlap():

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ray_apr.exceptions import (
+    SYNC_BROKEN,
     EngineUnavailableError,
     RolloutError,
     SyncBrokenError,
@@ -289,7 +290,9 @@ def test_a_member_that_leaves_is_an_error_for_the_others_and_no_hang():
 def test_members_that_never_come_are_an_error_that_says_where():
     from ray_apr.weights.collective import join
 
-    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join .*127\.0\.0\.1"):
+    with pytest.raises(
+        WeightSyncError, match=rf"{SYNC_BROKEN}: rank 0 of 2 could not join .*127\.0\.0\.1"
+    ):
         join(gloo_group(2, timeout_s=0.5), 0)
 
 

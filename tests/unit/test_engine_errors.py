@@ -1,0 +1,97 @@
+"""What an engine makes of errors and silences of vLLM's core (serve/engine.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.serve.engine import Engine
+
+
+class _Dead(Exception):
+    """Stands for vLLM's."""
+
+
+class _Engine(Engine):
+    _dead_error = _Dead
+
+
+class Core:
+    """A vLLM whose verbs raise, or never answer."""
+
+    errored = False
+    dead_error = _Dead("the core is dead")
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.is_hung = False
+        self.engine_core = self
+        self.aborted: list[str] = []
+        self.output_handler = asyncio.ensure_future(asyncio.Event().wait())
+
+    async def _answer(self, *_, **__) -> None:
+        if self.is_hung:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+
+    init_weight_transfer_engine = start_weight_update = update_weights = _answer
+    finish_weight_update = pause_scheduler_async = resume_generation = wake_up = _answer
+
+    async def abort(self, ids) -> None:
+        if self.error is not None:
+            raise self.error
+        self.aborted.extend(ids)
+
+
+@pytest.fixture
+async def engine(monkeypatch):
+    requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+    private = SimpleNamespace(**{name: lambda *_, **__: None for name in requests})
+    monkeypatch.setitem(sys.modules, "ray_apr.serve.vllm_private", private)
+    engine = _Engine("none", replica_id="engine-0", engine_kwargs={}, stall_timeout_s=0.01)
+    engine._llm = Core()
+    engine._attests = engine._is_multimodal = False
+    engine._activity.start()
+    yield engine
+    engine._llm.output_handler.cancel()
+    if engine._stall_task is not None:
+        engine._stall_task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (f"Call failed: {SYNC_BROKEN}: rank 1 of 2 could not join", SyncBrokenError),
+        (f"Worker failed with error '{SYNC_BROKEN} at version 3: reset'", SyncBrokenError),
+        ("no train worker shares GPU-1 with this engine worker", WeightSyncError),
+        ("3 parameters got no weights: a, b, c", WeightSyncError),
+        ("collective backend APR_NCCL is not available here", WeightSyncError),
+    ],
+)
+async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, expected):
+    """known fault: weights that do not fit were sent four times."""
+    engine._llm.error = Exception(said)  # as vLLM hands on its workers' errors
+    engine._gate.clear()
+    with pytest.raises(WeightSyncError, match="engine-0") as joined:
+        await engine.join_weight_group({"timeout_s": 5.0}, 1)
+    with pytest.raises(WeightSyncError, match="engine-0") as received:
+        await engine.receive_weights(3)
+    assert type(joined.value) is type(received.value) is expected
+
+
+async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
+    """known fault: an unexpected error ended it without a word."""
+    engine._inside["s#0"] = None
+    engine._count_inside()
+    engine._llm.error = ValueError("a bug")
+    engine._watch()
+    await asyncio.sleep(0.05)
+    assert "calls that stalled are not ended" in caplog.text and "a bug" in caplog.text
+    engine._llm.error = None
+    await asyncio.sleep(0.05)
+    assert "s#0" in engine._llm.aborted
