@@ -12,7 +12,8 @@ Invariants, kept by `Engine`:
     * A call ends by itself, or because the engine has made no progress for a stated time, however
       long it takes: its tokens come back then, too, and the engine is no longer healthy.
     * Once the engine core is dead, every verb and the status raise `EngineDiedError`, also those
-      that wait for it, and no call stays at the gate.
+      that wait for it, and no call stays at the gate. A core that does not pause, wake or go on
+      within a limit counts as dead, and stays so; its calls end with what has left it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -61,6 +63,10 @@ of: parameters that only the engine has, and the padding that loading fills once
 _CORE_LIMIT_S = 20.0
 """Longest wait for the engine core to take calls in, and for what it has of those that are aborted;
 it takes much less than a second, unless it is busy with a long prefill."""
+_ANSWER_LIMIT_S = 45.0
+"""Longest wait for the core to pause, to wake or to go on, beside what is left of a weight sync
+that it takes part in. It does so between two steps, the longest of which is a long prefill on a slow
+machine. Shorter than the limit of the clients' control calls, so that they learn which it was."""
 _FROZEN_LIMIT_S = 0.2
 """The same where calls are frozen and the core has nothing of theirs: it may be busy with weights.
 A vLLM that does not attest versions keeps pieces of theirs (`serve.scheduler`)."""
@@ -112,6 +118,11 @@ class Engine:
         self._is_asleep = False
         self._is_frozen = False
         """Whether calls stay inside while the engine is paused."""
+        self._is_hung = False
+        """Whether the core has left a call unanswered for too long."""
+        self._group_timeout_s = 0.0
+        self._busy_until = 0.0
+        """By when the workers have ended what they do in the weight group; 0 outside of it."""
         self._stall = StallWatch(stall_timeout_s)
         self._load = EngineLoad(self._stall.move)
         self._stall_task: asyncio.Task[None] | None = None
@@ -236,6 +247,8 @@ class Engine:
         try:
             if not await self._enter(aborted):
                 return self._generation(request_id, (), FinishReason.ABORT)
+            with self._dead_is_unavailable():
+                self._check_alive()
             if self._stall.is_stalled:
                 raise EngineUnavailableError(self._stalled())
             if not self._weights_valid:
@@ -336,23 +349,45 @@ class Engine:
             self._gate.set()  # the calls there are told the same
             raise EngineDiedError(f"{self.replica_id} is dead: {error}") from error
 
-    async def _of_core(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
+    async def _of_core(
+        self, call: Coroutine[Any, Any, _Answer], *, limit_s: float | None = None
+    ) -> _Answer:
         """Wait for an answer of the engine core; vLLM never ends this wait when the core dies.
 
+        Args:
+            call: What the core is asked.
+            limit_s: How long it may take, beside a weight sync under way; None is for calls that
+                end by themselves.
+
         Raises:
-            EngineDiedError: If it is dead, or dies meanwhile.
+            EngineDiedError: If it is dead, dies meanwhile, or hangs.
         """
+        if limit_s is not None:
+            limit_s += max(0.0, self._busy_until - time.monotonic())
         with self._dead_is_unavailable():
             asked = asyncio.ensure_future(call)
             try:
-                await asyncio.wait(
-                    {asked, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not asked.done():
+                self._check_alive()
+                ends = {asked, self._llm.output_handler}
+                await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    return asked.result()
+                if self._llm.output_handler.done():
                     raise self._llm.dead_error
-                return asked.result()
+                await self._give_up()
+                raise EngineDiedError(self._hung())
             finally:
                 asked.cancel()
+
+    async def _give_up(self) -> None:
+        """Have done with a core that hangs; calls end with what has left it."""
+        self._is_hung = True
+        logger.error("%s, with %d calls inside", self._hung(), len(self._inside))
+        self._gate.set()  # the calls there are told
+        await self._llm.abort(list(self._inside))
+
+    def _hung(self) -> str:
+        return f"{self.replica_id}: its engine core did not answer within {_ANSWER_LIMIT_S:g} s"
 
     def _generation(
         self, request_id: str, segments: tuple[Segment, ...], reason: FinishReason
@@ -380,7 +415,7 @@ class Engine:
         for request_id in known:
             self._running[request_id].set()
         calls = {i: self._inside[i] for i in known if i in self._inside}
-        if not calls or self._llm.errored:  # calls of a dead engine end by themselves
+        if not calls or self._llm.errored or self._is_hung:  # those of a dead engine end so
             return len(known)
         with self._dead_is_unavailable():
             await self._until_entered(calls.values())
@@ -424,6 +459,8 @@ class Engine:
         Raises:
             EngineUnavailableError: If the engine is dead.
         """
+        with self._dead_is_unavailable():
+            self._check_alive()  # first: the gate of a dead one stays open
         self.num_pauses += 1
         self._gate.clear()
         if mode == "wait":  # vLLM's own wait does not see requests that are on their way in
@@ -431,9 +468,12 @@ class Engine:
         async with self._control:
             if mode == "wait" and not self.is_paused:
                 return  # resumed meanwhile: whoever paused has given up
+            with self._dead_is_unavailable():
+                self._check_alive()
             self._gate.clear()
             self._activity.set_paused(True)
-            await self._of_core(self._freeze("keep" if mode == "keep" else "abort"))
+            freeze = self._freeze("keep" if mode == "keep" else "abort")
+            await self._of_core(freeze, limit_s=_ANSWER_LIMIT_S)
             self._stall.set_paused(True)  # not before: a core that does not answer has stalled
             self._is_frozen = mode == "keep"
 
@@ -471,10 +511,12 @@ class Engine:
                     if self._is_asleep:
                         return  # without memory; the gate's calls are refused
                 if self._is_asleep:
-                    await self._of_core(self._llm.wake_up(["kv_cache"]))
+                    waking = self._llm.wake_up(["kv_cache"])
+                    await self._of_core(waking, limit_s=_ANSWER_LIMIT_S)
                     self._is_asleep = False
                 self._is_frozen = False
-                await self._of_core(self._llm.resume_generation())
+                going_on = self._llm.resume_generation()
+                await self._of_core(going_on, limit_s=_ANSWER_LIMIT_S)
                 if self._weights_valid:  # before the gate's calls go in
                     await self._of_core(self._score())
             finally:
@@ -518,12 +560,16 @@ class Engine:
         from ray_apr.serve.vllm_private import WeightTransferInitRequest
 
         request = WeightTransferInitRequest({"group": dict(group), "first_rank": first_rank})
+        self._group_timeout_s = group["timeout_s"]
+        self._busy_until = time.monotonic() + self._group_timeout_s
         try:
             await self._of_core(self._llm.init_weight_transfer_engine(request))
         except EngineDiedError:
             raise
         except Exception as error:
             raise _sync_error(f"{self.replica_id} could not join: {error}") from error
+        finally:
+            self._busy_until = 0.0
 
     async def receive_weights(
         self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
@@ -552,12 +598,15 @@ class Engine:
     async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
         async with self._receiving:
             self._weights_valid = False
+            self._busy_until = time.monotonic() + self._group_timeout_s
             try:
                 await self._of_core(self._update(policy_version, handles))
             except EngineDiedError:
                 raise
             except Exception as error:
                 raise _sync_error(f"{self.replica_id}: {error}") from error
+            finally:
+                self._busy_until = 0.0
             self._policy_version = policy_version
             self._weights_valid = True
 
@@ -617,9 +666,13 @@ class Engine:
     def _check_alive(self) -> None:
         if self._llm.errored:
             raise self._llm.dead_error
+        if self._is_hung:
+            raise EngineDiedError(self._hung())
 
     async def check_health(self) -> None:
         """Raise if the engine is dead, or has stalled."""
+        if self._is_hung:
+            raise EngineDiedError(self._hung())
         if self._stall.is_stalled:
             raise EngineUnavailableError(self._stalled())
         await self._llm.check_health()

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
+from ray_apr.serve import engine as engine_module
 from ray_apr.serve.engine import Engine
 
 
@@ -95,3 +96,49 @@ async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
     engine._llm.error = None
     await asyncio.sleep(0.05)
     assert "s#0" in engine._llm.aborted
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "wake"])
+async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatch, verb):
+    """known fault: the pause waited without end, and everything else behind it."""
+    monkeypatch.setattr(engine_module, "_ANSWER_LIMIT_S", 0.05)
+    hung = pytest.raises(EngineDiedError, match="did not answer")
+    if verb != "pause":
+        await engine.pause("abort")
+        engine._is_asleep = verb == "wake"
+    engine._llm.is_hung = True
+    asked = asyncio.create_task(engine.pause("abort") if verb == "pause" else engine.resume())
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(engine.resume())
+    call = engine._inside["s#0"] = engine_module._Call()
+    call.entered.set()
+    async with asyncio.timeout(5):
+        for call in (asked, behind):
+            with hung:
+                await call
+        assert engine._llm.aborted == ["s#0"], "it ends with what has left the core"
+        assert not engine.is_paused, "nobody waits at the gate"
+        for call in (engine.pause("abort"), engine.receive_weights(3), engine.check_health()):
+            with hung:
+                await call
+        with hung:
+            engine.status()
+        with hung:
+            await engine.generate(
+                request_id="s#1",
+                token_ids=[1],
+                sampling=SimpleNamespace(origin=None),
+                max_tokens=1,
+            )
+
+
+async def test_a_core_that_takes_part_in_a_sync_has_its_time(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "_ANSWER_LIMIT_S", 0.02)
+    engine._llm.is_hung = True  # the workers wait for the others
+    joining = asyncio.create_task(engine.join_weight_group({"timeout_s": 60.0}, 1))
+    await asyncio.sleep(0)
+    pausing = asyncio.create_task(engine.pause("abort"))
+    await asyncio.sleep(0.1)
+    assert not pausing.done()
+    for task in (joining, pausing):
+        task.cancel()
