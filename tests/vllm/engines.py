@@ -135,7 +135,7 @@ class DirectControl:
         after_receive: Awaited once the engine has its weights, before it goes on.
     """
 
-    sync_limit_s = 60.0
+    sync_limit_s = retry_limit_s = 60.0
 
     def __init__(self, engine: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.engine = engine
