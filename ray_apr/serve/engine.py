@@ -65,8 +65,9 @@ _CORE_LIMIT_S = 20.0
 it takes much less than a second, unless it is busy with a long prefill."""
 _ANSWER_LIMIT_S = 45.0
 """Longest wait for the core to pause, to wake or to go on, beside what is left of a weight sync
-that it takes part in. It does so between two steps, the longest of which is a long prefill on a slow
-machine. Shorter than the limit of the clients' control calls, so that they learn which it was."""
+that it takes part in. It does so between two steps, the longest of which is a long prefill on a
+slow machine. Shorter than the limit of the clients' control calls, so that they learn which it was.
+"""
 _FROZEN_LIMIT_S = 0.2
 """The same where calls are frozen and the core has nothing of theirs: it may be busy with weights.
 A vLLM that does not attest versions keeps pieces of theirs (`serve.scheduler`)."""

@@ -3,6 +3,9 @@
 Invariants, kept by `WeightSync`:
     * Each engine goes on once it has its weights, and all are resumed after any error; a sync whose
       `finish` never comes ends by its limit.
+    * Engines that share a device with the trainer go on once it has freed the weights, also after
+      an error: those that have theirs would take the memory for their KV cache. If the trainer
+      tries again instead, they stay paused; if it does neither, they go on after the limit.
     * One sync at a time.
     * A replica that did not get all of its weights refuses to generate until the next sync, rather
       than answer under a version that it does not have (the server keeps that).
@@ -13,9 +16,10 @@ Invariants, kept by `WeightSync`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +74,9 @@ class WeightSync:
             SyncBrokenError: If the engines cannot be paused.
             WeightSyncError: If a sync is under way.
         """
+        if self._task is not None and self._awaits_release:
+            self._task.cancel()
+            await asyncio.wait({self._task})
         if self._task is not None and not self._task.done():
             raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
         loop = asyncio.get_running_loop()
@@ -79,6 +86,13 @@ class WeightSync:
             self._run(policy_version, handles, listening), name=f"weight-sync-{policy_version}"
         )
         await self._until(self._task, listening)
+
+    @property
+    def _awaits_release(self) -> bool:
+        """Whether the last sync has failed, and leaves the engines paused for another one."""
+        if self._task is None or self._task.done() or not self._read.done():
+            return False
+        return self._read.exception() is not None
 
     async def wait_until_read(self) -> None:
         """Wait until the engines have read shared weights; they go on once `finish` is called, when
@@ -107,6 +121,8 @@ class WeightSync:
         await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
         if not reached.done():
             await self.finish()
+        else:
+            reached.result()
 
     async def _run(
         self,
@@ -135,14 +151,15 @@ class WeightSync:
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
+            if errors and handles is not None and listening.done() and not self._read.done():
+                self._read.set_exception(_error(policy_version, errors))
+                self._read.exception()  # nobody may be left to ask for it
+                await self._until_released()
             if must_resume:
                 errors += await self._resume()
         if errors:
-            reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
-            message = f"weight sync to version {policy_version}: {reasons}"
-            logger.error("%s", message)  # nobody may be left to call `finish`
-            is_transient = all(isinstance(error, _TRANSIENT) for error in errors)
-            raise (SyncBrokenError if is_transient else WeightSyncError)(message) from errors[0]
+            logger.error("%s", _error(policy_version, errors))  # nobody may be left for `finish`
+            raise _error(policy_version, errors) from errors[0]
         end = time.monotonic()
         return SyncTimes(
             pause_s=paused - begin,
@@ -150,6 +167,12 @@ class WeightSync:
             resume_s=end - received,
             stopped_s=end - begin,
         )
+
+    async def _until_released(self) -> None:
+        """Waits for: `finish`. Unblocked by: the limit, or the next `begin`, which cancels this."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._released.wait()
 
     async def _resume(self) -> list[Exception]:
         """Resume all engines; returns what went wrong, so that it hides no earlier error."""
@@ -159,3 +182,11 @@ class WeightSync:
             kind = SyncBrokenError if isinstance(error, _TRANSIENT) else WeightSyncError
             return [kind(f"engines could not be resumed: {error}")]
         return []
+
+
+def _error(policy_version: int, errors: Sequence[Exception]) -> WeightSyncError:
+    """What ended a sync, as one error."""
+    reasons = "; ".join(str(error) or type(error).__name__ for error in errors)
+    is_transient = all(isinstance(error, _TRANSIENT) for error in errors)
+    kind = SyncBrokenError if is_transient else WeightSyncError
+    return kind(f"weight sync to version {policy_version}: {reasons}")

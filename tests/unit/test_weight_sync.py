@@ -103,6 +103,29 @@ async def test_shared_weights_that_cannot_be_read_or_are_never_released_end_the_
     assert not engine.is_paused
 
 
+@pytest.mark.parametrize("then", ["finish", "begin", "nothing"])
+async def test_after_an_error_engines_go_on_once_shared_weights_are_freed(then):
+    """known fault: those that had theirs took the memory of weights that were still there."""
+    engine, sync = make(timeout_s=0.2)
+    engine.sent.set()
+    engine.fail_next_sync = WeightSyncError("no train worker shares GPU-1")
+    await sync.begin(1, {"gpu": []})
+    with pytest.raises(WeightSyncError, match="version 1: no train worker shares GPU-1"):
+        await sync.wait_until_read()
+    assert engine.is_paused and "resume" not in engine.verbs
+    if then == "finish":
+        with pytest.raises(WeightSyncError, match="no train worker shares GPU-1"):
+            await sync.finish()
+    elif then == "begin":
+        await sync.begin(2, {"gpu": []})
+        await sync.wait_until_read()
+        assert engine.is_paused and "resume" not in engine.verbs
+        await sync.finish()
+    else:  # the trainer has died
+        await asyncio.sleep(0.3)
+    assert not engine.is_paused
+
+
 async def test_syncs_follow_one_another():
     engine, sync = make()
     engine.sent.set()
