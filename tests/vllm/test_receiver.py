@@ -1,0 +1,93 @@
+"""The engine's end of a weight sync without an engine (serve/receiver.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.serve import receiver as receiver_module
+from ray_apr.serve.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
+from ray_apr.weights.plan import WeightGroup
+
+pytestmark = pytest.mark.vllm
+
+
+class KeepsProducts(nn.Module):
+    """A model that no reload renews."""
+
+    def process_weights_after_loading(self) -> None: ...
+
+
+def make(**attributes) -> WeightReceiver:
+    receiver = WeightReceiver.__new__(WeightReceiver)
+    for name, value in attributes.items():
+        setattr(receiver, name, value)
+    return receiver
+
+
+def test_a_model_that_is_refused_joins_no_group(monkeypatch):
+    """known fault: all members met, and broke off afterwards."""
+    joined: list[int] = []
+    monkeypatch.setattr(receiver_module, "join", lambda group, rank: joined.append(rank))
+    group = {"backend": "APR_GLOO"}
+    monkeypatch.setattr(WeightGroup, "from_dict", lambda given: SimpleNamespace(**given))
+    receiver = make(model=KeepsProducts(), device=torch.device("cpu"))
+    with pytest.raises(WeightSyncError, match="KeepsProducts keeps something"):
+        receiver.init_transfer_engine(ReceiverInit(group=group, first_rank=1))
+    assert joined == []
+
+
+@pytest.mark.parametrize("reloads", [True, False])
+def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch, reloads):
+    """known fault: loading waited for the device, behind a broadcast without end."""
+    order: list[object] = []
+
+    class Silent:
+        stream = SimpleNamespace(record_event=lambda event: event)
+
+        def broadcast(self, buffers, options) -> None:
+            order.append("broadcast")
+
+        def wait(self, deadline) -> None:
+            order.append("wait")
+            raise RuntimeError("a peer did not take part in time")
+
+        def destroy_group(self) -> None:
+            order.append("leave")
+
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None,
+        wait_event=lambda event: None,
+        cuda_stream=0,
+        device_index=0,
+    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda *_: contextlib.nullcontext()))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
+    receiver = make(
+        device=torch.device("cuda"),
+        _collective=Silent(),
+        _stream=stream,
+        _reloads=reloads,
+        _timeout_s=5.0,
+        _buckets=[SimpleNamespace(num_bytes=4)],
+        _stages=[torch.zeros(4, dtype=torch.uint8)] * 3,
+    )
+    monkeypatch.setattr(
+        receiver, "_loading", lambda: contextlib.nullcontext(lambda number: order.append("load"))
+    )
+    with pytest.raises(SyncBrokenError, match=f"{SYNC_BROKEN} at version 3: a peer"):
+        receiver.receive_weights(ReceiverUpdate(policy_version=3))
+    expected = ["broadcast", "wait", "leave"]
+    assert order == (expected if reloads else ["broadcast", "load", "wait", "leave"])
+    with pytest.raises(SyncBrokenError, match="in no weight group"):
+        receiver.receive_weights(ReceiverUpdate(policy_version=3))
