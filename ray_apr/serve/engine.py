@@ -203,11 +203,6 @@ class Engine:
         """Whether calls wait."""
         return not self._gate.is_set()
 
-    @property
-    def num_inside(self) -> int:
-        """Calls that vLLM holds."""
-        return len(self._inside)
-
     async def generate(
         self,
         *,

@@ -28,7 +28,7 @@ async def test_an_engine_whose_core_is_killed_tells_all_who_wait_for_it(tmp_path
 
     async with running(make_engine(folder)) as engine:
         inside = generate("inside")
-        while not engine.num_inside:  # noqa: ASYNC110
+        while not engine.status().num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await engine.pause("keep")
         at_gate = generate("at the gate")
