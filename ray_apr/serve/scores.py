@@ -99,8 +99,8 @@ class WeightScorer:
 async def _logprobs(
     llm: Any, request_id: str, sequence: list[int], priority: dict[str, int]
 ) -> tuple[float, ...]:
-    """Log-probs of all tokens but the first, under the raw policy: ``processed_logprobs`` does not apply to
-    those of a prompt."""
+    """Log-probs of all tokens but the first, under the raw policy: ``processed_logprobs`` does not
+    apply to those of a prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -136,6 +136,7 @@ class DirectControl:
     """
 
     sync_limit_s = retry_limit_s = 60.0
+    members = frozenset({"engine-0"})
 
     def __init__(self, engine: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.engine = engine
