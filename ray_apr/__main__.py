@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from ray_apr.cli import main
 
+
+def run() -> None:
+    """Run one command and end the process with its exit code.
+
+    At once, without taking the interpreter down: the run is closed and Ray is shut down by then,
+    but threads of Ray's and gRPC's libraries may be left. One that crashes while the interpreter
+    goes would replace the exit code by its own.
+    """
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -116,7 +116,7 @@ def fail_by_killing(
     before()
     os.kill(pid, signal.SIGKILL)
     rest, _ = run.communicate(timeout=240)
-    assert run.returncode == 1, "".join(seen) + rest
+    assert run.returncode == 1, f"exit code {run.returncode}: " + "".join(seen) + rest
     final = json.loads((folder / "run" / "final.json").read_text())
     # its half of the ledger is gone with the rollout worker
     balance = None if victim == "RolloutWorker" else 0
