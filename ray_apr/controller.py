@@ -364,8 +364,8 @@ class _Parts:
                 if not self._closing.is_set():
                     died = RolloutError(f"the rollout worker died: {death_of(error)}")
                     self._ask(self._buffer.fail.remote(died), "sample buffer")
-            except RayError:
-                pass  # Ray itself has ended
+            except RayError as error:
+                logger.debug("the watch of the rollout worker ends with Ray: %s", one_line(error))
             return
 
     def _reason(self, error: Exception) -> APRError:
