@@ -33,6 +33,8 @@ _PLAIN_LAYERS = ("Attention",)
 _KEPT = ("e_score_correction_bias",)
 """Corrections of routers, which no gradient reaches: no trainer moves them, and a reload leaves
 them as they are."""
+_UNREPORTED = ".routed_experts."
+"""A part of experts' names that vLLM 0.26 leaves out where it says what it has loaded."""
 
 
 def needs_reload(model: nn.Module, device: torch.device) -> bool:
@@ -106,7 +108,7 @@ def reloading(model: nn.Module, model_config: Any, device: torch.device) -> Iter
     finally:
         finalize_layerwise_reload(model, model_config)
         _pack_embeddings(model)
-    missing = sorted(wanted - loaded)
+    missing = sorted(wanted - {_without_unreported(name) for name in loaded})
     if missing:
         raise WeightSyncError(
             f"{len(missing)} parameters got no weights: {', '.join(missing[:5])}; the names that "
@@ -129,7 +131,11 @@ def _wanted(model: nn.Module) -> set[str]:
         f"{name}." for name, m in model.named_modules() if is_tied and isinstance(m, ParallelLMHead)
     )
     names = (name for name, _ in model.named_parameters() if not name.startswith(heads))
-    return {name for name in names if not name.endswith(_KEPT)}
+    return {_without_unreported(name) for name in names if not name.endswith(_KEPT)}
+
+
+def _without_unreported(name: str) -> str:
+    return name.replace(_UNREPORTED, ".")
 
 
 def _pack_embeddings(model: nn.Module) -> None:

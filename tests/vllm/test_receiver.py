@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.serve import receiver as receiver_module
 from ray_apr.serve.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
+from ray_apr.serve.reload import reloading
 from ray_apr.weights.plan import WeightGroup
 
 pytestmark = pytest.mark.vllm
@@ -91,3 +92,20 @@ def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch
     assert order == (expected if reloads else ["broadcast", "load", "wait", "leave"])
     with pytest.raises(SyncBrokenError, match="in no weight group"):
         receiver.receive_weights(ReceiverUpdate(policy_version=3))
+
+
+@pytest.mark.parametrize("part", ["", "routed_experts."])
+def test_experts_count_as_loaded_by_either_of_their_names(monkeypatch, part):
+    """vLLM 0.26 reports names of experts without a part that its parameters have."""
+    from vllm.model_executor.model_loader import reload as of_vllm
+
+    monkeypatch.setattr(of_vllm, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(of_vllm, "finalize_layerwise_reload", lambda model, config: None)
+    model = nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": nn.Linear(2, 2)})})
+    with reloading(model, None, torch.device("cuda")) as loaded:
+        loaded |= {f"experts.{part}weight", f"experts.{part}bias"}
+    with (
+        pytest.raises(WeightSyncError, match=r"1 parameters got no weights: experts\.bias"),
+        reloading(model, None, torch.device("cuda")) as loaded,
+    ):
+        loaded |= {f"experts.{part}weight"}
