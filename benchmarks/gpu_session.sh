@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs GPUs, one part after another, each with a limit; raw results and logs go to a folder.
 #
-#   benchmarks/gpu_session.sh results restart kills turns engine trainer sync rollout
+#   benchmarks/gpu_session.sh results families restart kills turns engine trainer sync rollout
 #   TRACE=trace.jsonl.gz GPUS=2 benchmarks/gpu_session.sh results modes colocated
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
@@ -31,7 +31,10 @@ part() { # NAME SECONDS COMMAND...
 	# what a part leaves that was cut off; /proc/PID/environ tells whose a process is
 	grep -lsaz "^$mark\$" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9
 }
-tests() { "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -m gpu "$root/tests/gpu" "$@"; }
+tests() { # without --strict-config: a GPU host may lack plugins that these tests do not need
+	"$python" -m pytest -c "$root/pyproject.toml" -o addopts=--import-mode=importlib \
+		--rootdir "$root" -m gpu "$root/tests/gpu" "$@"
+}
 export -f tests
 export root python
 gpu() { part "$1" "$2" "$python" "$root/benchmarks/gpu.py" "${@:3}" --out "$out/gpu-$1.json"; }
@@ -46,9 +49,13 @@ modes() {
 summary=()
 for name in "$@"; do
 	case $name in
+	families)
+		part families 560 "$python" "$root/benchmarks/architectures.py" --device cuda --jobs 12
+		cp "$root/benchmarks/results/architectures-gpu.json" "$out/"
+		;;
 	step) part step 150 bash -c 'tests -k "test_step or test_attention"' ;;
 	restart) part restart 250 bash -c 'tests -k engines_find' ;;
-	kills) part kills 450 bash -c 'tests -k killed' ;;
+	kills) part kills 560 bash -c 'tests -k killed' ;;
 	turns) part turns 300 bash -c 'tests -k turns' ;;
 	engine) gpu engine 420 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
@@ -56,6 +63,22 @@ for name in "$@"; do
 	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
 	modes) modes modes 900 ;;
 	colocated) modes colocated 900 --colocated sync ;;
+	alarms)
+		part alarms 300 "$python" "$root/benchmarks/weight_check.py" --device cuda \
+			--out "$out/gpu-weight-check.json"
+		;;
+	checked)
+		part checked 400 "$python" "$root/benchmarks/modes.py" --gpu --shape "$shape" \
+			--trace "${TRACE:?the part checked needs TRACE}" --scale 0.25 --repeats 1 \
+			--steps "${STEPS:-8}" --batch-prompts 128 --max-num-seqs 256 --modes apr \
+			--replicas "$replicas" --train-workers $((gpus - replicas)) --out "$out/gpu-checked.json"
+		;;
+	sampling)
+		part sampling 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
+			--num-layers 10 --modes apr --set train.steps=96 --set train.batch_size=256 \
+			--set rollout.temperature=0.7 --set rollout.top_k=8 --set train.learning_rate=3e-5 \
+			--set train.lr_schedule=linear --out "$out/gpu-sampling.json"
+		;;
 	learning)
 		part learning 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
 			--num-layers 10 --set train.steps=96 --set train.batch_size=256 \

@@ -54,13 +54,13 @@ _SHARED_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-_MLA = {  # the latent size is the one that vLLM's kernel for CPUs has
+_MLA = {  # the sizes are those that vLLM's kernels have, on CPU and on GPUs
     **_SHARED_EXPERTS,
     "kv_lora_rank": 512,
     "q_lora_rank": None,
-    "qk_nope_head_dim": 64,
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    "v_head_dim": 128,
     "head_dim": 64,
     "num_key_value_heads": 2,
     "rope_parameters": {**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
@@ -127,6 +127,11 @@ def architecture_of(name: str) -> str:
     """The class that a family's checkpoints name."""
     config_stem, _, model_stem = FAMILIES[name][0].partition(":")
     return f"{model_stem or config_stem}ForCausalLM"
+
+
+def has_latent_attention(name: str) -> bool:
+    """Whether keys and values are products of a latent vector (DeepSeek's MLA)."""
+    return "kv_lora_rank" in FAMILIES[name][1]
 
 
 def make_family(name: str, folder: Path, *, seed: int = 0) -> Path:

@@ -17,22 +17,32 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 """The likeliest token; its log-prob is that of temperature 1."""
 FREE = SamplingParams(ignore_eos=True)
 PROMPT = (5, 9, 2, 14, 3)
+ON_CUDA = {
+    "distributed_executor_backend": "uni",
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 200_000_000,
+}
+"""Many small engines beside each other on a GPU."""
 
 
 def make_engine(
     model: Path,
     *,
+    device: str = "cpu",
     keep_kv_cache: bool = False,
     stall_timeout_s: float = 300.0,
     **engine_kwargs: Any,
 ) -> Any:
-    """An engine that is not started, set up as the rollout servers are on CPU."""
+    """An engine that is not started, set up as the rollout servers are, but for Ray."""
     from ray_apr.config import RolloutConfig
     from ray_apr.serve.engine import Engine
 
-    os.environ.update(CPU_ENVIRONMENT)
-    config = RolloutConfig(device="cpu", top_k=64)  # any top_k may be asked for
-    arguments = engine_arguments(config, 512, on_cuda=False)
+    config = RolloutConfig(device=device, top_k=64)  # any top_k may be asked for
+    arguments = engine_arguments(config, 512, on_cuda=device == "cuda")
+    if device == "cuda":
+        arguments |= ON_CUDA
+    else:
+        os.environ.update(CPU_ENVIRONMENT)
     return Engine(
         str(model),
         replica_id="engine-0",
@@ -73,7 +83,7 @@ def largest_gap(a: Sequence[float], b: Sequence[float]) -> float:
 class Trainer:
     """The sending side: a Hugging Face model and its end of the weight group."""
 
-    def __init__(self, folder: Path, model: Any = None) -> None:
+    def __init__(self, folder: Path, model: Any = None, *, wire_dtype: str | None = None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -82,7 +92,7 @@ class Trainer:
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model: Any = model
-        self.sender = WeightSender(self.model, bucket_mb=0.125)
+        self.sender = WeightSender(self.model, bucket_mb=0.125, wire_dtype=wire_dtype)
         self.collective: Any = None
 
     def change(self) -> None:
@@ -232,12 +242,19 @@ class SyncingTrainer:
     Args:
         folder: The model.
         control: The line to the engine.
+        device: Where the model computes.
         dtype: In which the weights travel: the engine's.
         train: Settings of `TrainConfig`.
     """
 
     def __init__(
-        self, folder: Path, control: DirectControl, *, dtype: str = "float32", **train: Any
+        self,
+        folder: Path,
+        control: DirectControl,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        **train: Any,
     ) -> None:
         import torch
 
@@ -248,8 +265,8 @@ class SyncingTrainer:
         from ray_apr.weights.sender import WeightSender
 
         self.control = control
-        self.config = TrainConfig(weight_bucket_mb=0.125, **train)
-        self.model: Any = build_model(str(folder), self.config, torch.device("cpu"))
+        self.config = TrainConfig(weight_bucket_mb=0.125, weight_check_every=1, **train)
+        self.model: Any = build_model(str(folder), self.config, torch.device(device))
         self.sender = WeightSender(self.model, bucket_mb=0.125, wire_dtype=dtype)
         self.check = WeightCheck(self.model, self.config)
         self.publisher = WeightPublisher(

@@ -1,12 +1,15 @@
 """One family through the whole path of weights: trainer, syncs, a real engine, export and back.
 
-``python -m tests.vllm.families_run FAMILY`` prints the gaps as one line of JSON.
+``python -m tests.vllm.families_run FAMILY`` prints the gaps as one line of JSON. ``--device cuda``
+needs two GPUs: the trainer has the first one, the engine the second.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -51,22 +54,31 @@ class Gaps:
     """How much a sync moved the log-probs of the tokens before it: what a missed one would cost."""
 
 
-def run_family(name: str, folder: Path) -> Gaps:
+def run_family(name: str, folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Gaps:
     """Take a family through two syncs and an export.
+
+    Args:
+        name: Of the family.
+        folder: For its files.
+        device: "cpu" or "cuda".
+        dtype: In which the engine computes, and the weights travel; the trainer's is float32.
 
     Raises:
         AssertionError: If the export is not what the trainer holds.
     """
     source = make_family(name, folder / "model")
-    with process_group(folder):
-        model = build_model(str(source), TrainConfig(), torch.device("cpu"))
-        return asyncio.run(_gaps(model, source, folder / "export"))
+    on_cuda = device == "cuda"
+    with process_group(folder, backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo"):
+        model = build_model(str(source), TrainConfig(compile=False), torch.device(device))
+        if on_cuda:  # for the engine's processes; this one has begun with the first
+            os.environ |= {"CUDA_VISIBLE_DEVICES": "1", "TRITON_F32_DEFAULT": "ieee"}
+        return asyncio.run(_gaps(model, source, folder / "export", device, dtype))
 
 
-async def _gaps(model: Any, source: Path, export: Path) -> Gaps:
+async def _gaps(model: Any, source: Path, export: Path, device: str, dtype: str) -> Gaps:
     gaps, moved = [], []
-    trainer = Trainer(source, model)
-    async with running(make_engine(source)) as engine:
+    trainer = Trainer(source, model, wire_dtype=dtype)
+    async with running(make_engine(source, device=device, dtype=dtype)) as engine:
         gaps.append(await _gap(engine, model, "r0"))
         await trainer.join(engine)
         for version in (1, 2):
@@ -79,7 +91,7 @@ async def _gaps(model: Any, source: Path, export: Path) -> Gaps:
             gaps.append(await _gap(engine, model, f"r{version}"))
     export_hf(export, model, str(source))
     _check_export(export, source, model)
-    async with running(make_engine(export)) as engine:
+    async with running(make_engine(export, device=device, dtype=dtype)) as engine:
         gaps.append(await _gap(engine, model, "e"))
     before, first, second, exported = gaps
     return Gaps(before=before, sync_1=first, sync_2=second, exported=exported, moved=min(moved))
@@ -94,7 +106,7 @@ def _check_export(export: Path, source: Path, model: Any) -> None:
     assert ours == theirs
     loaded = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(loaded[name], value), name
+        assert torch.equal(loaded[name], value.cpu()), name
 
 
 async def _gap(engine: Any, model: Any, label: str) -> float:
@@ -134,8 +146,9 @@ def _gap_of(model: Any, samples: list[Sample], *, packed: bool) -> list[float]:
     """Largest gap of each sample, in the trainer's own forward pass."""
     (row,) = make_batches(samples, packed=packed, micro_batch_tokens=512)
     gaps = []
+    device = next(model.parameters()).device
     with torch.no_grad():
-        for part in micro_batches(row, torch.device("cpu"), packed=packed):
+        for part in micro_batches(row, device, packed=packed):
             logprobs, _ = response_logprobs(model, part)
             for i, index in enumerate(part.sample_index):
                 sample = samples[int(index)]
@@ -144,6 +157,17 @@ def _gap_of(model: Any, samples: list[Sample], *, packed: bool) -> list[float]:
     return gaps
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Try one family and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("family")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        sys.stdout.write(json.dumps(asdict(run_family(sys.argv[1], Path(scratch)))) + "\n")
+        gaps = run_family(args.family, Path(scratch), device=args.device, dtype=args.dtype)
+    sys.stdout.write(json.dumps(asdict(gaps)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
