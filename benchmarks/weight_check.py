@@ -1,11 +1,13 @@
 """Log-probs of trainer and engine after many weight syncs: how far apart, against the limits.
 
     python benchmarks/weight_check.py --out benchmarks/results/weight-check.json
+    python benchmarks/weight_check.py --device cuda --out benchmarks/results/weight-check-gpu.json
 
-One vLLM engine on CPU and one train worker, in one process without Ray. The trainer takes AdamW
-steps on sequences of a fixed random Markov chain, so that the model grows sharp; every step is
-followed by a sync with its check, which raises on a false alarm. Cases are pairs of data types, and
-for bfloat16 several depths: rounding adds up over the layers.
+One vLLM engine and one train worker, in one process without Ray. The trainer takes AdamW steps on
+sequences of a fixed random Markov chain, so that the model grows sharp; every step is followed by a
+sync with its check, which raises on a false alarm. Cases are pairs of data types, and for bfloat16
+several depths: rounding adds up over the layers. On GPUs (two of them: trainer and engine) the
+model has the shape of Qwen3-0.6B, and the engine CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -20,10 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gpu_models
+import numpy as np
 import torch
-from host import ROOT, describe_call, package_versions
+from host import ROOT, describe_call, gpu_names, package_versions
 
 from ray_apr.exceptions import WeightMismatchError
+from ray_apr.train.attention import Packing
 from ray_apr.train.logprobs import response_logprobs
 from ray_apr.weights.check import Limits
 
@@ -37,6 +43,8 @@ DEPTHS = (2, 8, 24)
 LEARNING_RATE = 1e-3
 DEEP_LEARNING_RATE = 1e-4
 """Of more than eight layers, which would diverge."""
+CHAIN_TOKENS = 512
+"""Token ids of the Markov chain, or the whole of a smaller vocabulary."""
 EXTRA_TOLERANCE = 1e6
 """The check itself must not end a measurement; false alarms are counted here."""
 
@@ -50,8 +58,9 @@ class Learner:
         rate = DEEP_LEARNING_RATE if is_deep else LEARNING_RATE
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         self._random = torch.Generator().manual_seed(0)
-        size = model.config.vocab_size
+        size = min(model.config.vocab_size, CHAIN_TOKENS)
         self._next = torch.randint(size, (size, 3), generator=self._random)
+        self._device = next(model.parameters()).device
 
     def step(self) -> float:
         """One step on 16 sequences of 48 tokens; returns the loss."""
@@ -59,15 +68,23 @@ class Learner:
         for _ in range(47):
             branch = torch.randint(3, (16,), generator=self._random)
             columns.append(self._next[columns[-1], branch])
-        ids = torch.stack(columns, dim=1)
-        loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
+        ids = torch.stack(columns, dim=1).to(self._device)
+        packing = Packing.of(np.full(16, 48))  # as the trainer's attention on CUDA wants it
+        arguments = {
+            name: value.to(self._device) if isinstance(value, torch.Tensor) else value
+            for name, value in packing.arguments().items()
+        }
+        row = ids.reshape(1, -1)
+        loss = self._model(input_ids=row, labels=row, use_cache=False, **arguments).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)
 
 
-def measure(folder: Path, engine_dtype: str, train_dtype: str, num_syncs: int) -> dict[str, Any]:
+def measure(
+    folder: Path, engine_dtype: str, train_dtype: str, num_syncs: int, device: str
+) -> dict[str, Any]:
     """Step and sync `num_syncs` times."""
     gaps, k3s, gap_limits, seconds = (
         [],
@@ -76,9 +93,9 @@ def measure(folder: Path, engine_dtype: str, train_dtype: str, num_syncs: int) -
         {"check": [], "trainer": [], "engine": [], "sync": []},
     )
     false_alarms = 0
-    with started(folder, dtype=engine_dtype, max_model_len=128) as control:
+    with started(folder, device=device, dtype=engine_dtype, max_model_len=128) as control:
         trainer = SyncingTrainer(
-            folder, control, dtype=engine_dtype, param_dtype=train_dtype,
+            folder, control, device=device, dtype=engine_dtype, param_dtype=train_dtype,
             weight_check_tolerance=EXTRA_TOLERANCE,
         )  # fmt: skip
         learner = Learner(trainer.model)
@@ -135,27 +152,52 @@ def _scores(trainer: SyncingTrainer) -> list[list[float]]:
         return response_logprobs(trainer.model, trainer.check._batch)[0].tolist()
 
 
+Case = tuple[str, Path, str, str]
+"""Name, model, data types of the engine and of the trainer."""
+
+
+def cases_on_cpu(folder: Path) -> list[Case]:
+    """The quickstart's model, and random ones of several depths."""
+    cases = [("quickstart", QUICKSTART, "float32", "float32")]
+    cases += [("quickstart", QUICKSTART, "bfloat16", t) for t in ("float32", "bfloat16")]
+    for depth in DEPTHS:
+        model = make_tiny_model(folder / f"{depth}", num_layers=depth, tie=False)
+        cases += [(f"{depth} layers", model, "bfloat16", "bfloat16")]
+        if depth == DEPTHS[-1]:
+            cases += [(f"{depth} layers", model, "float32", "float32")]
+    return cases
+
+
+def cases_on_cuda(folder: Path) -> list[Case]:
+    """A random model of a real shape."""
+    model = gpu_models.make_model("0.6B", folder / "0.6B", context=128)
+    return [("0.6B", model, "bfloat16", dtype) for dtype in ("bfloat16", "float32")]
+
+
 def main() -> None:
     """Measure all cases and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--syncs", type=int, default=200)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases; all by default")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = {"call": describe_call(), "packages": package_versions(), "cases": []}
-    with tempfile.TemporaryDirectory() as folder, process_group(Path(folder)):
-        cases = [("quickstart", QUICKSTART, "float32", "float32")]
-        cases += [("quickstart", QUICKSTART, "bfloat16", t) for t in ("float32", "bfloat16")]
-        for depth in DEPTHS:
-            model = make_tiny_model(Path(folder) / f"{depth}", num_layers=depth, tie=False)
-            cases += [(f"{depth} layers", model, "bfloat16", "bfloat16")]
-            if depth == DEPTHS[-1]:
-                cases += [(f"{depth} layers", model, "float32", "float32")]
+    on_cuda = args.device == "cuda"
+    if on_cuda:
+        result["call"]["machine"]["gpus"] = gpu_names()  # this process begins with all of them
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # those of the engine
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    with tempfile.TemporaryDirectory() as folder, process_group(Path(folder), backend=backend):
+        cases = cases_on_cuda(Path(folder)) if on_cuda else cases_on_cpu(Path(folder))
         for number, (name, model, engine_dtype, train_dtype) in enumerate(cases):
             if args.cases and number not in args.cases:
                 continue
-            case = {"model": name, **measure(model, engine_dtype, train_dtype, args.syncs)}
+            case = {
+                "model": name,
+                **measure(model, engine_dtype, train_dtype, args.syncs, args.device),
+            }
             result["cases"].append(case)
             brief = {k: v for k, v in case.items() if k not in ("gaps", "k3s")}
             print(json.dumps(brief), flush=True)
