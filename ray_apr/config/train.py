@@ -131,9 +131,10 @@ class TrainConfig:
     """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
     """Limit for one weight sync; engines resume by themselves after it."""
-    weight_check_every: int = 1
+    weight_check_every: int | Literal["auto"] = "auto"
     """Weight syncs from one check to the next: engines and trainer score a few sequences, and the
-    run stops where they differ by more than rounding explains. 0 never checks."""
+    run stops where they differ by more than rounding explains. auto: the first two, and then as
+    many as take 1 % of the time, at most all; 0: none."""
     weight_check_tolerance: float = 1.0
     """Factor of the largest difference that rounding explains (docs/weight_check.md); larger where
     an engine's kernels round more than those that were measured."""
@@ -147,10 +148,11 @@ class TrainConfig:
         counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches", "epochs")
         counts += ("micro_batch_tokens", "num_checkpoints_to_keep")
         whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
-        whole(s, self, "weight_check_every")
         at_least(s, self, 1, *counts)
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
-        at_least(s, self, 0, "weight_check_every")
+        if self.weight_check_every != "auto":
+            of_type(s, self, int, 'a whole number, or "auto"', "weight_check_every")
+            at_least(s, self, 0, "weight_check_every")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
         one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})

@@ -7,6 +7,7 @@ Invariants, kept by `WeightCheck`:
       between, whatever it does while they travel.
     * It comes from the model's own forward pass, so that it shares no code with what names, merges,
       gathers, sends and loads weights.
+    * All ranks record at the same syncs: where that is a matter of time, by rank 0's clock.
     * A mismatch raises; nothing tries it again. A replica that says no scores is named in the log,
       and is an error when it has said none at several checks in a row.
 """
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -48,6 +51,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_TIME = 0.01
+"""Share of a run's time that checks may take, if nobody says how many there are to be."""
+_FIRST_CHECKS = 2
+"""Syncs that have one in any case: an engine that keeps its first weights shows at the second, and
+only that one costs what a check costs later."""
 _MOST_UNCHECKED = 10
 """Checks in a row that a replica may miss: an engine full of calls that syncs freeze in it has no
 place for the sequences until one ends, but not for ever."""
@@ -61,8 +69,8 @@ class _Record:
 
     policy_version: int
     logprobs: Logprobs
-    probes: Mapping[str, torch.Tensor]
-    """Projections of each module, where the model computes."""
+    outputs: Mapping[str, torch.Tensor]
+    """Of each module, for its known input; where the model computes."""
     duration_s: float
 
 
@@ -86,6 +94,9 @@ class WeightCheck:
         self._layers = decoder_layers(model)
         self._probes = _probes_by_layer(model, self._layers, self._token_ids)
         self._num_syncs = 0
+        self._recorded_at = 0.0
+        self._cost_s = 0.0
+        """Of the last check; rank 0 knows."""
         self._record: _Record | None = None
         self._passed: dict[str, tuple[Logprobs, Logprobs]] = {}
         """What trainer and engine scored at the last check of each replica."""
@@ -95,17 +106,31 @@ class WeightCheck:
     def record(self, policy_version: int) -> None:
         """Score and probe the model as it is, if the next sync is due for a check; a collective of
         all train workers."""
-        every = self._train.weight_check_every
-        is_due = every > 0 and self._num_syncs % every == 0
-        self._num_syncs += 1
         self._record = None
-        if not is_due:
+        number = self._num_syncs
+        self._num_syncs += 1
+        if not self._is_due(number):
             return
         found: dict[str, torch.Tensor] = {}
         with Span() as recorded, torch.no_grad(), self._probing(found):
             logprobs_NT, _ = response_logprobs(self._model, self._batch)
             logprobs = logprobs_NT[self._batch.sample_index.argsort()].tolist()
         self._record = _Record(policy_version, logprobs, found, recorded.duration_s)
+        self._recorded_at = time.monotonic()
+
+    def _is_due(self, number: int) -> bool:
+        """Whether a sync has a check; the same on all ranks."""
+        every = self._train.weight_check_every
+        if every != "auto":
+            return every > 0 and number % every == 0
+        if number < _FIRST_CHECKS:
+            return True
+        is_due = self._cost_s <= _MOST_TIME * (time.monotonic() - self._recorded_at)
+        if dist.get_world_size() == 1:
+            return is_due
+        said = torch.tensor([is_due], dtype=torch.uint8, device=compute_device(self._model))
+        dist.broadcast(said, 0)
+        return bool(said.item())
 
     @contextlib.contextmanager
     def _probing(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -116,7 +141,7 @@ class WeightCheck:
             probes = self._probes[id(layer)]
             for name, probe in list(probes.items()):
                 try:
-                    found[name] = projections(probe())
+                    found[name] = probe()
                 except Exception as error:  # noqa: BLE001  (a model's own kinds of modules)
                     logger.warning("%s is not localised after a mismatch: %s", name, error)
                     del probes[name]
@@ -154,10 +179,11 @@ class WeightCheck:
         self._note_unchecked(record, control.members - {s.replica_id for s in found})
         if not found:
             return {}
+        self._cost_s = record.duration_s + max(scores.duration_s for scores in found)
         return {
             "weight_check_gap": max(comparison.gap for comparison in checked),
             "weight_check_k3": max(comparison.k3 for comparison in checked),
-            "weight_check_s": record.duration_s + max(scores.duration_s for scores in found),
+            "weight_check_s": self._cost_s,
         }
 
     def _scores(self, record: _Record, control: RunControl) -> list[WeightScores]:
@@ -199,7 +225,7 @@ class WeightCheck:
         else:
             return comparison
         theirs = control.probe_weights(scores.replica_id, self._token_ids)
-        ours = {name: rows.tolist() for name, rows in record.probes.items()}
+        ours = {name: projections(outputs).tolist() for name, outputs in record.outputs.items()}
         raise WeightMismatchError(
             f"{scores.replica_id} does not compute like the trainer at version "
             f"{record.policy_version}: {found}log-probs of {comparison.num_tokens} tokens differ "

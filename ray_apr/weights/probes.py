@@ -23,8 +23,14 @@ def _waves(size: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def probe_input(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Input [1, size] of a module, with the device and data type of its weight."""
-    return _waves(size, 1, like.device).T.to(like.dtype)
+    """Input [1, size] of a module, with the device and data type of its weight; it is shared, and
+    not to be written to."""
+    return _input(size, like.device, like.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _input(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return _waves(size, 1, device).T.to(dtype)
 
 
 def projections(outputs_NM: torch.Tensor) -> torch.Tensor:

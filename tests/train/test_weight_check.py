@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -93,7 +94,7 @@ def step(model, size=0.05):
 
 
 def make(folder, *, overlaps=False, **train):
-    config = TrainConfig(**train)
+    config = TrainConfig(**{"weight_check_every": 1, **train})
     model = build_model(str(folder), config, torch.device("cpu"))
     check = WeightCheck(model, config)
     control = Control({})
@@ -160,6 +161,45 @@ def test_every_nth_sync_is_checked_from_the_first_on(folder, tmp_path):
         assert control.expected == [1, 4, 7]
 
 
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_as_many_syncs_are_checked_as_take_one_percent_of_the_time(folder, tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("ray_apr.train.weight_check.time", clock)
+    with process_group(tmp_path):
+        model, check, control, publisher = make(folder, weight_check_every="auto")
+        for version in range(1, 31):
+            clock.now += 20.0
+            control.scores[version] = {"engine-0": plain_scores(model, check.sequences)}
+            figures = publisher.after_step(version, version, is_last=False)
+            assert figures.get("weight_check_s", 0.5) < 0.7, "an engine's 0.5 s, and the trainer's"
+        assert control.expected[:2] == [1, 2]
+        waits = [b - a for a, b in itertools.pairwise(control.expected[1:])]
+        assert set(waits) <= {3, 4} and len(waits) >= 7, "0.5 to 0.7 s in 60 to 80 s"
+
+
+def test_rank_0_says_which_syncs_are_checked(folder, tmp_path):
+    start_ranks(_record_when_due, 2, tmp_path, folder)
+    recorded = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert recorded[0] == recorded[1] == [True, True, False, True]
+
+
+def _record_when_due(rank, world_size, path, folder):
+    with process_group(path, rank=rank, world_size=world_size):
+        _, check, _, _ = make(folder, weight_check_every="auto")
+        recorded = []
+        for number in range(4):
+            check._cost_s = 0.0 if (number == 3) == (rank == 0) else 1e9
+            check.record(number)
+            recorded.append(check._record is not None)
+        torch.save(recorded, path / f"{rank}.pt")
+
+
 def test_an_overlapped_sync_is_compared_with_the_model_that_was_gathered(folder, tmp_path):
     with process_group(tmp_path):
         model, check, control, publisher = make(folder, overlaps=True)
@@ -215,7 +255,7 @@ def test_a_module_that_cannot_be_probed_costs_no_more_than_its_name(folder, tmp_
         down = model.model.layers[0].mlp.down_proj
         down.register_forward_pre_hook(_only_whole_sequences)
         check.record(1)
-        probes = check._record.probes
+        probes = check._record.outputs
         assert "model.layers.0.mlp.down_proj" not in probes and len(probes) == 24
         assert "model.layers.0.mlp.down_proj is not localised" in caplog.text
 
@@ -232,13 +272,13 @@ def test_adapters_belong_to_the_layer_that_they_adapt(folder, tmp_path):
         other = WeightCheck(plain, TrainConfig())
         for recorded in (check, other):
             recorded.record(0)
-        ours, theirs = check._record.probes, other._record.probes
+        ours, theirs = check._record.outputs, other._record.outputs
         assert ours.keys() == theirs.keys()
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.lora_B["default"].weight.add_(0.1)
         check.record(1)
         name = "model.layers.0.mlp.up_proj"
-        assert [n for n in ours if not torch.equal(ours[n], check._record.probes[n])] == [name]
+        assert [n for n in ours if not torch.equal(ours[n], check._record.outputs[n])] == [name]
 
 
 def test_shards_are_scored_and_probed_as_a_whole(folder, tmp_path):
@@ -248,11 +288,11 @@ def test_shards_are_scored_and_probed_as_a_whole(folder, tmp_path):
         _, check, _, _ = make(folder)
         check.record(0)
     for rank in range(2):
-        logprobs, probes = torch.load(tmp_path / f"{rank}.pt")
+        logprobs, outputs = torch.load(tmp_path / f"{rank}.pt")
         assert torch.allclose(torch.tensor(check._record.logprobs), logprobs, atol=1e-5)
-        assert probes.keys() == check._record.probes.keys()
-        for name, rows in probes.items():
-            assert torch.allclose(rows, check._record.probes[name], rtol=1e-4, atol=1e-4), name
+        assert outputs.keys() == check._record.outputs.keys()
+        for name, rows in outputs.items():
+            assert torch.allclose(rows, check._record.outputs[name], rtol=1e-4, atol=1e-4), name
 
 
 def _record_on_shards(rank, world_size, path, folder):
@@ -260,4 +300,4 @@ def _record_on_shards(rank, world_size, path, folder):
         _, check, _, _ = make(folder)
         check.record(0)
         record = check._record
-        torch.save((torch.tensor(record.logprobs), dict(record.probes)), path / f"{rank}.pt")
+        torch.save((torch.tensor(record.logprobs), dict(record.outputs)), path / f"{rank}.pt")

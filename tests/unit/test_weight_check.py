@@ -187,6 +187,7 @@ def test_the_error_is_of_its_own_kind_and_travels():
     [
         ("weight_check_every", -1),
         ("weight_check_every", 1.5),
+        ("weight_check_every", "always"),
         ("weight_check_tolerance", 0),
         ("weight_check_tolerance", math.nan),
     ],
