@@ -23,6 +23,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,10 +151,11 @@ class _Parts:
         """Set once all actors are there, or could not be made."""
         self._actors: list[Any] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        name = f"{plan.name}-recorder-{uuid.uuid4().hex[:8]}"
         self.recorder = self._actor(
-            RunRecorder, str(plan.folder), started_at, scheduling_strategy=here
+            RunRecorder, str(plan.folder), started_at, name=name, scheduling_strategy=here
         )
-        self._actors.append(start_lease(plan.name, self.recorder))
+        self._actors.append(start_lease(plan.name, name))
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(
             target=self._start_servers, name="start-servers", daemon=True
@@ -183,10 +185,20 @@ class _Parts:
             max_prompt_tokens=plan.max_prompt_tokens(),
         )
 
-    def _actor(self, cls: type, *args: Any, scheduling_strategy: Any = None, **kwargs: Any) -> Any:
+    def _actor(
+        self,
+        cls: type,
+        *args: Any,
+        name: str | None = None,
+        scheduling_strategy: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Start an actor that ends with this run."""
         remote = ray.remote(cls).options(
-            num_cpus=0, max_concurrency=10_000, scheduling_strategy=scheduling_strategy
+            name=name,
+            num_cpus=0,
+            max_concurrency=10_000,
+            scheduling_strategy=scheduling_strategy,
         )
         handle = remote.remote(*args, **kwargs)
         self._actors.append(handle)

@@ -31,12 +31,15 @@ class RunLease:
 
     Args:
         app_name: Name of the Serve application.
-        holder: Handle of an actor that ends with the driver; it has `RunRecorder.hold`.
+        holder: Name of an actor that ends with the driver; it has `RunRecorder.hold`. Ray could not
+            restart a lease that was made with a handle.
+        namespace: Of the holder.
     """
 
-    def __init__(self, app_name: str, holder: Any) -> None:
+    def __init__(self, app_name: str, holder: str, namespace: str) -> None:
         self._app_name = app_name
         self._holder = holder
+        self._namespace = namespace
         threading.Thread(target=self._watch, name="watch-holder", daemon=True).start()
 
     def _watch(self) -> None:
@@ -56,7 +59,10 @@ class RunLease:
     def is_held(self) -> bool:
         """Wait a while for the holder's death; whether it lives."""
         try:
-            ray.get(self._holder.hold.remote(_HOLD_S), timeout=_HOLD_S + _ANSWER_S)
+            holder = ray.get_actor(self._holder, namespace=self._namespace)
+            ray.get(holder.hold.remote(_HOLD_S), timeout=_HOLD_S + _ANSWER_S)
+        except ValueError:  # there is none of this name
+            return False
         except GetTimeoutError:
             logger.info("the driver of %s is slow to answer", self._app_name)
         except ActorUnavailableError:  # the network; Ray says so if it is dead
@@ -69,17 +75,18 @@ class RunLease:
         return True
 
 
-def start_lease(app_name: str, holder: Any) -> Any:
+def start_lease(app_name: str, holder: str) -> Any:
     """Start the lease of an application; its handle, to be killed once the application is gone.
 
     Args:
         app_name: Name of the Serve application.
-        holder: See `RunLease`.
+        holder: See `RunLease`; in this process's namespace.
     """
     actor = ray.remote(RunLease).options(
         num_cpus=0,
         name=f"{app_name}-lease-{uuid.uuid4().hex[:8]}",
+        namespace="ray_apr",
         lifetime="detached",
         max_restarts=-1,
     )
-    return actor.remote(app_name, holder)
+    return actor.remote(app_name, holder, ray.get_runtime_context().namespace)

@@ -61,8 +61,23 @@ def lease_of(monkeypatch, answers, done) -> RunLease:
     monkeypatch.setattr(lease_module, "_PAUSE_S", 0.0)
     lease = object.__new__(RunLease)
     lease._app_name = "app"
-    lease._holder = SimpleNamespace(hold=SimpleNamespace(remote=lambda seconds: seconds))
+    lease._holder, lease._namespace = "the recorder", "ours"
+    holder = SimpleNamespace(hold=SimpleNamespace(remote=lambda seconds: seconds))
+    named = {("the recorder", "ours"): holder}
+
+    def get_actor(name, namespace):
+        if (name, namespace) not in named:
+            raise ValueError(f"Failed to look up actor {name!r}")
+        return named[name, namespace]
+
+    monkeypatch.setattr(lease_module.ray, "get_actor", get_actor)
     return lease
+
+
+def test_a_lease_that_starts_again_after_its_holder_has_died_finds_none(monkeypatch):
+    lease = lease_of(monkeypatch, [], [])
+    lease._holder = "another"
+    assert not lease.is_held()
 
 
 @pytest.mark.parametrize("applications", [{"app": None}, {}])
