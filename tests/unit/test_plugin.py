@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -44,3 +45,40 @@ def test_an_installed_one_is_found_unless_vllm_is_told_to_leave_it_out(installed
     assert plugin.why_not_loaded() is None
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "leaves out ray_apr" in (plugin.why_not_loaded() or "")
+
+
+class Freed:
+    """Writes a file when a module that holds it is freed."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __del__(self) -> None:
+        self.path.touch()
+
+
+kept: list[Freed] = []
+
+
+def _hold(path, *, ends_at_once: bool) -> None:
+    if ends_at_once:
+        plugin._end_at_once()
+    kept.append(Freed(path))
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_a_child_process_ends_without_freeing_its_modules(tmp_path, ends_at_once):
+    child = multiprocessing.get_context("spawn").Process(
+        target=_hold, args=(tmp_path / "freed",), kwargs={"ends_at_once": ends_at_once}
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert (tmp_path / "freed").exists() != ends_at_once
+
+
+def test_the_process_itself_is_left_alone(monkeypatch):
+    ended: list[object] = []
+    monkeypatch.setattr(plugin.atexit, "register", ended.append)
+    plugin._end_at_once()
+    assert ended == []
