@@ -92,9 +92,11 @@ def engine_cores(mark: str, num: int) -> list[int]:
     raise TimeoutError(f"{num} engine cores did not start within {LIMIT_S:g} s")
 
 
-def kill_a_core(mark: str, folder: Path, *, after_step: int, delay_s: float) -> Kill:
+def kill_a_core(
+    mark: str, folder: Path, *, after_step: int, delay_s: float, num_engines: int = 2
+) -> Kill:
     """Wait until the sync after a step begins, and longer; then kill -9 one engine core."""
-    pids = engine_cores(mark, 2)  # now: to look for them takes longer than the time to aim
+    pids = engine_cores(mark, num_engines)  # now: it takes longer than there is time to aim
     gathers = Timeline(folder).gathers()
     span, arrived = next(itertools.islice(gathers, after_step - 1, None))
     time.sleep(max(0.0, arrived + delay_s - time.time()))

@@ -15,8 +15,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from tests.engine_kills import Timeline, kill_a_core
 from tests.processes import kill_all, marked_environment, processes_of
-from tests.whole_runs import command, fail_by_killing, running_cluster
+from tests.tiny_model import make_tiny_model
+from tests.whole_runs import command, fail_by_killing, running_cluster, start_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -69,6 +71,32 @@ def test_a_killed_part_ends_its_run_and_frees_the_gpus(tmp_path):
         list(pool.map(lose, VICTIMS, [address for address, _ in clusters]))
         assert min(seen) > before + 1000, "engine and trainer were there"
         check_memory_is_free(before, *(mark for mark, _ in marked.values()))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_an_engine_killed_inside_of_a_broadcast_does_not_hang_the_trainer(tmp_path):
+    """NCCL itself waits for ever for a rank that has died."""
+    model = make_tiny_model(tmp_path / "model", hidden_size=1024, num_layers=100)
+    mark, env = marked_environment()
+    before = used_memory()
+    try:
+        with running_cluster(env) as (address, _):
+            env |= {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
+            many = ("train.weight_bucket_mb=0.1", f"model={model}")  # a thousand broadcasts a sync
+            run = start_run(tmp_path, env, *ON_GPUS, *many)
+            kill = kill_a_core(mark, tmp_path / "run", after_step=3, delay_s=0.05, num_engines=1)
+            killed = time.monotonic()
+            said, _ = run.communicate(timeout=240)
+            ended_s = time.monotonic() - killed
+        final = json.loads((tmp_path / "run" / "final.json").read_text())
+        assert (run.returncode, final["status"], final["ledger_error"]) == (1, "failed", 0), said
+        spans = Timeline(tmp_path / "run").new_spans()
+        last = {span["actor"]: span for span in spans if span["what"] == "sync"}
+        assert last["weights"]["end_s"] < last["trainer"]["start_s"], f"it missed the sync: {kill}"
+        assert ended_s < 60, f"{final['error']}: the limit of a sync is 30 s"
+        check_memory_is_free(before, mark)
+    finally:
+        kill_all(mark)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
