@@ -26,6 +26,9 @@ SCHEMATHESIS := schemathesis==4.32.5
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
 ARGS ?=
 
+# A file's tests one after the other, two files beside each other; ARGS="-n 0" has one process.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 # Each stamp says that an installation came to its end; the first holds the folder it was made in.
 # While one runs, .venv/.incomplete exists. A .venv that was cut short, copied, moved, or that lost
 # its Python is made anew.
@@ -54,11 +57,11 @@ setup-dev: $(DEV) ## the same, and the tools for tests and lint
 quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
 	@exec $(PY) -m ray_apr train examples/arithmetic/quickstart.yaml $(ARGS)
 
-test: $(DEV) ## run all tests
-	@exec $(PY) -m pytest $(ARGS)
+test: $(DEV) ## run all tests, two at a time
+	@exec $(PY) -m pytest $(TWO) $(ARGS)
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
-	@exec $(PY) -m pytest tests/unit $(ARGS)
+	@exec $(PY) -m pytest $(TWO) tests/unit $(ARGS)
 
 architectures: $(DEV) ## try every family of models through syncs, engines and export (20 minutes)
 	@exec $(PY) benchmarks/architectures.py $(ARGS)

@@ -79,7 +79,7 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
 
 def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess:
     """Run a job to its end; a head that has just started may have no agent for it yet."""
-    for _ in range(20):
+    for _ in range(60):
         job = ray_cli(env, "job", "submit", "--", *entrypoint, timeout=360)
         if "No available agent" not in job.stdout + job.stderr:
             break

@@ -316,7 +316,7 @@ def test_tokens_leave_the_core_in_pieces_and_an_abort_brings_the_rest(parts, how
             task = start(engine, max_tokens=400)
             async with asyncio.timeout(20):
                 while len(pieces) < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001 * tries)
+                    await asyncio.sleep(0.01 * tries)
             if how == "abort":
                 assert await engine.abort(None) == 1
             else:
