@@ -87,8 +87,8 @@ def check_shared_folder(
             "run_config.storage_path",
             str(folder.parent),
             f"is another folder, or none, on {', '.join(missing)}, where train workers may run and "
-            "write their checkpoints; give a folder that all nodes share, or a URI as s3://... (in "
-            "YAML: run.storage_path)",
+            "write their checkpoints; give a folder that all nodes share (in YAML: "
+            "run.storage_path), or in Python a URI as s3://...",
         )
 
 

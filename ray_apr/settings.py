@@ -71,9 +71,15 @@ class RunFolderSettings:
     name: str | None = None
     """None makes one of the YAML file's name, the mode and the time."""
     storage_path: str = "runs"
-    """A folder, relative to where the command is started."""
+    """A folder, relative to where the command is started; on several nodes one that they share."""
 
     def __post_init__(self) -> None:
+        if "://" in self.storage_path:
+            raise ConfigError(
+                "run.storage_path",
+                self.storage_path,
+                "must be a folder; a URI is taken in Python, by RunConfig(storage_path=...)",
+            )
         name = self.name
         if name is not None and (not name or name in (".", "..") or "/" in name):
             raise ConfigError("run.name", name, "must be the name of one folder, without a slash")
