@@ -217,6 +217,7 @@ class _Parts:
             packed=plan.train.packs("cuda" if plan.scaling.use_gpu else "cpu"),
             config=plan.buffer,
             recorder=self.recorder,
+            run=plan.name,
         )
 
     def _make_worker(self) -> Any:
@@ -240,6 +241,7 @@ class _Parts:
             sync_timeout_s=plan.train.weight_sync_timeout_s,
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=plan.group_filter,
+            run=plan.name,
         )
 
     def _client_maker(self, **limits: Any) -> Callable[[], Any]:
@@ -266,6 +268,7 @@ class _Parts:
             make_scorer=lambda: Scorer(reward, rollout, environment),
             recorder=self.recorder,
             turns=turn_rules(environment, rollout.max_turns),
+            run=plan.name,
         )
 
     def fit(self) -> ray.train.Result:
@@ -342,6 +345,7 @@ class _Parts:
             "takes_turns": plan.rollout.is_colocated,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
+            "run": plan.name,
         }
         return TorchTrainer(
             train_loop_per_worker,

@@ -683,3 +683,8 @@ class ServerStatus:
     """Tokens handed out to requests from outside of the run, which it does not count either."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""
+
+    @property
+    def idle_s(self) -> float:
+        """Time without a request while not paused, as far as spans have been closed."""
+        return max(0.0, self.uptime_s - self.busy_s - self.paused_s)

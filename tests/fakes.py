@@ -436,3 +436,46 @@ def fake_cupy() -> tuple[dict[str, Any], list[tuple[int, bytes, int]], list[int]
     cuda = MagicMock(nccl=nccl)
     modules = {"cupy": MagicMock(cuda=cuda), "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
     return modules, made, aborted
+
+
+class RayMetrics:
+    """Stands in for ``ray.util.metrics``: keeps each value under its name and tags.
+
+    As Ray does, it refuses a value without one of the tags, and a counter that does not rise.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, frozenset[tuple[str, str]]], list[float]] = {}
+
+    def install(self, monkeypatch: Any) -> RayMetrics:
+        """Take the place of Ray's metrics, and return itself."""
+        from ray.util import metrics
+
+        kept = self.values
+
+        class Metric:
+            def __init__(self, name: str, description: str, tag_keys: tuple = (), boundaries=None):
+                self._name, self._keys, self._tags = name, set(tag_keys), {}
+
+            def set_default_tags(self, tags: dict[str, str]) -> Metric:
+                self._tags = tags
+                return self
+
+            def observe(self, value: float, tags: dict[str, str] | None = None) -> None:
+                found = {**self._tags, **(tags or {})}
+                assert found.keys() == self._keys, f"{self._name}: {found}"
+                kept.setdefault((self._name, frozenset(found.items())), []).append(value)
+
+            set = observe
+
+            def inc(self, value: float, tags: dict[str, str] | None = None) -> None:
+                assert value > 0, f"{self._name}: {value}"
+                self.observe(value, tags)
+
+        for kind in ("Counter", "Gauge", "Histogram"):
+            monkeypatch.setattr(metrics, kind, Metric)
+        return self
+
+    def of(self, name: str, **tags: str) -> list[float]:
+        """All values of a metric in the order in which they came."""
+        return self.values.get((name, frozenset(tags.items())), [])

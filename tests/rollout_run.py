@@ -14,6 +14,7 @@ from ray_apr.exceptions import RewardError
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.types import RewardResult
+from tests.fakes import RayMetrics
 
 PROMPTS = pa.table({"prompt": ["a", "b", "c"], TOKEN_IDS: [[1, 2], [3], [4, 5, 6]]})
 
@@ -87,7 +88,7 @@ class Run:
             batch_size=batch_size, max_staleness=partial_config.max_staleness,
             on_stale=partial_config.on_stale, num_ranks=1, micro_batch_tokens=64,
             config=buffer or BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
-            recorder=Handle(self.recorder),
+            recorder=Handle(self.recorder), run="a-run",
         )  # fmt: skip
         self.worker = RolloutWorker(
             rollout=RolloutConfig(**{"group_size": 2, "max_response_tokens": 16} | (rollout or {})),
@@ -102,6 +103,7 @@ class Run:
             sync_timeout_s=2.0,
             turns=turns,
             group_filter=group_filter,
+            run="a-run",
         )
 
     async def step(self, step: int):
@@ -146,11 +148,10 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-def without_ray(monkeypatch) -> None:
-    """Let the worker run without Ray, a tokenizer and metrics, and retry at once."""
+def without_ray(monkeypatch) -> RayMetrics:
+    """Let the worker run without Ray and a tokenizer, and retry at once; returns its metrics."""
     monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)  # this process goes on
-    for name in ("add", "set", "observe"):
-        monkeypatch.setattr(worker_module.Metrics, name, lambda *args, **tags: None)
+    return RayMetrics().install(monkeypatch)

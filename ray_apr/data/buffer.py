@@ -22,6 +22,7 @@ from ray_apr.data.movement import Movement, Moves
 from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures
 from ray_apr.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.metrics import Metrics
+from ray_apr.staleness import staleness_capacity
 from ray_apr.types import SampleMeta
 
 
@@ -51,6 +52,7 @@ class SampleBuffer:
         packed: Whether micro-batches have no padding.
         config: Time limits.
         recorder: Handle of the recorder; gets a row for each trained sample.
+        run: Name of the run, which its metrics carry.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SampleBuffer:
         packed: bool = False,
         config: BufferConfig,
         recorder: Any,
+        run: str = "",
     ) -> None:
         self._stock = Stock(
             batch_size=batch_size,
@@ -85,7 +88,10 @@ class SampleBuffer:
         self._cursor = 0
         self._diagnosis = ""
         self._movement = Movement(time.monotonic)
-        self._metrics = Metrics()
+        self._metrics = Metrics(run)
+        self._limit = staleness_capacity(
+            batch_size=batch_size, max_staleness=max_staleness, num_live=0
+        )
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
         """Take a whole, scored group.
@@ -176,10 +182,10 @@ class SampleBuffer:
         """
         async with self._changed:
             rows = self._stock.end_step(step)
-            self._metrics.add("apr_buffer_masked_tokens", sum(r["num_masked_tokens"] for r in rows))
             if next_policy_version is not None:
                 self._stock.grant(step + 1, next_policy_version, time.monotonic())
             self._choose()
+        self._show_trained(rows)
         await self._recorder.record_many.remote("sample", rows)
         return reward_figures([row["reward_metrics"] for row in rows])
 
@@ -207,6 +213,11 @@ class SampleBuffer:
         """
         self._diagnosis = diagnosis
         self._movement.report(moves)
+        grant = self._stock.granted
+        waits = grant is not None and grant.ticket is None
+        waited_s = time.monotonic() - grant.granted_at if grant is not None and waits else 0.0
+        self._metrics.set("apr_buffer_limit_samples", self._limit)
+        self._metrics.set("apr_buffer_batch_wait_seconds", waited_s)
 
     async def fail(self, error: APRError) -> None:
         """The rollout side has stopped for good: every reader gets its error."""
@@ -233,7 +244,20 @@ class SampleBuffer:
         """Evict what is too old and choose the granted batch if it is complete."""
         for group in self._stock.choose():
             self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
+            self._metrics.add("apr_rollout_discarded_tokens", group.num_generated, reason="stale")
         self._touch()
+
+    def _show_trained(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Count the samples of a step that was trained."""
+        metrics = self._metrics
+        masked = sum(row["num_masked_tokens"] for row in rows)
+        metrics.add("apr_buffer_masked_tokens", masked)
+        metrics.add("apr_rollout_discarded_tokens", masked, reason="masked")
+        metrics.add("apr_buffer_trained_tokens", sum(r["num_generated"] for r in rows) - masked)
+        for row in rows:
+            metrics.observe("apr_buffer_trained_response_tokens", row["num_generated"])
+            if row["staleness"] is not None:
+                metrics.observe("apr_buffer_trained_staleness_steps", row["staleness"])
 
     def _is_starved(self) -> bool:
         """Fail if the granted batch is waited for and nothing has moved for too long."""

@@ -137,6 +137,11 @@ class Dispatcher:
         self._max_inflight = max(1, max_inflight)
 
     @property
+    def max_unfinished(self) -> int:
+        """Samples that have not ended beyond which no group starts."""
+        return self._may_generate(0)
+
+    @property
     def in_tail_round(self) -> bool:
         """Whether groups that full batches stopped have this version to themselves."""
         return self._in_tail_round
@@ -441,6 +446,14 @@ class Dispatcher:
             policy_version=self._policy_version,
         )
 
+    def _may_generate(self, num_unfinished: int) -> int:
+        """Samples that may generate beside so many."""
+        return supplementation_capacity(
+            batch_size=self._batch_size,
+            oversampling_factor=1.0 if self._in_tail_round else self._config.oversampling_factor,
+            num_unfinished=num_unfinished,
+        )
+
     def _capacities(self) -> dict[str, int]:
         """Samples that may be admitted, by the setting that limits them."""
         config, roster, size = self._config, self._roster, self._batch_size
@@ -452,11 +465,7 @@ class Dispatcher:
             oldest = oldest_trainable(self._policy_version, config.max_staleness)
             num_live -= sum(n for v, n in roster.num_by_version.items() if v < oldest)
         capacities = {
-            "oversampling_factor": supplementation_capacity(
-                batch_size=size,
-                oversampling_factor=1.0 if self._in_tail_round else config.oversampling_factor,
-                num_unfinished=unfinished,
-            ),
+            "oversampling_factor": self._may_generate(unfinished),
             "max_staleness": staleness_capacity(
                 batch_size=size, max_staleness=config.max_staleness, num_live=num_live
             ),

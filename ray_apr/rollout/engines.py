@@ -93,6 +93,7 @@ class EngineWatch:
             self._metrics.set(
                 "apr_server_running_requests", status.num_running, replica=status.replica_id
             )
+            self._count_activity(status)
             actor = f"engine-{list(self._statuses).index(status.replica_id)}"
             spans.extend(
                 {"actor": actor, "what": what, "start_s": start, "end_s": end}
@@ -101,6 +102,14 @@ class EngineWatch:
         if spans:
             await self._recorder.record_many.remote("timeline", spans)
         return {status.replica_id for status in statuses}
+
+    def _count_activity(self, status: ServerStatus) -> None:
+        """Show what the engine has spent its time on."""
+        seconds = {"generate": status.busy_s, "paused": status.paused_s, "idle": status.idle_s}
+        for activity, total in seconds.items():
+            self._metrics.raise_to(
+                "apr_server_activity_seconds", total, replica=status.replica_id, activity=activity
+            )
 
     def _note_changes(self, statuses: Sequence[ServerStatus]) -> None:
         states = frozenset((s.replica_id, s.policy_version, s.is_paused) for s in statuses)

@@ -17,13 +17,14 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.data.prompts import load_tokenizer
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, UserCodeError
+from ray_apr.metrics import Metrics
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import TurnRules
@@ -48,6 +49,7 @@ class Evaluator:
         make_scorer: Makes the scorer inside this process.
         recorder: Handle of the recorder.
         turns: Rules of a run with an environment; None: every sample is one turn.
+        run: Name of the run, which its metrics carry.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Evaluator:
         make_scorer: Callable[[], Scorer],
         recorder: Any,
         turns: TurnRules | None = None,
+        run: str = "",
     ) -> None:
         self._rollout = rollout
         self._turns = turns
@@ -71,6 +74,7 @@ class Evaluator:
         self._client: RolloutClient | None = None
         self._scorer = make_scorer()
         self._recorder = recorder
+        self._metrics = Metrics(run)
         self._running = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._stopping = False
@@ -140,9 +144,18 @@ class Evaluator:
         rows = [_row(policy_version, sample) for sample in samples if sample is not None]
         await self._recorder.record_many.remote("evaluation_sample", rows)
         await self._recorder.record.remote("evaluation", row)
+        self._show(row)
         self._last = row
         logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
         return row
+
+    def _show(self, row: Mapping[str, Any]) -> None:
+        """Set the metrics of an evaluation that has ended."""
+        self._metrics.set("apr_evaluation_policy_version", row["policy_version"])
+        if row["reward_mean"] is not None:
+            self._metrics.set("apr_evaluation_reward_mean", row["reward_mean"])
+        for outcome, count in (("scored", "num_samples"), ("failed", "num_failed")):
+            self._metrics.add("apr_evaluation_samples", row[count], outcome=outcome)
 
     async def progress(self) -> tuple[int, int]:
         """What changes as long as an evaluation goes on: calls that ended, tokens that engines

@@ -41,6 +41,7 @@ from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
 from ray_apr.rollout.ledger import LedgerSnapshot
+from ray_apr.rollout.roster import DispatcherCounts
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules
 from ray_apr.rollout.turns import encode_step
@@ -96,6 +97,7 @@ class RolloutWorker:
         policy_version: Version that the engines start with.
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
+        run: Name of the run, which its metrics carry.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class RolloutWorker:
         policy_version: int = 0,
         turns: TurnRules | None = None,
         group_filter: GroupFilter | None = None,
+        run: str = "",
     ) -> None:
         self._config = rollout
         self._partial_rollout = partial_rollout
@@ -152,7 +155,7 @@ class RolloutWorker:
         self._num_rewards = 0
         """Answers of the reward function and of the environment."""
         self._fatal: RolloutError | None = None
-        self._metrics = Metrics()
+        self._metrics = Metrics(run)
         self._engines = EngineWatch(
             self._dispatcher, recorder, self._metrics, is_adaptive=partial_rollout.is_adaptive
         )
@@ -298,8 +301,7 @@ class RolloutWorker:
                 self._wake.set()
             counts = self._dispatcher.counts()
             ledger = self._state.ledger()
-            self._metrics.set("apr_rollout_inflight_samples", counts.inflight)
-            self._metrics.set("apr_rollout_held_samples", counts.interrupted)
+            self._show(counts, ledger)
             status = {
                 "inflight": counts.inflight,
                 "held": counts.interrupted,
@@ -315,6 +317,20 @@ class RolloutWorker:
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
+
+    def _show(self, counts: DispatcherCounts, ledger: LedgerSnapshot) -> None:
+        """Set the metrics of what is where."""
+        self._metrics.set_all(
+            {
+                "apr_rollout_inflight_samples": counts.inflight,
+                "apr_rollout_inflight_limit_samples": self._dispatcher.max_inflight,
+                "apr_rollout_held_samples": counts.interrupted,
+                "apr_rollout_unfinished_samples": counts.unfinished,
+                "apr_rollout_unfinished_limit_samples": self._dispatcher.max_unfinished,
+            }
+        )
+        for reason, tokens in ledger.discarded.items():
+            self._metrics.raise_to("apr_rollout_discarded_tokens", tokens, reason=reason)
 
     def _moves(self) -> Moves:
         return Moves(
@@ -409,6 +425,7 @@ class RolloutWorker:
                 return
         text = self._tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample = self._state.set_text(sample.sample_id, text)
+        self._metrics.observe("apr_rollout_response_tokens", sample.num_generated)
         begin, began = time.monotonic(), self._scores.now
         try:
             result = result or await self._scorer.score(sample)

@@ -34,14 +34,20 @@ _GAUGES = {
     "reward_mean": "apr_trainer_reward_mean",
     "staleness_mean": "apr_trainer_staleness_mean_steps",
     "staleness_max": "apr_trainer_staleness_max_steps",
+    "loss": "apr_trainer_loss",
+    "entropy": "apr_trainer_entropy_nats",
+    "grad_norm": "apr_trainer_grad_norm",
+    "kl_k3": "apr_trainer_kl_nats",
 }
 _HISTOGRAMS = {
     "trainer_step_s": "apr_trainer_step_seconds",
     "trainer_wait_s": "apr_trainer_wait_seconds",
     "weight_sync_s": "apr_weight_sync_seconds",
+    "weight_gather_s": "apr_weight_gather_seconds",
+    "generation_stopped_s": "apr_weight_generation_stopped_seconds",
     "weight_wait_s": "apr_trainer_sync_wait_seconds",
 }
-_IF_ANY = ("weight_sync_s",)
+_IF_ANY = ("weight_sync_s", "weight_gather_s", "generation_stopped_s")
 """Left out at 0, which says that there was none."""
 
 
@@ -61,6 +67,7 @@ class RunControl:
         sync_timeout_s: Limit of one weight sync.
         evaluator: Handle of the evaluator; None evaluates nothing.
         evaluation: When it evaluates.
+        run: Name of the run, which its metrics carry.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class RunControl:
         sync_timeout_s: float,
         evaluator: Any = None,
         evaluation: EvaluationConfig | None = None,
+        run: str = "",
     ) -> None:
         self._buffer = buffer
         self._worker = worker
@@ -86,7 +94,7 @@ class RunControl:
         """Replicas of the weight group, as `connect` has formed it."""
         self._last_version: int | None = None
         """Version that the servers have."""
-        self._metrics = Metrics()
+        self._metrics = Metrics(run)
 
     @property
     def sync_limit_s(self) -> float:
@@ -270,6 +278,8 @@ class RunControl:
         self, what: str, start_s: float, end_s: float, *, actor: str = "trainer"
     ) -> None:
         """Write a span of the timeline, in Unix seconds."""
+        if actor == "trainer":
+            self._metrics.add("apr_trainer_activity_seconds", end_s - start_s, activity=what)
         span = {"actor": actor, "what": what, "start_s": start_s, "end_s": end_s}
         self._recorder.record.remote("timeline", span)
 

@@ -93,6 +93,8 @@ class LoopSettings(TypedDict, total=False):
     """Data type of the weight sync; without it, that of the master weights."""
     takes_turns: bool
     """Whether the train workers have their devices in turns with the engines; without it, not."""
+    run: str
+    """Name of the run, which its metrics carry; without it, an empty one."""
     started_at: float
     """Unix time at which the run began; without it, the loop's own start."""
 
@@ -369,4 +371,5 @@ def _make_control(settings: LoopSettings) -> RunControl:
         sync_timeout_s=settings["train"].weight_sync_timeout_s,
         evaluator=settings.get("evaluator"),
         evaluation=settings.get("evaluation"),
+        run=settings.get("run", ""),
     )
