@@ -1,4 +1,4 @@
-"""The command line: ``python -m ray_apr train | report | simulate | tune | doctor``.
+"""The command line: ``python -m ray_apr train | report | simulate | tune | dashboard | doctor``.
 
 Also installed as ``ray-apr``.
 
@@ -111,6 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     add_tune_arguments(tune)
     tune.set_defaults(command=_tune)
 
+    dashboard = commands.add_parser("dashboard", help="the Grafana dashboard of all runs")
+    verbs = dashboard.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    printed = verbs.add_parser("json", help="print it, to be imported into Grafana")
+    printed.set_defaults(command=_dashboard_json)
+    installed = verbs.add_parser("install", help="put it where Ray's own Grafana finds it")
+    installed.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="another folder of dashboards"
+    )
+    installed.set_defaults(command=_dashboard_install)
+
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -200,6 +210,20 @@ def _tune(args: argparse.Namespace) -> int:
     from ray_apr.simulator.commands import tune
 
     _show(tune(args))
+    return EXIT_OK
+
+
+def _dashboard_json(args: argparse.Namespace) -> int:
+    from ray_apr.grafana.dashboard import dashboard_json
+
+    _show(dashboard_json().rstrip("\n"))
+    return EXIT_OK
+
+
+def _dashboard_install(args: argparse.Namespace) -> int:
+    from ray_apr.grafana.dashboard import install
+
+    _show(f"dashboard: {install(args.folder)}")
     return EXIT_OK
 
 
