@@ -151,18 +151,18 @@ class _Parts:
         """Set once all actors are there, or could not be made."""
         self._actors: list[Any] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        name = f"{plan.name}-recorder-{uuid.uuid4().hex[:8]}"
+        self._run_id = uuid.uuid4().hex[:8]
         self.recorder = self._actor(
-            RunRecorder, str(plan.folder), started_at, name=name, scheduling_strategy=here
+            RunRecorder, str(plan.folder), started_at, part="recorder", scheduling_strategy=here
         )
-        self._actors.append(start_lease(plan.name, name))
+        self._actors.append(start_lease(plan.name, self._name_of("recorder")))
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(
             target=self._start_servers, name="start-servers", daemon=True
         )
         self._servers.start()
         try:
-            self._tables = self._encode(prompts)
+            self._tables = self._encode(prompts, "prompts")
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
             threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True).start()
@@ -176,26 +176,31 @@ class _Parts:
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
                 self._take_away()
 
-    def _encode(self, prompts: ray.data.Dataset) -> list[ray.ObjectRef]:
+    def _encode(self, prompts: ray.data.Dataset, what: str) -> list[ray.ObjectRef]:
         plan = self.plan
         return encode_dataset(
             prompts,
+            name=f"{plan.name}-{what}",
             model=plan.model,
             column=plan.rollout.prompt_column,
             max_prompt_tokens=plan.max_prompt_tokens(),
         )
 
+    def _name_of(self, part: str) -> str:
+        """Name of an actor, in Ray's tables; no two runs share one."""
+        return f"{self.plan.name}-{part}-{self._run_id}"
+
     def _actor(
         self,
         cls: type,
         *args: Any,
-        name: str | None = None,
+        part: str,
         scheduling_strategy: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Start an actor that ends with this run."""
         remote = ray.remote(cls).options(
-            name=name,
+            name=self._name_of(part),
             num_cpus=0,
             max_concurrency=10_000,
             scheduling_strategy=scheduling_strategy,
@@ -208,6 +213,7 @@ class _Parts:
         plan = self.plan
         return self._actor(
             SampleBuffer,
+            part="buffer",
             batch_size=plan.step_size,
             max_staleness=plan.partial_rollout.max_staleness,
             on_stale=plan.partial_rollout.on_stale,
@@ -227,6 +233,7 @@ class _Parts:
         max_inflight = plan.partial_rollout.max_inflight_samples(plan.step_size)
         return self._actor(
             RolloutWorker,
+            part="rollout",
             rollout=rollout,
             partial_rollout=plan.partial_rollout,
             batch_size=plan.step_size,
@@ -256,10 +263,11 @@ class _Parts:
         return make_client
 
     def _make_evaluator(self, held_out: ray.data.Dataset) -> Any:
-        plan, tables = self.plan, self._encode(held_out)
+        plan, tables = self.plan, self._encode(held_out, "held_out")
         rollout, reward, environment = plan.rollout, plan.reward, plan.environment
         return self._actor(
             Evaluator,
+            part="evaluator",
             rollout=rollout,
             config=plan.evaluation,
             model=plan.model,
@@ -358,7 +366,9 @@ class _Parts:
             scaling_config=plan.worker_scaling,
             run_config=plan.run_config,
             datasets={
-                f"rank{r}": sample_stream(self._buffer, rank=r, poll_timeout_s=poll_s)
+                f"rank{r}": sample_stream(
+                    self._buffer, rank=r, poll_timeout_s=poll_s, name=f"{plan.name}-rank{r}"
+                )
                 for r in ranks
             },
             dataset_config=ray.train.DataConfig(datasets_to_split=[]),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _PREVIEW_LIMIT_S = 60.0
 """Longest time that a dry run encodes prompts of one file."""
 _REACH_LIMIT_S = 10.0
+_TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+"""Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
 
 def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
@@ -207,6 +209,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     )
     import ray
 
+    os.environ.setdefault(_TRAIN_STATE, "1")
     signals = StopSignals()
     with signals.listen():
         _init_ray(settings.ray)

@@ -446,16 +446,19 @@ class RayMetrics:
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, frozenset[tuple[str, str]]], list[float]] = {}
+        self.made: dict[str, str] = {}
+        """Kind of each metric, "Counter", "Gauge" or "Histogram"."""
 
     def install(self, monkeypatch: Any) -> RayMetrics:
         """Take the place of Ray's metrics, and return itself."""
         from ray.util import metrics
 
-        kept = self.values
+        kept, made = self.values, self.made
 
         class Metric:
             def __init__(self, name: str, description: str, tag_keys: tuple = (), boundaries=None):
-                self._name, self._keys, self._tags = name, set(tag_keys), {}
+                self._name, self._tag_keys, self._tags = name, tag_keys, {}
+                made[name] = type(self).__name__
 
             def set_default_tags(self, tags: dict[str, str]) -> Metric:
                 self._tags = tags
@@ -463,7 +466,7 @@ class RayMetrics:
 
             def observe(self, value: float, tags: dict[str, str] | None = None) -> None:
                 found = {**self._tags, **(tags or {})}
-                assert found.keys() == self._keys, f"{self._name}: {found}"
+                assert found.keys() == set(self._tag_keys), f"{self._name}: {found}"
                 kept.setdefault((self._name, frozenset(found.items())), []).append(value)
 
             set = observe
@@ -473,7 +476,7 @@ class RayMetrics:
                 self.observe(value, tags)
 
         for kind in ("Counter", "Gauge", "Histogram"):
-            monkeypatch.setattr(metrics, kind, Metric)
+            monkeypatch.setattr(metrics, kind, type(kind, (Metric,), {}))
         return self
 
     def of(self, name: str, **tags: str) -> list[float]:

@@ -79,7 +79,9 @@ def _read(buffer: Any, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
         last_step = plan.step
 
 
-def sample_stream(buffer: Any, *, rank: int, poll_timeout_s: float) -> Dataset:
+def sample_stream(
+    buffer: Any, *, rank: int, poll_timeout_s: float, name: str | None = None
+) -> Dataset:
     """Make the endless dataset of one rank.
 
     Every row becomes a block of its own at once; with Ray Data's usual block size nothing would be
@@ -89,10 +91,12 @@ def sample_stream(buffer: Any, *, rank: int, poll_timeout_s: float) -> Dataset:
     saved = context.target_max_block_size
     context.target_max_block_size = 1
     try:
-        return ray.data.read_datasource(
+        stream = ray.data.read_datasource(
             SampleBufferDatasource(buffer, rank=rank, poll_timeout_s=poll_timeout_s),
             override_num_blocks=1,
             num_cpus=READ_TASK_CPUS,
         )
+        stream.set_name(name)  # what Ray Data's metrics and log call it
+        return stream
     finally:
         context.target_max_block_size = saved

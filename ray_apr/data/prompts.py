@@ -154,7 +154,12 @@ def check_dataset(
 
 
 def encode_dataset(
-    dataset: ray.data.Dataset, *, model: str, column: str, max_prompt_tokens: int
+    dataset: ray.data.Dataset,
+    *,
+    model: str,
+    column: str,
+    max_prompt_tokens: int,
+    name: str | None = None,
 ) -> list[ray.ObjectRef]:
     """Encode every prompt as a Ray Data stage and return the Arrow tables by reference.
 
@@ -163,6 +168,7 @@ def encode_dataset(
         model: Folder or hub id whose tokenizer is used.
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
+        name: What Ray Data calls it, in its metrics and its log.
 
     Raises:
         ConfigError: If a prompt is too long, naming the first one.
@@ -179,6 +185,7 @@ def encode_dataset(
     import ray
 
     encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
+    encoded.set_name(name)
     refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
     first = 0
     for ref in refs:

@@ -144,7 +144,7 @@ def engine_arguments(
         "seed": config.engine_seed,
         "max_logprobs": max(_MAX_LOGPROBS, config.sampling.support_size),
         "generation_config": "vllm",
-        "disable_log_stats": True,
+        "disable_log_stats": False,  # exported through Ray
         "enable_prefix_caching": True,
         "scheduler_cls": SCHEDULER,
         "worker_extension_cls": WORKER_EXTENSION,

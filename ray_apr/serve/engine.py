@@ -37,7 +37,7 @@ from ray_apr.exceptions import (
 )
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
-from ray_apr.serve.load import EngineLoad
+from ray_apr.serve.load import EngineLoad, exporting_logger
 from ray_apr.serve.names import PROBE, SCHEDULER
 from ray_apr.serve.outputs import (
     REASONS,
@@ -175,6 +175,8 @@ class Engine:
             )
             with start_error() as reason:
                 loggers = [self._load.make_logger()]
+                if not args.disable_log_stats:
+                    loggers.append(exporting_logger())
                 self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (TypeError, ValueError) as error:
             raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error

@@ -1,9 +1,14 @@
-"""How loaded a vLLM engine is and how far it has come, as its own scheduler reports it."""
+"""How loaded a vLLM engine is and how far it has come, as its own scheduler reports it; and the
+same as metrics of Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+_MOST_LATENCIES = 8
+"""Latencies between two tokens that are exported of one step. All requests of a step wait for the
+same step; and a value costs 16 µs, which for each token of 256 requests is 4 ms a step."""
 
 
 class EngineLoad:
@@ -63,3 +68,29 @@ class EngineLoad:
                 """Say nothing."""
 
         return LoadLogger
+
+
+def exporting_logger() -> type:
+    """What ``AsyncLLM`` takes as a stat logger that exports vLLM's own metrics through Ray, as
+    ``ray_vllm_...`` with the tag ``ReplicaId``."""
+    from ray_apr.serve.vllm_private import RayPrometheusStatLogger
+
+    class ExportingLogger(RayPrometheusStatLogger):  # type: ignore[misc]  # vLLM is untyped here
+        """Thins out the one metric that has a value for each token."""
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            """Export the figures of one step; either may be missing."""
+            if iteration_stats is None:
+                super().record(scheduler_stats, iteration_stats, *args, **kwargs)
+                return
+            latencies = iteration_stats.inter_token_latencies_iter
+            stride = -(-len(latencies) // _MOST_LATENCIES) or 1
+            iteration_stats.inter_token_latencies_iter = latencies[::stride]
+            try:
+                super().record(scheduler_stats, iteration_stats, *args, **kwargs)
+            finally:  # another logger may look at them
+                iteration_stats.inter_token_latencies_iter = latencies
+
+    return ExportingLogger

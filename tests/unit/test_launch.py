@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -166,3 +168,23 @@ def test_a_chat_template_is_found_wherever_it_may_be(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert has_chat_template(str(tmp_path))
     assert has_chat_template("owner/name"), "nobody knows"
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, "1"), ("0", "0")])
+def test_a_run_that_we_start_is_in_the_dashboards_table_of_ray_train(monkeypatch, users, expected):
+    name = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+    monkeypatch.setenv(name, users or "")
+    if users is None:
+        monkeypatch.delenv(name)
+    seen = []
+
+    class Trainer:
+        def fit(self, progress):
+            seen.append(os.environ[name])
+
+    for part in ("_init_ray", "read_prompts"):
+        monkeypatch.setattr(launch, part, lambda *_: None)
+    monkeypatch.setattr(launch, "make_trainer", lambda *_: Trainer())
+    settings = SimpleNamespace(evaluation_prompts=None, prompts=None, ray=None, run_dir=None)
+    launch.run_training(settings)
+    assert seen == [expected]
