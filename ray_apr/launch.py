@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _PREVIEW_LIMIT_S = 60.0
 """Longest time that a dry run encodes prompts of one file."""
 _REACH_LIMIT_S = 10.0
+JOB_METADATA = "ray_apr_run"
+"""Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -212,7 +214,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     os.environ.setdefault(_TRAIN_STATE, "1")
     signals = StopSignals()
     with signals.listen():
-        _init_ray(settings.ray)
+        _init_ray(settings.ray, settings.run_dir.name)
         try:
             with signals.listen():  # `ray.init` has set a handler of its own
                 trainer.fit(progress=progress)
@@ -280,20 +282,30 @@ def joined_address(settings: RaySettings) -> str | None:
     return None if address == "local" else address
 
 
-def _init_ray(settings: RaySettings) -> None:
+def _init_ray(settings: RaySettings, run: str = "") -> None:
     """Start a cluster, or join one.
+
+    Args:
+        settings: Which one.
+        run: Name of the run, for the table of jobs.
 
     Raises:
         ConfigError: If there is none to join.
     """
     import ray
+    from ray.job_config import JobConfig
 
     joined = joined_address(settings)
+    metadata = {JOB_METADATA: run} if run else {}
     local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
     try:
         _reach(joined)
         ray.init(
-            address=joined or "local", namespace=settings.namespace, log_to_driver=False, **local
+            address=joined or "local",
+            namespace=settings.namespace,
+            log_to_driver=False,
+            job_config=JobConfig(metadata=metadata),
+            **local,
         )
     except OSError as error:  # among them ConnectionError, which Ray raises
         remedy = f"no Ray cluster can be joined there: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -41,6 +42,11 @@ def test_inside_of_a_ray_job_a_run_joins_the_cluster_of_the_job(inits, monkeypat
     assert "num_cpus" not in inits[0]
     launch._init_ray(RaySettings(address="local"))
     assert inits[1]["address"] == "local"
+
+
+def test_the_table_of_jobs_has_the_name_of_the_run(inits):
+    launch._init_ray(RaySettings(), "a-run")
+    assert inits[0]["job_config"].metadata == {"ray_apr_run": "a-run"}
 
 
 def test_an_address_is_joined(inits):
@@ -185,6 +191,8 @@ def test_a_run_that_we_start_is_in_the_dashboards_table_of_ray_train(monkeypatch
     for part in ("_init_ray", "read_prompts"):
         monkeypatch.setattr(launch, part, lambda *_: None)
     monkeypatch.setattr(launch, "make_trainer", lambda *_: Trainer())
-    settings = SimpleNamespace(evaluation_prompts=None, prompts=None, ray=None, run_dir=None)
+    settings = SimpleNamespace(
+        evaluation_prompts=None, prompts=None, ray=None, run_dir=Path("runs/a-run")
+    )
     launch.run_training(settings)
     assert seen == [expected]
