@@ -64,11 +64,11 @@ def _rate(name: str, by: str = "") -> str:
 
 def _or_zero(expr: str) -> str:
     """The same, and 0 for runs in which it has never happened: Ray exports no counter before."""
-    return f"({expr}) or (0 * max by (run) (ray_apr_rollout_inflight_samples{{{_RUN}}}))"
+    return f"({expr}) or on (run) (0 * max by (run) (ray_apr_rollout_inflight_samples{{{_RUN}}}))"
 
 
 def _mean(name: str, legend: str) -> Query:
-    """Mean of a histogram's observations; the newest that there is where nothing was observed."""
+    """Mean of a histogram's observations; without a point where there was none."""
     total, count = _rate(f"{name}_sum"), _rate(f"{name}_count")
     return Query(f"{total} / ({count} > 0)", f"{{{{run}}}} {legend}")
 
