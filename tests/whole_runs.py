@@ -18,6 +18,8 @@ from typing import Any
 from tests.processes import MARK, kill_all, processes_of
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
+ONE_OF_EACH = ("rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: false}")
+"""Settings of a run with one engine and one train worker."""
 _LIVING_PARTS = """
 import sys, ray
 from ray.util.state import list_actors, list_placement_groups

@@ -1,0 +1,55 @@
+"""Runs whose scheduling must make no difference end with the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.processes import kill_all, marked_environment
+from tests.whole_runs import CONFIG, command
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+
+ONE_BY_ONE = (
+    "train.steps=3", "train.batch_size=16", "rollout.seed=7",
+    "rollout.engine_kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
+)  # fmt: skip
+"""Each request alone in its engine: then its log-probs do not depend on who else is there."""
+
+
+def trained_weights(folder: Path, env: dict[str, str], *overrides: str) -> bytes:
+    """What a whole run ends with, one request at a time."""
+    run = subprocess.run(
+        command(folder, *ONE_BY_ONE, *overrides),
+        env=env, capture_output=True, text=True, timeout=300, check=False, cwd=folder,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    (model,) = (folder / "run").glob("checkpoint_*/hf/model.safetensors")
+    return model.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained_in_sync(tmp_path_factory) -> bytes:
+    mark, env = marked_environment()
+    try:
+        one = ("mode=sync", "rollout.num_replicas=1")  # the others have two
+        weights = trained_weights(tmp_path_factory.mktemp("sync"), env, *one)
+    finally:
+        kill_all(mark)
+    assert weights != (CONFIG.parent / "base_model" / "model.safetensors").read_bytes()
+    return weights
+
+
+def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked, trained_in_sync):
+    """verl#6780: with a bound of 0, the asynchronous trainer did not equal the synchronous one."""
+    _, env = marked
+    bound = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
+    assert trained_weights(tmp_path, env, "mode=apr", *bound) == trained_in_sync
+
+
+def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync):
+    _, env = marked
+    turns = ("mode=sync", "rollout.placement=colocated", "train.checkpoint_every=2")
+    assert trained_weights(tmp_path, env, *turns) == trained_in_sync
