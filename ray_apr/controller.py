@@ -112,17 +112,16 @@ def _run(
         _write_end_of_start(plan, caught, time.time() - started_at)
         raise
     error: BaseException | None = None
-    try:
-        with (
-            follow_progress(parts.recorder, plan.train.steps, progress or logger.info),
-            signals.listen(),  # Ray Train leaves its own handler behind
-        ):
-            return parts.fit()
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        parts.close(error)
+    with follow_progress(parts.recorder, plan.train.steps, progress or logger.info) as stop_showing:
+        try:
+            with signals.listen():  # Ray Train leaves its own handler behind
+                return parts.fit()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            stop_showing()
+            parts.close(error)
 
 
 class _Parts:
@@ -147,6 +146,7 @@ class _Parts:
         self._start_error: APRError | None = None
         self._setup_s: float | None = None
         self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True)
         self._made = threading.Event()
         """Set once all actors are there, or could not be made."""
         self._actors: list[Any] = []
@@ -165,7 +165,7 @@ class _Parts:
             self._tables = self._encode(prompts, "prompts")
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
-            threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True).start()
+            self._watch.start()
             self._evaluator = None if held_out is None else self._make_evaluator(held_out)
         except BaseException:
             self._closing.set()
@@ -458,6 +458,8 @@ class _Parts:
         finally:
             for actor in reversed(self._actors):  # the lease before the recorder, which holds it
                 ray.kill(actor)
+            if self._watch.ident is not None:  # a call to Ray after its shutdown ends the process
+                self._watch.join(timeout=_CALL_TIMEOUT_S)
 
 
 def _of_servers(error: Exception) -> APRError:

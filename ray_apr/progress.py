@@ -14,14 +14,24 @@ _QUIET_S = 10.0
 """A run that shows no step for this long shows what it waits for."""
 
 
+_ANSWER_S = 30.0
+"""Longest time beyond that until the recorder answers."""
+
+
 @contextlib.contextmanager
-def follow_progress(recorder: Any, num_steps: int, show: Callable[[str], None]) -> Iterator[None]:
-    """Show lines in a thread until the block ends.
+def follow_progress(
+    recorder: Any, num_steps: int, show: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Show lines in a thread, which has ended after the block: Ray ends the process, with exit code
+    1, if a thread still calls it after ``ray.shutdown``.
 
     Args:
-        recorder: Handle of the `RunRecorder` actor.
+        recorder: Handle of the `RunRecorder` actor; its death ends the thread at once.
         num_steps: Steps of the whole run.
         show: Takes one line.
+
+    Yields:
+        What has it show no more.
     """
     stop = threading.Event()
 
@@ -32,22 +42,25 @@ def follow_progress(recorder: Any, num_steps: int, show: Callable[[str], None]) 
         while not stop.is_set():
             try:
                 steps, status = ray.get(
-                    recorder.follow.remote(seen, _QUIET_S), timeout=_QUIET_S + 30.0
+                    recorder.follow.remote(seen, _QUIET_S), timeout=_QUIET_S + _ANSWER_S
                 )
             except RayError:
                 return  # the recorder is gone: the run ends, and its own error says why
+            if stop.is_set():
+                return
             seen += len(steps)
             for row in steps:
                 show(step_line(row, num_steps))
-            if not steps and not stop.is_set():
+            if not steps:
                 show(status_line(status))
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
     thread.start()
     try:
-        yield
+        yield stop.set
     finally:
         stop.set()
+        thread.join(_QUIET_S + _ANSWER_S)
 
 
 def step_line(row: Mapping[str, Any], num_steps: int) -> str:

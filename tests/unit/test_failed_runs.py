@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from ray_apr import cli, controller
+from ray_apr import cli, controller, progress
 from ray_apr.causes import cause_of, death_of, write_error_log
 from ray_apr.controller import _Parts
 from ray_apr.data.stock import BufferStats
@@ -120,6 +120,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts._buffer, parts._worker, parts.recorder = (
         actors[name] for name in ("buffer", "worker", "recorder")
     )
+    parts._watch = threading.Thread()
     return parts
 
 
@@ -166,6 +167,29 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
     with pytest.raises(KeyError):
         parts.close(None)
     assert killed == ["the lease", "the recorder"]
+
+
+def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_path):
+    """known fault: one that asked again after Ray's shutdown ended the process with exit code 1."""
+    is_killed, shown = threading.Event(), []
+
+    def answer(*_, **__):
+        assert is_killed.wait(30)
+        raise ActorDiedError()
+
+    parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
+    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
+    monkeypatch.setattr("ray_apr.controller.ray.kill", lambda actor: is_killed.set())
+    monkeypatch.setattr("ray_apr.progress.ray.get", answer)
+    parts._watch = threading.Thread(target=is_killed.wait, args=(30,))
+    parts._watch.start()
+    parts._actors = ["the recorder"]
+    with progress.follow_progress(Handle(follow=None), 8, shown.append) as stop_showing:
+        stop_showing()
+        parts._take_away()
+        assert not parts._watch.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+    assert shown == []
 
 
 @pytest.mark.parametrize(
