@@ -28,8 +28,8 @@ DEPLOY_TOOLS := anyscale==0.26.112 kubernetes-validate==1.37.0
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
 ARGS ?=
 
-# A file's tests one after the other, two files beside each other; ARGS="-n 0" has one process.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, one with all that needs engines or Ray (tests/conftest.py); ARGS="-n 0" has one.
+TWO := -n 2 --no-loadscope-reorder
 
 # Each stamp says that an installation came to its end; the first holds the folder it was made in.
 # While one runs, .venv/.incomplete exists. A .venv that was cut short, copied, moved, or that lost
@@ -59,7 +59,7 @@ setup-dev: $(DEV) ## the same, and the tools for tests and lint
 quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
 	@exec $(PY) -m ray_apr train examples/arithmetic/quickstart.yaml $(ARGS)
 
-test: $(DEV) ## run all tests, two at a time
+test: $(DEV) ## run all tests, in two processes
 	@exec $(PY) -m pytest $(TWO) $(ARGS)
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
