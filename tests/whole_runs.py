@@ -26,7 +26,8 @@ from ray.util.state import list_actors, list_placement_groups
 ray.init(address=sys.argv[1], log_to_driver=False)
 actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
 groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
-rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor")
+rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor",
+            "TrainStateActor")
 print([a.class_name for a in actors if a.class_name not in rays_own]
       + [g.placement_group_id for g in groups])
 """
