@@ -13,8 +13,8 @@ def run() -> None:
     """Run one command and end the process with its exit code.
 
     At once, without taking the interpreter down: the run is closed and Ray is shut down by then,
-    but threads of Ray's and gRPC's libraries may be left. One that crashes while the interpreter
-    goes would replace the exit code by its own.
+    but threads of Ray's libraries may be left. One that calls Ray after its shutdown ends the
+    process with exit code 1; so would one that crashes while the interpreter goes.
     """
     code = main()
     logging.shutdown()

@@ -12,8 +12,6 @@ from ray.exceptions import RayError
 
 _QUIET_S = 10.0
 """A run that shows no step for this long shows what it waits for."""
-
-
 _ANSWER_S = 30.0
 """Longest time beyond that until the recorder answers."""
 

@@ -56,10 +56,11 @@ def _gauge(name: str, legend: str) -> Query:
     return Query(f"max by (run) (ray_apr_{name}{{{_RUN}}})", f"{{{{run}}}} {legend}")
 
 
-def _rate(name: str, by: str = "") -> str:
-    """Of a counter, a second."""
+def _rate(name: str, by: str = "", *, only: str = "") -> str:
+    """Of a counter, a second; of the series with the labels `only`."""
     keys = f"run, {by}" if by else "run"
-    return f"sum by ({keys}) (rate(ray_apr_{name}{{{_RUN}}}[$__rate_interval]))"
+    labels = f"{_RUN}, {only}" if only else _RUN
+    return f"sum by ({keys}) (rate(ray_apr_{name}{{{labels}}}[$__rate_interval]))"
 
 
 def _or_zero(expr: str) -> str:
@@ -81,8 +82,8 @@ def _quantile(q: float, name: str, legend: str) -> Query:
 
 def _share(name: str, activity: str) -> str:
     """Share of the time that goes to an activity."""
-    found = f'ray_apr_{name}{{{_RUN}, activity="{activity}"}}'
-    return f"sum by (run) (rate({found}[$__rate_interval])) / {_rate(name)}"
+    spent = _rate(name, only=f'activity="{activity}"')
+    return f"{spent} / {_rate(name)}"
 
 
 def _of_engines(name: str, legend: str = "{{ReplicaId}}") -> Query:
