@@ -2,7 +2,8 @@
 # What needs GPUs, one part after another, each with a limit; raw results and logs go to a folder.
 #
 #   benchmarks/gpu_session.sh results families restart kills turns engine trainer sync rollout
-#   TRACE=trace.jsonl.gz GPUS=2 benchmarks/gpu_session.sh results modes colocated
+#   TRACE=trace.jsonl.gz GPUS=2 benchmarks/gpu_session.sh results modes colocated checked
+#   benchmarks/gpu_session.sh results alarms sampling learning
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
 # which did. PYTHON is the interpreter (python3), SHAPE the model (0.6B), GPUS how many are used (2),
@@ -45,6 +46,12 @@ modes() {
 		--replicas "$replicas" --train-workers $((gpus - replicas)) ${CALIBRATE---calibrate} \
 		--out "$out/gpu-$1.json" "${@:3}"
 }
+learning() {
+	part "$1" 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
+		--num-layers 10 --set train.steps=96 --set train.batch_size=256 \
+		--set train.learning_rate=3e-5 --set train.lr_schedule=linear --out "$out/gpu-$1.json" \
+		"${@:2}"
+}
 
 summary=()
 for name in "$@"; do
@@ -67,23 +74,9 @@ for name in "$@"; do
 		part alarms 300 "$python" "$root/benchmarks/weight_check.py" --device cuda \
 			--out "$out/gpu-weight-check.json"
 		;;
-	checked)
-		part checked 400 "$python" "$root/benchmarks/modes.py" --gpu --shape "$shape" \
-			--trace "${TRACE:?the part checked needs TRACE}" --scale 0.25 --repeats 1 \
-			--steps "${STEPS:-8}" --batch-prompts 128 --max-num-seqs 256 --modes apr \
-			--replicas "$replicas" --train-workers $((gpus - replicas)) --out "$out/gpu-checked.json"
-		;;
-	sampling)
-		part sampling 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
-			--num-layers 10 --modes apr --set train.steps=96 --set train.batch_size=256 \
-			--set rollout.temperature=0.7 --set rollout.top_k=8 --set train.learning_rate=3e-5 \
-			--set train.lr_schedule=linear --out "$out/gpu-sampling.json"
-		;;
-	learning)
-		part learning 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
-			--num-layers 10 --set train.steps=96 --set train.batch_size=256 \
-			--set train.learning_rate=3e-5 --set train.lr_schedule=linear --out "$out/gpu-learning.json"
-		;;
+	checked) CALIBRATE='' modes checked 400 --modes apr ;;
+	sampling) learning sampling --modes apr --set rollout.temperature=0.7 --set rollout.top_k=8 ;;
+	learning) learning learning ;;
 	*) summary+=("$name: unknown") ;;
 	esac
 done

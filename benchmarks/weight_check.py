@@ -61,6 +61,11 @@ class Learner:
         size = min(model.config.vocab_size, CHAIN_TOKENS)
         self._next = torch.randint(size, (size, 3), generator=self._random)
         self._device = next(model.parameters()).device
+        packing = Packing.of(np.full(16, 48))  # as the trainer's attention on CUDA wants it
+        self._arguments = {
+            name: value.to(self._device) if isinstance(value, torch.Tensor) else value
+            for name, value in packing.arguments().items()
+        }
 
     def step(self) -> float:
         """One step on 16 sequences of 48 tokens; returns the loss."""
@@ -69,13 +74,8 @@ class Learner:
             branch = torch.randint(3, (16,), generator=self._random)
             columns.append(self._next[columns[-1], branch])
         ids = torch.stack(columns, dim=1).to(self._device)
-        packing = Packing.of(np.full(16, 48))  # as the trainer's attention on CUDA wants it
-        arguments = {
-            name: value.to(self._device) if isinstance(value, torch.Tensor) else value
-            for name, value in packing.arguments().items()
-        }
         row = ids.reshape(1, -1)
-        loss = self._model(input_ids=row, labels=row, use_cache=False, **arguments).loss
+        loss = self._model(input_ids=row, labels=row, use_cache=False, **self._arguments).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
