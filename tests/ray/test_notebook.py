@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from tests.processes import kill_all, marked_environment, wait_until_none
 from tests.whole_runs import CONFIG
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(480)]
@@ -28,20 +27,15 @@ asyncio.run(run_cells(sys.argv[1]))
 """Cells one after the other in one namespace; Jupyter itself is no dependency of the tests."""
 
 
-def test_the_notebook_runs_to_its_end_and_leaves_nothing_behind(tmp_path):
+def test_the_notebook_runs_to_its_end_and_leaves_nothing_behind(tmp_path, marked):
+    _, env = marked
     folder = tmp_path / "arithmetic"
     shutil.copytree(CONFIG.parent, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    mark, env = marked_environment()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _KERNEL, "notebook.ipynb"],
-            cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        left = wait_until_none(mark, 30)
-        assert not left, f"processes left behind: {left}"
-    finally:
-        kill_all(mark)
+    done = subprocess.run(
+        [sys.executable, "-c", _KERNEL, "notebook.ipynb"],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (run,) = (folder / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     final = json.loads((run / "final.json").read_text())

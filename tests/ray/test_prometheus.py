@@ -21,7 +21,6 @@ from ray_apr.cli import main
 from ray_apr.grafana.dashboard import FILE_NAME
 from ray_apr.grafana.panels import ROWS
 from ray_apr.metrics import SPECS
-from tests.processes import kill_all, marked_environment
 from tests.whole_runs import free_port, running_cluster, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -49,12 +48,9 @@ scrape_configs:
 
 
 @pytest.fixture
-def marked() -> Iterator[dict[str, str]]:
-    mark, env = marked_environment()
-    try:
-        yield {**env, **_REPORTS_EVERY, "RAY_AUTH_MODE": "disabled"}
-    finally:
-        kill_all(mark)
+def env(marked) -> dict[str, str]:
+    """A marked environment in which Ray reports its metrics every second."""
+    return {**marked[1], **_REPORTS_EVERY, "RAY_AUTH_MODE": "disabled"}
 
 
 def read(url: str) -> str:
@@ -72,19 +68,19 @@ def series_of(text: str) -> dict[str, set[str]]:
     return found
 
 
-def test_prometheus_gets_the_names_and_tags_that_are_declared(marked, tmp_path, monkeypatch):
+def test_prometheus_gets_the_names_and_tags_that_are_declared(env, tmp_path, monkeypatch):
     root = tmp_path / "metrics"
     monkeypatch.setenv("RAY_METRICS_OUTPUT_ROOT", str(root))
-    marked["RAY_METRICS_OUTPUT_ROOT"] = str(root)
+    env["RAY_METRICS_OUTPUT_ROOT"] = str(root)
     expected = {
         spec.exported + end: set(spec.all_tags)
         for spec in SPECS
         for end in (("_bucket", "_sum", "_count") if spec.kind == "histogram" else ("",))
     }
-    with running_cluster(marked) as (address, _):
+    with running_cluster(env) as (address, _):
         driver = subprocess.Popen(
             [sys.executable, "-c", _SHOW_ALL, address],
-            env=marked, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         url = driver.stdout.readline().strip()
         deadline = time.monotonic() + 60
@@ -136,7 +132,7 @@ def target_of(dashboard: str) -> str:
 
 
 @pytest.mark.vllm
-def test_every_query_of_the_dashboard_has_data_of_a_live_run(marked, tmp_path):
+def test_every_query_of_the_dashboard_has_data_of_a_live_run(env, tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus on the PATH")
     waiting = {
@@ -147,11 +143,11 @@ def test_every_query_of_the_dashboard_has_data_of_a_live_run(marked, tmp_path):
         "evaluation.prompts=held_out.parquet", "evaluation.every=5",
     )  # fmt: skip
     with (
-        running_cluster(marked) as (address, dashboard),
-        prometheus(target_of(dashboard), tmp_path, marked) as server,
+        running_cluster(env) as (address, dashboard),
+        prometheus(target_of(dashboard), tmp_path, env) as server,
     ):
-        env = {**marked, "RAY_ADDRESS": address}
-        run = start_run(tmp_path, env, *settings, log=tmp_path / "run.log")
+        joined = {**env, "RAY_ADDRESS": address}
+        run = start_run(tmp_path, joined, *settings, log=tmp_path / "run.log")
         seen: list[str] = []
         while waiting and run.poll() is None:
             time.sleep(2)
@@ -162,15 +158,15 @@ def test_every_query_of_the_dashboard_has_data_of_a_live_run(marked, tmp_path):
 
 
 @pytest.mark.vllm
-def test_rays_tables_name_the_run_and_its_parts(marked, tmp_path):
+def test_rays_tables_name_the_run_and_its_parts(env, tmp_path):
     settings = (
         "train.steps=2000", "train.batch_size=16", "rollout.num_replicas=1",
         "scaling={num_workers: 1, use_gpu: false}", "evaluation.prompts=held_out.parquet",
     )  # fmt: skip
     wanted = {"buffer", "rollout", "recorder", "evaluator"}
-    with running_cluster(marked) as (address, dashboard):
+    with running_cluster(env) as (address, dashboard):
         run = start_run(
-            tmp_path, {**marked, "RAY_ADDRESS": address}, *settings, log=tmp_path / "run.log"
+            tmp_path, {**env, "RAY_ADDRESS": address}, *settings, log=tmp_path / "run.log"
         )
         trains: list[dict] = []
         while not trains:
@@ -182,6 +178,7 @@ def test_rays_tables_name_the_run_and_its_parts(marked, tmp_path):
         names = {actor["name"].rpartition("-")[0] for actor in actors if actor["name"]}
         jobs = json.loads(read(f"{dashboard}/api/jobs/"))
         run.kill()
+        run.wait()
     assert {f"run-{part}" for part in wanted} <= names
     assert [train["name"] for train in trains] == ["run"]
     assert [job["metadata"].get("ray_apr_run") for job in jobs] == ["run"]

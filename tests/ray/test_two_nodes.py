@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import kill_all, marked_environment
 from tests.whole_runs import running_cluster
 
 
@@ -65,20 +64,16 @@ def second_node(address: str, folder: Path, env: dict[str, str]) -> Iterator[Non
         process.wait(30)
 
 
-def test_a_run_is_refused_at_its_start_where_a_node_has_another_folder(tmp_path):
+def test_a_run_is_refused_at_its_start_where_a_node_has_another_folder(tmp_path, marked):
     folders = [tmp_path / "shared", tmp_path / "apart"]
     for folder in folders:
         folder.mkdir()
-    mark, env = marked_environment()
-    env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(Path(__file__).parents[2])}
-    try:
-        with running_cluster(env) as (address, _), second_node(address, folders[1], env):
-            asked = subprocess.run(
-                [sys.executable, "-c", _START_OF_A_RUN, address, *map(str, folders)],
-                env=env, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path,
-            )  # fmt: skip
-    finally:
-        kill_all(mark)
+    env = marked[1] | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with running_cluster(env) as (address, _), second_node(address, folders[1], env):
+        asked = subprocess.run(
+            [sys.executable, "-c", _START_OF_A_RUN, address, *map(str, folders)],
+            env=env, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path,
+        )  # fmt: skip
     assert asked.returncode == 0, asked.stderr[-3000:]
     first, second = asked.stdout.splitlines()
     assert first == "taken"
