@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 import types
 
 import pytest
@@ -173,15 +174,19 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     """known fault: one that asked again after Ray's shutdown ended the process with exit code 1."""
     is_killed, shown = threading.Event(), []
 
-    def answer(*_, **__):
+    def end_after(seconds):
         assert is_killed.wait(30)
+        time.sleep(seconds)
+
+    def answer(*_, **__):
+        end_after(1.0)
         raise ActorDiedError()
 
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
     monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
     monkeypatch.setattr("ray_apr.controller.ray.kill", lambda actor: is_killed.set())
     monkeypatch.setattr("ray_apr.progress.ray.get", answer)
-    parts._watch = threading.Thread(target=is_killed.wait, args=(30,))
+    parts._watch = threading.Thread(target=end_after, args=(0.3,))
     parts._watch.start()
     parts._actors = ["the recorder"]
     with progress.follow_progress(Handle(follow=None), 8, shown.append) as stop_showing:
