@@ -28,7 +28,7 @@ DEPLOY_TOOLS := anyscale==0.26.112 kubernetes-validate==1.37.0
 # Passed on to what the target starts: make quickstart ARGS="--set mode=sync", make test ARGS="-k buffer"
 ARGS ?=
 
-# Two processes, one with all that needs engines or Ray (tests/conftest.py); ARGS="-n 0" has one.
+# Two processes, one with all that needs Ray (tests/conftest.py); ARGS="-n 0" has one.
 TWO := -n 2 --no-loadscope-reorder
 
 # Each stamp says that an installation came to its end; the first holds the folder it was made in.
@@ -46,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-unit architectures chaos fuzz-http check-deploy check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes fuzz-http check-deploy check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -59,8 +59,11 @@ setup-dev: $(DEV) ## the same, and the tools for tests and lint
 quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
 	@exec $(PY) -m ray_apr train examples/arithmetic/quickstart.yaml $(ARGS)
 
-test: $(DEV) ## run all tests, in two processes
+test: $(DEV) ## run the tests, in two processes, but for those of test-long
 	@exec $(PY) -m pytest $(TWO) $(ARGS)
+
+test-long: $(DEV) ## run the tests that take minutes each (a quarter of an hour)
+	@exec $(PY) -m pytest -m long $(ARGS)
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
 	@exec $(PY) -m pytest $(TWO) tests/unit $(ARGS)
@@ -70,6 +73,9 @@ architectures: $(DEV) ## try every family of models through syncs, engines and e
 
 chaos: $(DEV) ## kill engine cores at random moments of 40 runs (about an hour)
 	@exec $(PY) benchmarks/chaos.py $(ARGS)
+
+resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it (15 minutes)
+	@exec $(PY) benchmarks/resumes.py $(ARGS)
 
 fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
 	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"

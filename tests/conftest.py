@@ -10,28 +10,25 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-ENGINES = ("tests/vllm/", "tests/ray/")
-"""Folders of the tests that start engines, or Ray."""
+WITH_RAY = ("tests/ray/", "tests/vllm/test_rollout_servers.py")
+"""Where the tests are that start Ray."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first, and then the whole runs: a Ray that starts beside other work on two cores
-    gives its agents too little time, and the other process has ended by then."""
-    order = {folder: number for number, folder in enumerate(ENGINES)}
-    items.sort(key=lambda item: order.get(folder_of(item.nodeid), len(order)))
+    """What starts Ray first: it takes one process longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WITH_RAY))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two processes (`make test`) one has all of `ENGINES`, the other one the rest."""
+    """Of two processes (`make test`) one has all that starts Ray, the other one the rest.
+
+    A Ray that starts beside another one gives up on its agents after 15 s, on two cores.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "engines" if folder_of(nodeid) in ENGINES else nodeid.partition("::")[0]
+            return "ray" if nodeid.startswith(WITH_RAY) else nodeid.partition("::")[0]
 
     return Scheduling(config, log)
-
-
-def folder_of(nodeid: str) -> str:
-    return "".join(part + "/" for part in nodeid.split("/")[:2])

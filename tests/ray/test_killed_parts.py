@@ -23,6 +23,7 @@ from tests.whole_runs import (
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
+@pytest.mark.long
 def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_goes_on(
     tmp_path, marked
 ):
@@ -66,18 +67,27 @@ def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_go
     assert final["ledger_error"] == 0
 
 
-def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing(tmp_path, marked):
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "RolloutWorker",
+        *(
+            pytest.param(part, marks=pytest.mark.long)
+            for part in ("RayTrainWorker", "ServeReplica", "EngineCore")
+        ),
+    ],
+)
+def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing(
+    tmp_path, marked, victim
+):
     _, env = marked
-    victims = ("RayTrainWorker", "ServeReplica", "EngineCore", "RolloutWorker")
     with running_cluster(env) as (address, _):
-        for number, victim in enumerate(victims):
-            folder = tmp_path / str(number)  # not the victim's name, which its command would have
-            folder.mkdir()
-            final = fail_by_killing(
-                victim, folder, address, env, "rollout.num_replicas=1", "train.steps=1000",
-                "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
-            )  # fmt: skip
-    assert final["error"].startswith("RolloutError: the rollout worker died")
+        final = fail_by_killing(
+            victim, tmp_path, address, env, "rollout.num_replicas=1", "train.steps=1000",
+            "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
+        )  # fmt: skip
+    if victim == "RolloutWorker":
+        assert final["error"].startswith("RolloutError: the rollout worker died")
 
 
 def test_a_killed_driver_leaves_nothing_on_a_cluster_that_lives_on(tmp_path, marked):

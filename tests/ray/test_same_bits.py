@@ -10,7 +10,7 @@ import pytest
 from tests.processes import kill_all, marked_environment
 from tests.whole_runs import CONFIG, command
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(420)]
 
 ONE_BY_ONE = (
     "train.steps=3", "train.batch_size=16", "rollout.seed=7",
