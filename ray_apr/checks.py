@@ -17,15 +17,23 @@ def require(ok: bool, name: str, value: Any, remedy: str) -> None:
         raise ConfigError(name, value, remedy)
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run that has begun."""
+    return (folder / "metrics.jsonl").exists()
+
+
 def check_new_folder(folder: Path) -> None:
-    """Check that a run folder holds no run yet: two runs would be mixed in its files.
+    """Check that a run folder holds no run yet, which would be gone on with.
 
     Raises:
         ConfigError: If it does.
     """
-    if (folder / "metrics.jsonl").exists():
+    if holds_run(folder):
         raise ConfigError(
-            "run.name", folder.name, f"{folder} holds a run already; choose another name"
+            "run.name",
+            folder.name,
+            f"{folder} holds a run already; choose another name, or go on with it (--resume, in "
+            "YAML run.resume: true)",
         )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
@@ -89,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
     )
     train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run of this run.name, if there is one (as --set run.resume=true)",
+    )
+    train.add_argument(
         "--dry-run", action="store_true", help="check everything and show the plan; start nothing"
     )
     train.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
@@ -127,13 +133,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.checks import check_new_folder
     from ray_apr.launch import dry_run, make_plan, run_training
     from ray_apr.settings import load_settings
 
     began_at = time.monotonic()
-    settings = load_settings(args.config, args.overrides).with_run_name()
-    check_new_folder(settings.run_dir)  # before a report is made of what it holds
+    overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
+    settings = load_settings(args.config, overrides).with_run_name()
+    if not settings.run.resume:
+        check_new_folder(settings.run_dir)  # before a report is made of what it holds
     plan = make_plan(settings)
     if args.dry_run:
         _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))

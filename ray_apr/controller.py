@@ -38,19 +38,21 @@ from ray_apr.config import goes_on_across_syncs
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
+from ray_apr.data.resumption import Begin
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
 from ray_apr.final import final_figures
 from ray_apr.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.progress import follow_progress
 from ray_apr.recorder import RunRecorder
+from ray_apr.resume import find_begin, hold_folder, resume_folder, resume_line
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
-from ray_apr.serve.lease import start_lease
+from ray_apr.serve.lease import start_lease, wait_for_lease
 from ray_apr.stopping import StopSignals
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
@@ -102,17 +104,35 @@ def _run(
 ) -> ray.train.Result:
     plan.check_model()
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
-    started_at = time.time()
     make_run_folder(plan)
-    _write_json(plan.folder / "config.json", plan.describe())
+    with hold_folder(plan.folder):
+        begin, started_at = find_begin(plan), time.time()
+        if begin.is_resumed:
+            begin, started_at = resume_folder(plan.folder, begin, started_at)
+        _write_json(plan.folder / "config.json", plan.describe())
+        show = progress or logger.info
+        if begin != Begin():
+            show(resume_line(begin, plan.train.steps))
+        return _run_in_folder(plan, prompts, held_out, begin, started_at, signals, show)
+
+
+def _run_in_folder(
+    plan: RunPlan,
+    prompts: ray.data.Dataset,
+    held_out: ray.data.Dataset | None,
+    begin: Begin,
+    started_at: float,
+    signals: StopSignals,
+    show: Callable[[str], None],
+) -> ray.train.Result:
     try:
         with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
-            parts = _Parts(plan, prompts, held_out, started_at)
+            parts = _Parts(plan, prompts, held_out, begin, started_at)
     except BaseException as caught:
-        _write_end_of_start(plan, caught, time.time() - started_at)
+        _write_end_of_start(plan, begin, caught, time.time() - started_at)
         raise
     error: BaseException | None = None
-    with follow_progress(parts.recorder, plan.train.steps, progress or logger.info) as stop_showing:
+    with follow_progress(parts.recorder, plan.train.steps, show) as stop_showing:
         try:
             with signals.listen():  # Ray Train leaves its own handler behind
                 return parts.fit()
@@ -131,6 +151,7 @@ class _Parts:
         plan: What to run.
         prompts: The dataset.
         held_out: The dataset of the evaluation.
+        begin: Where the run begins.
         started_at: Unix time of the run's begin.
     """
 
@@ -139,10 +160,13 @@ class _Parts:
         plan: RunPlan,
         prompts: ray.data.Dataset,
         held_out: ray.data.Dataset | None,
+        begin: Begin,
         started_at: float,
     ) -> None:
         self.plan = plan
+        self._begin = begin
         self._started_at = started_at
+        self._made_at = time.monotonic()
         self._start_error: APRError | None = None
         self._setup_s: float | None = None
         self._closing = threading.Event()
@@ -152,8 +176,15 @@ class _Parts:
         self._actors: list[Any] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._run_id = uuid.uuid4().hex[:8]
+        wait_for_lease(plan.name)
         self.recorder = self._actor(
-            RunRecorder, str(plan.folder), started_at, part="recorder", scheduling_strategy=here
+            RunRecorder,
+            str(plan.folder),
+            started_at,
+            begin.num_rows,
+            begin.before.status,
+            part="recorder",
+            scheduling_strategy=here,
         )
         self._actors.append(start_lease(plan.name, self._name_of("recorder")))
         # the engines take longest to start: everything else starts beside them
@@ -162,7 +193,10 @@ class _Parts:
         )
         self._servers.start()
         try:
-            self._tables = self._encode(prompts, "prompts")
+            progress = begin.rollout
+            self._tables = self._encode(
+                prompts, "prompts", None if progress is None else progress.num_prompts
+            )
             self._buffer = self._make_buffer()
             self._worker = self._make_worker()
             self._watch.start()
@@ -176,7 +210,9 @@ class _Parts:
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
                 self._take_away()
 
-    def _encode(self, prompts: ray.data.Dataset, what: str) -> list[ray.ObjectRef]:
+    def _encode(
+        self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
+    ) -> list[ray.ObjectRef]:
         plan = self.plan
         return encode_dataset(
             prompts,
@@ -184,6 +220,7 @@ class _Parts:
             model=plan.model,
             column=plan.rollout.prompt_column,
             max_prompt_tokens=plan.max_prompt_tokens(),
+            num_prompts=num_prompts,
         )
 
     def _name_of(self, part: str) -> str:
@@ -228,7 +265,8 @@ class _Parts:
 
     def _make_worker(self) -> Any:
         plan, tables = self.plan, self._tables
-        rollout, seed = plan.rollout, plan.train.seed
+        rollout, seed, progress = plan.rollout, plan.train.seed, self._begin.rollout
+        position, pending = (progress.position, progress.pending) if progress else (0, ())
         reward, environment = plan.reward, plan.environment
         max_inflight = plan.partial_rollout.max_inflight_samples(plan.step_size)
         return self._actor(
@@ -238,7 +276,9 @@ class _Parts:
             partial_rollout=plan.partial_rollout,
             batch_size=plan.step_size,
             model=plan.model,
-            make_prompts=lambda: PromptSource(ray.get(tables), seed=seed),
+            make_prompts=lambda: PromptSource(
+                ray.get(tables), seed=seed, position=position, pending=pending
+            ),
             make_client=self._client_maker(
                 max_inflight=max_inflight, weight_sync_timeout_s=plan.train.weight_sync_timeout_s
             ),
@@ -246,6 +286,7 @@ class _Parts:
             buffer=self._buffer,
             recorder=self.recorder,
             sync_timeout_s=plan.train.weight_sync_timeout_s,
+            policy_version=self._begin.policy_version,
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=plan.group_filter,
             run=plan.name,
@@ -320,8 +361,9 @@ class _Parts:
                 return
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
             if self._evaluator is not None:
-                ray.get(self._evaluator.start.remote(), timeout=_CALL_TIMEOUT_S)
-            self._setup_s = time.time() - self._started_at
+                started = self._evaluator.start.remote(self._begin.policy_version)
+                ray.get(started, timeout=_CALL_TIMEOUT_S)
+            self._setup_s = time.monotonic() - self._made_at
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
             self._start_error = reason
@@ -351,6 +393,7 @@ class _Parts:
             "num_replicas": plan.rollout.num_replicas,
             "start_timeout_s": plan.rollout.start_timeout_s,
             "takes_turns": plan.rollout.is_colocated,
+            "begin": self._begin,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
             "run": plan.name,
@@ -433,7 +476,7 @@ class _Parts:
             summary: RolloutSummary | None = self._ask(self._worker.stop.remote(), "rollout worker")
             stats: BufferStats | None = self._ask(self._buffer.stats.remote(), "sample buffer")
             steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
-            final = final_figures(plan, summary, stats, steps)
+            final = final_figures(plan, summary, stats, steps, self._begin.before)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             final |= _outcome(error)
@@ -476,14 +519,15 @@ def _outcome(error: BaseException | None) -> dict[str, str | None]:
     return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
 
 
-def _write_end_of_start(plan: RunPlan, error: BaseException, wall_s: float) -> None:
+def _write_end_of_start(plan: RunPlan, begin: Begin, error: BaseException, wall_s: float) -> None:
     """Write how a run ended that came to nothing: its parts could not be made."""
     if not isinstance(error, Stopped):
         log = plan.folder / ERROR_LOG
         write_error_log(log, error, cause_of(error))
         error.add_note(f"traceback: {log}")
-    final = final_figures(plan, None, None, 0) | {"setup_s": None, "wall_s": wall_s}
-    _write_json(plan.folder / "final.json", final | _outcome(error))
+    final = final_figures(plan, None, None, begin.num_rows, begin.before)
+    final |= {"setup_s": None, "wall_s": wall_s, **_outcome(error)}
+    _write_json(plan.folder / "final.json", final)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.data.resumption import Counters
+
 if TYPE_CHECKING:
     from ray_apr.data.stock import BufferStats
     from ray_apr.rollout.worker import RolloutSummary
@@ -16,12 +18,20 @@ def final_figures(
     summary: RolloutSummary | None,
     stats: BufferStats | None,
     num_steps: int | None,
+    before: Counters,
 ) -> dict[str, Any]:
     """The run's last counters, without those of an actor that did not answer.
 
     The ledger is closed across engines, worker and buffer. Tokens generated are counted by the
     engines, where tokens are handed out; their places are counted by the rollout worker and by the
     buffer. `ledger_error` is the difference. Steps are those that were recorded.
+
+    Args:
+        plan: What ran.
+        summary: Of the rollout worker; None if it did not answer.
+        stats: Of the buffer; None if it did not answer.
+        num_steps: Rows of the run folder; None if the recorder did not answer.
+        before: What the run folder counted when this run began.
     """
     figures: dict[str, Any] = {
         "mode": plan.partial_rollout.mode,
@@ -37,32 +47,30 @@ def final_figures(
         del figures["steps"]
     if stats is not None:
         figures |= {
-            "samples_trained": stats.trained_samples,
-            "tokens_trained": stats.trained_tokens,
+            "samples_trained": before.samples_trained + stats.trained_samples,
+            "tokens_trained": before.tokens_trained + stats.trained_tokens,
             "read_ahead_max": stats.read_ahead_max,
         }
     if summary is not None:
+        generated = sum(engine.tokens_generated for engine in summary.engines)
         figures |= {
-            "samples_interrupted": summary.samples_interrupted,
-            "samples_resumed": summary.samples_resumed,
-            "tokens_generated": sum(engine.tokens_generated for engine in summary.engines),
+            "samples_interrupted": before.samples_interrupted + summary.samples_interrupted,
+            "samples_resumed": before.samples_resumed + summary.samples_resumed,
+            "tokens_generated": before.tokens_generated + generated,
             "tokens_outside": sum(engine.tokens_outside for engine in summary.engines),
             "tokens_interrupted": summary.ledger.interrupted,
             "prompts_position": summary.prompts_position,
             "engines": [_engine_figures(engine) for engine in summary.engines],
         }
     if summary is not None and stats is not None:
-        ledger, discarded = summary.ledger, {**summary.ledger.discarded}
-        for reason, tokens in (("stale", stats.evicted_tokens), ("masked", stats.masked_tokens)):
-            if tokens:
-                discarded[reason] = discarded.get(reason, 0) + tokens
         # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
-        buffered = ledger.pending + stats.buffered_tokens
-        placed = stats.trained_tokens + buffered + ledger.interrupted + sum(discarded.values())
+        buffered = summary.ledger.pending + stats.buffered_tokens
+        discarded = (before + Counters.of(summary, stats)).tokens_discarded
+        placed = figures["tokens_trained"] + buffered + summary.ledger.interrupted
         figures |= {
             "tokens_buffered": buffered,
             "tokens_discarded": discarded,
-            "ledger_error": figures["tokens_generated"] - placed,
+            "ledger_error": figures["tokens_generated"] - placed - sum(discarded.values()),
         }
     return figures
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.serve.plugin import why_not_loaded
 from ray_apr.settings import PromptsSettings, RaySettings, RunSettings
@@ -235,6 +236,8 @@ def make_trainer(
     if joined_address(settings.ray) is None and (missing := why_not_loaded()):
         raise ResourceError(missing)
     folder, run_dir = settings.base_dir, settings.run_dir
+    if not settings.run.resume:
+        check_new_folder(run_dir)
     functions = {
         key: None if spec is None else load_function(key, spec, folder)
         for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))

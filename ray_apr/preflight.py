@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.fs
 import ray
 import ray.train
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -46,16 +44,13 @@ def resources_of_worker(scaling: ray.train.ScalingConfig) -> dict[str, float]:
 
 
 def make_run_folder(plan: RunPlan) -> None:
-    """Make the run folder, if it and the checkpoints' place are new, and all nodes see it.
+    """Make the run folder, if it is not there; all nodes see it.
 
     Raises:
-        ConfigError: If it holds a run, or a train worker could not write there.
+        ConfigError: If a train worker could not write there.
     """
-    check_new_folder(plan.folder)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    if plan.remote_storage is not None:
-        check_new_storage(plan.remote_storage, plan.name, plan.run.storage_filesystem)
-    else:
+    if plan.remote_storage is None:
         check_shared_folder(plan.folder, other_nodes(plan.worker_scaling), nodes_without)
 
 
@@ -135,24 +130,6 @@ def _is_there(path: str) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def check_new_storage(uri: str, name: str, filesystem: pyarrow.fs.FileSystem | None) -> None:
-    """Check that remote storage holds no run of this name, which Ray Train would go on with.
-
-    Raises:
-        ConfigError: If it does.
-    """
-    try:
-        if filesystem is None:
-            filesystem, uri = pyarrow.fs.FileSystem.from_uri(uri)
-        folder = pyarrow.fs.FileSelector(f"{uri.rstrip('/')}/{name}", allow_not_found=True)
-        holds = bool(filesystem.get_file_info(folder))
-    except (OSError, ValueError) as error:  # a scheme that pyarrow does not know, no network
-        logger.warning("%s cannot be looked at, which may hold a run already: %s", uri, error)
-        return
-    if holds:
-        raise ConfigError("run.name", name, f"{uri} holds a run already; choose another name")
 
 
 # -- placement -------------------------------------------------------------------------------------

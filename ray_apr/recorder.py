@@ -30,13 +30,23 @@ class RunRecorder:
     Args:
         folder: The run folder; it exists.
         started_at: Unix time at which the run began.
+        num_steps: Rows of steps that the folder holds already.
+        before: What those count; the status counts on from there.
     """
 
-    def __init__(self, folder: str, started_at: float) -> None:
+    def __init__(
+        self,
+        folder: str,
+        started_at: float,
+        num_steps: int = 0,
+        before: Mapping[str, int] | None = None,
+    ) -> None:
         self._files = {
             kind: (Path(folder) / name).open("a", encoding="utf-8") for kind, name in _FILES.items()
         }
         self._started_at = started_at
+        self._first_step = num_steps
+        self._before = dict(before or {})
         self._steps: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
         self._new_step = asyncio.Condition()
@@ -51,7 +61,10 @@ class RunRecorder:
         Spans of the timeline come in Unix seconds and are written relative to the run's begin.
         """
         if kind == "status":
-            self._status = dict(rows[-1])
+            status = dict(rows[-1])
+            self._status = status | {
+                name: status[name] + count for name, count in self._before.items() if name in status
+            }
             return
         if kind == "step":
             rows = [{**row, **self._status} for row in rows]
@@ -72,7 +85,7 @@ class RunRecorder:
     async def follow(
         self, num_seen: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Wait for steps beyond the first `num_seen`, at most `timeout_s`.
+        """Wait for steps beyond the first `num_seen` of this recorder, at most `timeout_s`.
 
         Returns:
             The new rows (none at the limit), and the latest status.
@@ -86,8 +99,8 @@ class RunRecorder:
         return self._steps[num_seen:], self._status
 
     async def num_steps(self) -> int:
-        """Steps that were recorded."""
-        return len(self._steps)
+        """Steps that the folder holds."""
+        return self._first_step + len(self._steps)
 
     async def hold(self, timeout_s: float) -> None:
         """Return after a while: as long as this actor lives, so does the driver (`serve.lease`)."""

@@ -46,6 +46,8 @@ class RunPlan:
     train: TrainConfig
     scaling: ray.train.ScalingConfig
     run: ray.train.RunConfig
+    checkpoint: ray.train.Checkpoint | None = None
+    """What a run begins with that has no checkpoint of its own; None: with the model."""
 
     @property
     def name(self) -> str:

@@ -72,8 +72,13 @@ class RunFolderSettings:
     """None makes one of the YAML file's name, the mode and the time."""
     storage_path: str = "runs"
     """A folder, relative to where the command is started; on several nodes one that they share."""
+    resume: bool = False
+    """Go on with the run of this name from its last checkpoint on, if there is one; without, a name
+    that is taken is refused."""
 
     def __post_init__(self) -> None:
+        if self.resume and self.name is None:
+            raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
         if "://" in self.storage_path:
             raise ConfigError(
                 "run.storage_path",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
 
 from ray_apr.architectures import read_config
-from ray_apr.checks import check_new_folder
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -30,6 +30,7 @@ from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError, ResourceError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
+from ray_apr.resume import find_begin
 from ray_apr.run_plan import RESTARTS, RunPlan
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ class APRTrainer:
         evaluation_config: When and how `evaluation_prompts` are evaluated.
         train_config: Optimizer, batch, checkpoints, weight sync.
         scaling_config: Train workers and their resources.
-        run_config: Name and storage of the run.
+        run_config: Name and storage of the run. A run of this name that was interrupted is gone
+            on with, from its last checkpoint on (docs/resume.md).
+        checkpoint: Checkpoint of another run that this one begins with: weights, optimizer, step,
+            policy version, and the prompts that come next. None begins with the model.
 
     Raises:
         ConfigError: For bad input, before anything is started.
@@ -101,6 +105,7 @@ class APRTrainer:
         train_config: TrainConfig | None = None,
         scaling_config: ray.train.ScalingConfig | None = None,
         run_config: ray.train.RunConfig | None = None,
+        checkpoint: str | Path | ray.train.Checkpoint | None = None,
     ) -> None:
         rollout = rollout_config or RolloutConfig()
         algorithm = algorithm_config or AlgorithmConfig()
@@ -136,10 +141,31 @@ class APRTrainer:
             train=train,
             scaling=scaling,
             run=run_config or ray.train.RunConfig(),
+            checkpoint=_as_checkpoint(checkpoint),
         )
-        check_new_folder(self._plan.folder)
+        if self._plan.remote_storage is None:
+            find_begin(self._plan)
         if ray.is_initialized():
             self.check_cluster(ray.cluster_resources())
+
+    @classmethod
+    def restore(cls, path: str | Path, **arguments: Any) -> APRTrainer:
+        """Make a trainer that goes on with an interrupted run from its last checkpoint on.
+
+        Args:
+            path: The run's folder, ``<storage_path>/<name>``, or its URI on remote storage.
+            arguments: As of the class; what is not given has its default, as in a new run.
+
+        Raises:
+            ConfigError: If there is no run, or it has trained all of its steps.
+        """
+        storage, _, name = str(path).rstrip("/").rpartition("/")
+        run = arguments.pop("run_config", None) or ray.train.RunConfig()
+        run = dataclasses.replace(run, name=name, storage_path=storage or ".")
+        trainer = cls(**arguments, run_config=run)
+        if not find_begin(trainer.plan).is_resumed:
+            raise ConfigError("path", str(path), "holds no run to go on with")
+        return trainer
 
     @property
     def plan(self) -> RunPlan:
@@ -188,6 +214,14 @@ class APRTrainer:
             for given in (self._prompts, self._held_out)
         )
         return run(self._plan, prompts, held_out, progress=progress)
+
+
+def _as_checkpoint(given: str | Path | ray.train.Checkpoint | None) -> Any:
+    if given is None or isinstance(given, ray.train.Checkpoint):
+        return given
+    if "://" not in str(given) and not Path(given).is_dir():
+        raise ConfigError("checkpoint", str(given), "no such folder")
+    return ray.train.Checkpoint(str(given))
 
 
 def _check_evaluation(
@@ -344,7 +378,7 @@ def _check_restarts(run_config: ray.train.RunConfig | None) -> None:
                 value,
                 "must be 0: a train worker that is started again has the weights of a checkpoint, "
                 "while the sample buffer and the rollout servers have gone on from there. A run "
-                "whose train worker dies ends; start another one",
+                "whose train worker dies ends; go on with it by its name (docs/resume.md)",
             )
 
 

@@ -76,6 +76,7 @@ class Run:
         buffer=None,
         turns=None,
         group_filter=None,
+        policy_version=0,
         **partial,
     ) -> None:
         self.engine = engine
@@ -101,6 +102,7 @@ class Run:
             buffer=Handle(self.buffer),
             recorder=Handle(self.recorder),
             sync_timeout_s=2.0,
+            policy_version=policy_version,
             turns=turns,
             group_filter=group_filter,
             run="a-run",

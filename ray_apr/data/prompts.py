@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ray_apr.data.order import prompt_order
+from ray_apr.data.order import prompt_id, prompt_order
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError
 from ray_apr.types import Prompt
@@ -160,6 +161,7 @@ def encode_dataset(
     column: str,
     max_prompt_tokens: int,
     name: str | None = None,
+    num_prompts: int | None = None,
 ) -> list[ray.ObjectRef]:
     """Encode every prompt as a Ray Data stage and return the Arrow tables by reference.
 
@@ -169,9 +171,10 @@ def encode_dataset(
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
         name: What Ray Data calls it, in its metrics and its log.
+        num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
 
     Raises:
-        ConfigError: If a prompt is too long, naming the first one.
+        ConfigError: If a prompt is too long, naming the first one; or there are not so many.
     """
 
     def encode(table: pa.Table) -> pa.Table:
@@ -195,6 +198,13 @@ def encode_dataset(
         lengths = table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist()
         check_lengths(lengths, max_prompt_tokens, column=column, first=first)
         first += table.num_rows
+    if num_prompts not in (None, first):
+        raise ConfigError(
+            "prompts",
+            f"{first} rows",
+            f"the checkpoint was made with {num_prompts}, and counts which of them were handed "
+            "out; give the same dataset, or begin a new run with the checkpoint's model",
+        )
     return refs
 
 
@@ -243,25 +253,44 @@ class PromptSource:
         tables: Arrow tables with the column of token ids.
         seed: Together with the epoch it fixes the order.
         position: How many prompts were handed out before.
+        pending: Positions of those of them that are handed out once more, first.
     """
 
-    def __init__(self, tables: Sequence[pa.Table], *, seed: int, position: int = 0) -> None:
+    def __init__(
+        self,
+        tables: Sequence[pa.Table],
+        *,
+        seed: int,
+        position: int = 0,
+        pending: Sequence[int] = (),
+    ) -> None:
         self._table = pa.concat_tables(tables, promote_options="default")
         self._seed = seed
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
+        self._pending = deque(pending)
         self.position = position
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def next(self) -> Prompt:
-        """Hand out the next prompt; `position` moves on by one."""
-        epoch, offset = divmod(self.position, len(self))
+        """Hand out the next prompt; `position` moves on by one, but for those that were pending."""
+        if self._pending:
+            return self._at(self._pending.popleft())
+        self.position += 1
+        return self._at(self.position - 1)
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self))
         if epoch != self._epoch:
             self._order = prompt_order(len(self), seed=self._seed, epoch=epoch)
             self._epoch = epoch
         row: dict[str, Any] = self._table.slice(int(self._order[offset]), 1).to_pylist()[0]
-        self.position += 1
         ids = row.pop(TOKEN_IDS)
-        return Prompt(prompt_id=f"e{epoch}-{offset}", token_ids=tuple(ids), row=row)
+        return Prompt(prompt_id=prompt_id(epoch, offset), token_ids=tuple(ids), row=row)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Positions of those that are still to be handed out once more."""
+        return tuple(self._pending)

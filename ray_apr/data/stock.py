@@ -52,6 +52,8 @@ class BufferStats:
     evicted_tokens: int
     read_ahead_max: int
     """Most samples that were handed to Ray Data and not yet trained."""
+    held_groups: tuple[str, ...]
+    """Groups that are neither trained nor evicted."""
 
 
 @dataclass(slots=True)
@@ -217,6 +219,7 @@ class Stock:
             evicted_samples=self._evicted_samples,
             evicted_tokens=self._evicted_tokens,
             read_ahead_max=self._read_ahead_max,
+            held_groups=tuple(group.group_id for group in held),
         )
 
     def diagnosis(self) -> str:

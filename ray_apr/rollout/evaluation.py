@@ -93,10 +93,11 @@ class Evaluator:
             origin=Origin.EVALUATION,
         )
 
-    async def start(self) -> None:
-        """Connect to the servers, which run, and evaluate the base model if that is asked for."""
+    async def start(self, policy_version: int) -> None:
+        """Connect to the servers, which run, and evaluate the base model if that is asked for and
+        the run begins with it."""
         self._client = self._make_client()
-        if self._config.is_due(0):
+        if policy_version == 0 and self._config.is_due(0):
             self._first = asyncio.create_task(self.evaluate(0), name="evaluation-0")
 
     async def evaluate(self, policy_version: int, *, is_last: bool = False) -> dict[str, Any]:

@@ -94,6 +94,11 @@ class RolloutState:
         """Ids of the groups that are neither handed over nor dropped."""
         return iter(dict.fromkeys(sample.group_id for sample in self._store))
 
+    def pending_prompts(self) -> Iterator[str]:
+        """Ids of the prompts that are neither handed over nor dropped for good."""
+        yield from self.live_groups()
+        yield from (prompt.prompt_id for prompt in (*self._retries, *self._requeued))
+
     def ledger(self) -> LedgerSnapshot:
         """Where the tokens are."""
         return self._ledger.snapshot()

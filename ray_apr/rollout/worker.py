@@ -24,6 +24,7 @@ import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.data.movement import Moves
+from ray_apr.data.order import prompt_position
 from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import (
     APRError,
@@ -77,7 +78,12 @@ class RolloutSummary:
     """Times that such a sample was continued."""
     prompts_position: int
     """Prompts handed out."""
+    num_prompts: int
+    """Prompts of the dataset."""
+    pending_prompts: tuple[int, ...]
+    """Positions of those handed out that are neither in the buffer nor dropped."""
     engines: tuple[ServerStatus, ...]
+    """As they were when they were last asked."""
 
 
 class RolloutWorker:
@@ -141,9 +147,14 @@ class RolloutWorker:
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
         self._has_weights = asyncio.Event()
-        """Set from the first sync on; engines that take turns have none before."""
+        """Set from the first sync on, before which engines may have none, or those of another
+        version."""
+        if policy_version == 0 and not rollout.is_colocated:
+            self._has_weights.set()
         self._main: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._on_their_way: set[str] = set()
+        """Prompts of groups that the buffer does not have yet."""
         self._num_calls = 0
         self._requests: dict[str, str] = {}
         """Request id of each generate call under way, by sample."""
@@ -186,11 +197,27 @@ class RolloutWorker:
             await self._abort_until_done(self._main)
             await self._engines.read_last(self._client)
         self._scorer.close()
+        return self._summary(counts)
+
+    async def summary(self) -> RolloutSummary:
+        """Figures of this moment.
+
+        Who asks this, and then the buffer what it holds, misses no prompt: what is on the way from
+        here to there is pending.
+        """
+        return self._summary(self._dispatcher.counts())
+
+    def _summary(self, counts: DispatcherCounts) -> RolloutSummary:
+        prompts = self._prompts
+        pending = {*self._state.pending_prompts(), *self._on_their_way}
+        positions = {prompt_position(prompt_id, len(prompts)) for prompt_id in pending}
         return RolloutSummary(
             ledger=self._state.ledger(),
             samples_interrupted=counts.interruptions_total,
             samples_resumed=counts.resumptions_total,
-            prompts_position=self._prompts.position,
+            prompts_position=prompts.position,
+            num_prompts=len(prompts),
+            pending_prompts=tuple(sorted({*prompts.pending, *positions})),
             engines=self._engines.statuses,
         )
 
@@ -234,7 +261,7 @@ class RolloutWorker:
         Consumes: prompts. Waits for: any event of a sample, of the buffer or of a sync. Unblocked
         by: `_wake`. Produces: a task for each generate call.
         """
-        if self._config.is_colocated:
+        if not self._has_weights.is_set():
             await _first_of(self._has_weights.wait(), self._stopping.wait())
         while not self._stopping.is_set():
             self._wake.clear()
@@ -440,8 +467,15 @@ class RolloutWorker:
         if group is not None:
             for member in group:
                 self._failures.pop(member.sample_id, None)
-            metas = tuple(SampleMeta.of(member) for member in group)
-            await self._buffer.put_group.remote(metas, [ray.put(group)])
+            await self._hand_over(group)
+
+    async def _hand_over(self, group: Sequence[Sample]) -> None:
+        """Give a whole, scored group to the buffer."""
+        group_id = group[0].group_id
+        metas = tuple(SampleMeta.of(member) for member in group)
+        self._on_their_way.add(group_id)
+        await self._buffer.put_group.remote(metas, [ray.put(group)])
+        self._on_their_way.remove(group_id)
 
     async def _all_generated(self) -> None:
         """Wait until nothing generates, or the run stops; each call in flight has a limit."""

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from ray_apr.exceptions import ResourceError
 from ray_apr.serve.builder import stop_rollout_servers
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ _HOLD_S = 30.0
 """One call waits so long for the holder's death, which it tells of at once."""
 _ANSWER_S = 30.0
 _PAUSE_S = 1.0
+_GONE_S = 2 * (_HOLD_S + _ANSWER_S)
+_NAMESPACE = "ray_apr"
 
 
 class RunLease:
@@ -75,6 +78,25 @@ class RunLease:
         return True
 
 
+def wait_for_lease(app_name: str) -> None:
+    """Wait until the servers of an earlier run of this name are gone, whose driver was killed.
+
+    Raises:
+        ResourceError: If they are not within `_GONE_S`.
+    """
+    deadline = time.monotonic() + _GONE_S
+    while any(
+        actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{app_name}-lease-")
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+    ):
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"the servers of another run named {app_name} are on this cluster, and have not "
+                f"gone within {_GONE_S:g} s; choose another run.name, or end that run"
+            )
+        time.sleep(_PAUSE_S)
+
+
 def start_lease(app_name: str, holder: str) -> Any:
     """Start the lease of an application; its handle, to be killed once the application is gone.
 
@@ -85,7 +107,7 @@ def start_lease(app_name: str, holder: str) -> Any:
     actor = ray.remote(RunLease).options(
         num_cpus=0,
         name=f"{app_name}-lease-{uuid.uuid4().hex[:8]}",
-        namespace="ray_apr",
+        namespace=_NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
     )

@@ -1,8 +1,9 @@
 """Checkpoints of the trainer, and the trained model in Hugging Face's format.
 
 A checkpoint folder holds the sharded state of all ranks (``torch.distributed.checkpoint``, readable
-by any number of ranks), one random state a rank, and ``progress.json``. Every rank writes its own
-files into its own folder; Ray Train merges them into one.
+by any number of ranks), one random state a rank, ``progress.json``, and what the rollout side goes
+on with, ``rollout.json``. Every rank writes its own files into its own folder; Ray Train merges
+them into one.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoTokenizer
 
+from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, RolloutProgress
 from ray_apr.exceptions import TrainError
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
 HF_FOLDER = "hf"
-_PROGRESS = "progress.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -55,7 +56,11 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    rollout: RolloutProgress | None = None,
 ) -> None:
     """Write this rank's part of a checkpoint; all ranks call this together.
 
@@ -64,6 +69,7 @@ def save_checkpoint(
         model: The sharded model.
         optimizer: Its optimizer; the learning rate follows from the step.
         progress: Step and policy version.
+        rollout: Of the rollout side; what rank 0 gives is written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +79,9 @@ def save_checkpoint(
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(folder))
     torch.save(_random_state(), folder / _random_file(rank))
     if rank == 0:
-        (folder / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        (folder / PROGRESS_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        if rollout is not None:
+            (folder / ROLLOUT_FILE).write_text(rollout.to_json(), encoding="utf-8")
 
 
 def load_checkpoint(
@@ -87,8 +95,8 @@ def load_checkpoint(
         TrainError: If the folder holds no checkpoint of ours.
     """
     folder = Path(folder)
-    if not (folder / _PROGRESS).is_file():
-        raise TrainError(f"{folder} holds no checkpoint of a run: {_PROGRESS} is missing")
+    if not (folder / PROGRESS_FILE).is_file():
+        raise TrainError(f"{folder} holds no checkpoint of a run: {PROGRESS_FILE} is missing")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=str(folder))
@@ -101,7 +109,7 @@ def load_checkpoint(
     random_file = folder / _random_file(dist.get_rank())
     if random_file.is_file():
         _set_random_state(torch.load(random_file, weights_only=True))
-    return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+    return Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
 
 
 def export_hf(folder: str | Path, model: Any, source: str) -> None:

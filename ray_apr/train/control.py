@@ -15,6 +15,7 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
+from ray_apr.data.resumption import Begin, RolloutProgress
 from ray_apr.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
 from ray_apr.metrics import Metrics
 
@@ -68,6 +69,8 @@ class RunControl:
         evaluator: Handle of the evaluator; None evaluates nothing.
         evaluation: When it evaluates.
         run: Name of the run, which its metrics carry.
+        seed: Of the prompts' order, for checkpoints.
+        begin: Where the run began.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class RunControl:
         evaluator: Any = None,
         evaluation: EvaluationConfig | None = None,
         run: str = "",
+        seed: int = 0,
+        begin: Begin | None = None,
     ) -> None:
         self._buffer = buffer
         self._worker = worker
@@ -92,7 +97,9 @@ class RunControl:
         """Whether a sync waits for requests to end, which takes as long as they do."""
         self.members: frozenset[str] = frozenset()
         """Replicas of the weight group, as `connect` has formed it."""
-        self._last_version: int | None = None
+        self._seed = seed
+        self._before = (begin or Begin()).before
+        self._last_version = (begin or Begin()).last_version
         """Version that the servers have."""
         self._metrics = Metrics(run)
 
@@ -130,6 +137,13 @@ class RunControl:
         whom = f"sample buffer, to end step {step}"
         figures: Mapping[str, float] = _get(ended, whom, _CALL_TIMEOUT_S)
         return figures
+
+    def rollout_progress(self) -> RolloutProgress:
+        """Where the rollout side stands, between the end of a step and that of the next."""
+        # in this order: what goes from one to the other meanwhile is in both answers
+        summary = _get(self._worker.summary.remote(), "rollout worker", _CALL_TIMEOUT_S)
+        stats = _get(self._buffer.stats.remote(), "sample buffer", _CALL_TIMEOUT_S)
+        return RolloutProgress.of(summary, stats, seed=self._seed, before=self._before)
 
     def is_group_whole(self) -> bool:
         """Whether the engine workers that run are those that have joined the weight group."""

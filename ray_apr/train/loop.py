@@ -37,6 +37,7 @@ import torch.distributed as dist
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
 from ray_apr.data.prompts import end_token_ids
+from ray_apr.data.resumption import Begin
 from ray_apr.exceptions import StarvedError, TrainError
 from ray_apr.staleness import is_stale, next_version
 from ray_apr.train.checkpoint import (
@@ -95,6 +96,8 @@ class LoopSettings(TypedDict, total=False):
     """Whether the train workers have their devices in turns with the engines; without it, not."""
     run: str
     """Name of the run, which its metrics carry; without it, an empty one."""
+    begin: Begin
+    """Where the run begins; without it, at its start."""
     started_at: float
     """Unix time at which the run began; without it, the loop's own start."""
 
@@ -206,10 +209,10 @@ class _TrainLoop:
         dist.barrier(self._turns)
 
     def _restore(self) -> Progress:
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
+        begin = self._settings.get("begin", Begin())
+        if begin.checkpoint is None:
             return Progress(step=0, policy_version=0)
-        with checkpoint.as_directory() as folder:
+        with begin.checkpoint.as_directory() as folder:
             progress = load_checkpoint(folder, self._model, self._optimizer)
         logger.info("restored at step %d, version %d", progress.step, progress.policy_version)
         return progress
@@ -311,7 +314,8 @@ class _TrainLoop:
                 ray.train.report(dict(row))
             return
         with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(folder, self._model, self._optimizer, self._progress)
+            rollout = None if self._control is None else self._control.rollout_progress()
+            save_checkpoint(folder, self._model, self._optimizer, self._progress, rollout)
             if is_last:
                 export_hf(Path(folder) / HF_FOLDER, self._model, self._settings["model"])
             ray.train.report(dict(row), checkpoint=ray.train.Checkpoint.from_directory(folder))
@@ -372,4 +376,6 @@ def _make_control(settings: LoopSettings) -> RunControl:
         evaluator=settings.get("evaluator"),
         evaluation=settings.get("evaluation"),
         run=settings.get("run", ""),
+        seed=settings["train"].seed,
+        begin=settings.get("begin"),
     )

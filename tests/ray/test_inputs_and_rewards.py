@@ -72,13 +72,11 @@ def test_good_input_is_taken_and_starts_nothing(model, prompts):
     assert not names & {"RolloutWorker", "SampleBuffer", "RunRecorder", "ServeController"}
 
 
-def test_a_name_that_a_run_has_and_restarts_are_refused(model, prompts, tmp_path):
+def test_a_folder_without_a_run_and_restarts_are_refused(model, prompts, tmp_path):
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
     make(model, prompts, run=run)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"run\.name = 'mine'.*holds a run already"):
-        make(model, prompts, run=run)
+    with pytest.raises(ConfigError, match=r"path = .*mine'.*holds no run to go on with"):
+        APRTrainer.restore(tmp_path / "mine", model=model, prompts=prompts, reward=len)
     again = ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3))
     with pytest.raises(ConfigError, match=r"failure_config\.max_failures = 3: must be 0"):
         make(model, prompts, run=again)

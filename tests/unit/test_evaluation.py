@@ -92,7 +92,7 @@ async def test_rows_of_an_evaluation(make):
     engine = ScriptedEngine(default_length=4, auto=1, policy_version=3)
     rewards = {"0-0": 0.0, "0-1": 1.0, "1-0": 0.0, "1-1": 0.0}
     evaluator, kept = make(engine, rewards, samples=2, temperature=1.0, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     row = await evaluator.evaluate(3)
     assert kept["evaluation"] == [row]
     assert row["num_samples"] == 8 and row["num_failed"] == 0
@@ -114,7 +114,7 @@ async def test_it_asks_greedily_and_apart_from_the_run(make):
             return await super().generate(**call)
 
     evaluator, _ = make(Engine(auto=1), at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     await evaluator.evaluate(0)
     assert all(s.origin is Origin.EVALUATION and s.top_k == 1 for s in asked) and len(asked) == 4
 
@@ -122,7 +122,7 @@ async def test_it_asks_greedily_and_apart_from_the_run(make):
 async def test_an_interrupted_response_goes_on_with_its_tokens(make):
     engine = ScriptedEngine(default_length=6)
     evaluator, kept = make(engine, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     task = asyncio.create_task(evaluator.evaluate(0))
     await asyncio.sleep(0.01)
     engine.advance(2)
@@ -138,7 +138,7 @@ async def test_failures_are_counted_and_in_no_mean(make):
     engine.fail = {"evaluation-0-2-0": [RolloutError("once"), RolloutError("twice")]}
     rewards = {"0-0": RewardError("0-0", "raised", "no judge"), "1-0": 0.5}
     evaluator, _ = make(engine, rewards, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (2, 2)
     assert row["reward_mean"] == pytest.approx(0.75)
@@ -153,7 +153,7 @@ async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, 
     }
     evaluator, _ = make(engine, at_start=False)
     evaluator._rollout = RolloutConfig(max_request_failures=2, stall_timeout_s=0.1)
-    await evaluator.start()
+    await evaluator.start(0)
     before = await evaluator.progress()
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (3, 1)
@@ -163,7 +163,7 @@ async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, 
 async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_is_not(make):
     engine = ScriptedEngine(default_length=4)
     evaluator, kept = make(engine)
-    await evaluator.start()  # evaluates the base model
+    await evaluator.start(0)  # evaluates the base model
     await asyncio.sleep(0.01)
     assert await evaluator.evaluate(10) == {}
     last = asyncio.create_task(evaluator.evaluate(20, is_last=True))
@@ -173,7 +173,7 @@ async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_i
 
 async def test_no_version_is_evaluated_twice(make):
     evaluator, kept = make(ScriptedEngine(auto=1), at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     rows = await asyncio.gather(evaluator.evaluate(6), evaluator.evaluate(6, is_last=True))
     assert rows[0] == rows[1] and len(kept["evaluation"]) == 1
 
@@ -181,7 +181,7 @@ async def test_no_version_is_evaluated_twice(make):
 async def test_at_most_so_many_responses_are_under_way(make):
     engine = ScriptedEngine(default_length=4)
     evaluator, _ = make(engine, max_inflight=3, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     task = asyncio.create_task(evaluator.evaluate(0))
     await asyncio.sleep(0.01)
     assert len(engine.running) == 3
@@ -191,7 +191,7 @@ async def test_at_most_so_many_responses_are_under_way(make):
 async def test_stop_ends_what_is_under_way(make):
     engine = ScriptedEngine(default_length=4)
     evaluator, kept = make(engine, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     task = asyncio.create_task(evaluator.evaluate(0))
     await asyncio.sleep(0.01)
     await evaluator.stop()
@@ -203,7 +203,7 @@ async def test_stop_ends_what_is_under_way(make):
 async def test_an_unexpected_error_is_logged_although_nobody_waits(make, caplog):
     rewards = {"1-0": ZeroDivisionError("a bug")}
     evaluator, kept = make(ScriptedEngine(auto=1), rewards, at_start=False)
-    await evaluator.start()
+    await evaluator.start(0)
     with pytest.raises(ZeroDivisionError):
         await evaluator.evaluate(7)
     assert "the evaluation of version 7 broke off" in caplog.text and "a bug" in caplog.text
@@ -232,7 +232,7 @@ class Game(FakeScorer):
 async def evaluate_game(make, num_turns, **settings):
     game, engine = Game(num_turns), ScriptedEngine(default_length=99, turn_length=3, auto=1)
     evaluator, kept = make(engine, scorer=game, at_start=False, **settings)
-    await evaluator.start()
+    await evaluator.start(0)
     row = await asyncio.wait_for(evaluator.evaluate(0), 5)
     return row, kept["evaluation_sample"], game
 

@@ -15,6 +15,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from ray_apr import cli, controller, progress
 from ray_apr.causes import cause_of, death_of, write_error_log
 from ray_apr.controller import _Parts
+from ray_apr.data.resumption import Begin, Counters
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.final import final_figures
@@ -27,11 +28,11 @@ from tests.run_plans import run_plan
 
 STATS = BufferStats(
     buffered_samples=0, buffered_tokens=5, trained_samples=12, trained_tokens=40, masked_tokens=3,
-    evicted_samples=0, evicted_tokens=0, read_ahead_max=4,
+    evicted_samples=0, evicted_tokens=0, read_ahead_max=4, held_groups=(),
 )  # fmt: skip
 SUMMARY = RolloutSummary(
     ledger=LedgerSnapshot(interrupted=2), samples_interrupted=1, samples_resumed=1,
-    prompts_position=9, engines=(),
+    prompts_position=9, num_prompts=4, pending_prompts=(), engines=(),
 )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts = object.__new__(_Parts)
     parts.plan = run_plan()
     monkeypatch.setattr(type(parts.plan), "folder", tmp_path)
+    parts._begin = Begin()
     parts._start_error = parts._evaluator = parts._setup_s = None
     parts._started_at, parts._actors = 0.0, []
     parts._buffer, parts._worker, parts.recorder = (
@@ -273,10 +275,10 @@ def test_a_rollout_worker_that_cannot_be_reached_for_a_moment_has_not_died(monke
 
 @pytest.mark.parametrize(("summary", "stats"), [(SUMMARY, STATS), (None, STATS), (SUMMARY, None)])
 def test_final_figures_count_the_steps_that_were_recorded(summary, stats):
-    final = final_figures(run_plan(), summary, stats, 11)
+    final = final_figures(run_plan(), summary, stats, 11, Counters())
     assert final["steps"] == 11
     assert (final["ledger_error"] is None) == (summary is None or stats is None)
-    assert "steps" not in final_figures(run_plan(), summary, stats, None)
+    assert "steps" not in final_figures(run_plan(), summary, stats, None, Counters())
 
 
 def test_a_step_whose_sync_fails_is_recorded(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ray_apr.data.resumption import Counters
 from ray_apr.data.stock import BufferStats
 from ray_apr.final import final_figures
 from ray_apr.rollout.ledger import LedgerSnapshot
@@ -17,12 +18,14 @@ async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
     engine = dataclasses.replace(status, tokens_generated=30, tokens_outside=7, tokens_evaluated=5)
     summary = RolloutSummary(
         ledger=LedgerSnapshot(generated=60, pending=4, interrupted=6, discarded={"failed": 10}),
-        samples_interrupted=0, samples_resumed=0, prompts_position=0, engines=(engine, engine),
+        samples_interrupted=0, samples_resumed=0, prompts_position=0, num_prompts=1,
+        pending_prompts=(), engines=(engine, engine),
     )  # fmt: skip
     stats = BufferStats(
         buffered_samples=0, buffered_tokens=10, trained_samples=0, trained_tokens=30,
         masked_tokens=0, evicted_samples=0, evicted_tokens=0, read_ahead_max=0,
+        held_groups=(),
     )  # fmt: skip
-    final = final_figures(run_plan(), summary, stats, 0)
+    final = final_figures(run_plan(), summary, stats, 0, Counters())
     assert (final["tokens_generated"], final["tokens_outside"]) == (60, 14)
     assert final["ledger_error"] == 0

@@ -13,7 +13,6 @@ from ray_apr import preflight
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.preflight import (
-    check_new_storage,
     check_shared_folder,
     make_run_folder,
     not_placed,
@@ -78,29 +77,13 @@ def test_nodes_that_no_train_worker_fits_on_need_not_see_it(monkeypatch, scaling
     assert sorted(other_nodes(ray.train.ScalingConfig(**scaling)).values()) == asked
 
 
-def test_remote_storage_is_not_looked_for_on_the_nodes_but_must_be_new(tmp_path, monkeypatch):
+def test_remote_storage_is_not_looked_for_on_the_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "other_nodes", lambda _: pytest.fail("all nodes reach it"))
     storage = f"file://{tmp_path}/bucket"
     plan = run_plan(run=ray.train.RunConfig(name="mine", storage_path=storage))
     make_run_folder(plan)
     assert plan.folder == tmp_path / "runs" / "mine" and plan.folder.is_dir()
-    (tmp_path / "bucket" / "mine").mkdir(parents=True)
-    check_new_storage(storage, "mine", None)
-    (tmp_path / "bucket" / "mine" / "checkpoint_manager_snapshot.json").touch()
-    with pytest.raises(ConfigError, match=r"run\.name = 'mine': .*bucket holds a run already"):
-        make_run_folder(plan)
-
-
-def test_a_folder_that_holds_a_run_is_refused_through_python_too(tmp_path, monkeypatch):
-    """known fault: the same name repeated prompts from the first one, and mixed two runs' files."""
-    monkeypatch.setattr(preflight, "other_nodes", lambda _: {})
-    plan = run_plan(run=ray.train.RunConfig(name="mine", storage_path=str(tmp_path)))
-    make_run_folder(plan)
-    make_run_folder(plan)  # a run that was refused later has left it empty
-    (plan.folder / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"run\.name = 'mine': .*holds a run already"):
-        make_run_folder(plan)
 
 
 # -- restarts --------------------------------------------------------------------------------------

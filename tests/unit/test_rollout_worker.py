@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from ray_apr.data.order import prompt_position
+from ray_apr.data.resumption import Counters, RolloutProgress
 from ray_apr.exceptions import (
     EngineUnavailableError,
     NoEngineError,
@@ -15,7 +17,7 @@ from ray_apr.exceptions import (
 from ray_apr.rollout import worker as worker_module
 from ray_apr.types import FinishReason
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
-from tests.rollout_run import Scorer, running, until, without_ray
+from tests.rollout_run import PROMPTS, Run, Scorer, running, until, without_ray
 
 
 @pytest.fixture(autouse=True)
@@ -417,3 +419,37 @@ async def test_a_filter_that_raises_ends_the_run_with_its_error():
     async with running(ScriptedEngine(auto=2), group_filter=keep) as run:
         with pytest.raises(RolloutError, match=r"group filter raised for group .*answer"):
             await run.step(0)
+
+
+async def test_a_run_that_goes_on_generates_nothing_before_the_engines_have_its_weights():
+    """The engines start with the base model, whose tokens would be of another version."""
+    engine = ScriptedEngine(auto=1)
+    run = Run(engine, max_staleness=1, oversampling_factor=1.0, policy_version=5)
+    await run.worker.start()
+    try:
+        await asyncio.sleep(0.1)
+        assert engine.tokens_generated == 0
+        await run.sync(5)
+        async with asyncio.timeout(10):
+            samples = await run.step(5)
+        assert {v for sample in samples for v in sample.token_versions} == {5}
+    finally:
+        await run.worker.stop()
+
+
+async def test_the_summary_of_a_checkpoint_misses_no_prompt(monkeypatch):
+    """What goes from the worker to the buffer meanwhile is in one of the two answers, or both."""
+    engine = ScriptedEngine(auto=1)
+    async with running(engine, max_staleness=4, oversampling_factor=3.0) as run:
+        for step in range(4):
+            await run.step(step)
+            summary = await run.worker.summary()
+            await asyncio.sleep(0.01)
+            stats = await run.buffer.stats()
+            progress = RolloutProgress.of(summary, stats, seed=0, before=Counters())
+            trained = {row["group_id"] for row in run.recorder.rows if row["kind"] == "sample"}
+            done = {prompt_position(group, len(PROMPTS)) for group in trained}
+            assert len(done) == 2 * (step + 1)
+            assert done | set(progress.pending) >= set(range(progress.position))
+            assert not done & set(progress.pending)
+            await run.sync(step + 1)

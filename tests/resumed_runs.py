@@ -1,0 +1,117 @@
+"""Runs that are interrupted at some steps and gone on with, and what must hold of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from ray_apr.data.order import prompt_position
+from ray_apr.data.resumption import ROLLOUT_FILE, RolloutProgress
+from tests.whole_runs import ONE_OF_EACH, start_run
+
+BATCH = 32
+GROUP = 4
+SMALL = (
+    f"train.batch_size={BATCH}", f"rollout.group_size={GROUP}", "rollout.max_response_tokens=96",
+    "run.resume=true", *ONE_OF_EACH,
+)  # fmt: skip
+"""The arithmetic example in small steps, on one engine and one train worker."""
+_END_S = 300.0
+
+
+def run_once(
+    folder: Path, env: dict[str, str], *overrides: str, stop_at: int | None, kill: int
+) -> str:
+    """Run, from where the run of this folder stands, to a step or to the end.
+
+    Args:
+        folder: Of runs; the run's is ``run`` in it.
+        env: Environment of the command.
+        overrides: Settings beside `SMALL`.
+        stop_at: Number of the step's line after which the signal is sent; None: to the end.
+        kill: The signal.
+
+    Returns:
+        What the command said.
+    """
+    process = start_run(folder, env, *SMALL, *overrides)
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if stop_at is not None and line.startswith("step") and _number(line) >= stop_at:
+            process.send_signal(kill)
+            break
+    try:
+        rest, _ = process.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError("".join(said)[-4000:]) from None
+    said.append(rest)
+    wanted = 0 if stop_at is None else {signal.SIGINT: 130, signal.SIGKILL: -9}[kill]
+    assert process.returncode == wanted, "".join(said)[-6000:]
+    return "".join(said)
+
+
+def _number(line: str) -> int:
+    """Of a progress line, e.g. 3 of "step    3/64 ..."."""
+    return int(line.split("/")[0].removeprefix("step"))
+
+
+def check_run(folder: Path, *, steps: int, resumes: int) -> dict[str, Any]:
+    """Check that a run that was gone on with is one whole run; returns its figures."""
+    rows = _rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(steps))
+    assert [row["policy_version"] for row in rows] == list(range(1, steps + 1))
+    times = [row["time_s"] for row in rows]
+    assert times == sorted(times)
+    final = json.loads((folder / "final.json").read_text())
+    assert (final["status"], final["steps"], final["ledger_error"]) == ("ok", steps, 0)
+    samples = _rows(folder / "samples.jsonl")
+    assert Counter(row["step"] for row in samples) == dict.fromkeys(range(steps), BATCH)
+    assert all(row["staleness"] <= final["max_staleness"] for row in samples if row["staleness"])
+    in_loss = sum(row["num_generated"] - row["num_masked_tokens"] for row in samples)
+    assert final["tokens_trained"] == in_loss
+    restarts = _rows(folder / "resumes.jsonl") if resumes else []
+    assert len(restarts) == resumes
+    discarded = final["tokens_discarded"]
+    assert discarded.get("lost", 0) >= max((row["tokens_lost"] for row in restarts), default=0)
+    progress = _rollout_progress(folder)
+    trained = Counter(
+        prompt_position(group, progress.num_prompts)
+        for group in {row["group_id"] for row in samples}
+    )
+    assert set(trained.values()) == {1}, "a prompt was trained twice"
+    dropped = set(range(progress.position)) - set(trained) - set(progress.pending)
+    assert not set(trained) & set(progress.pending)
+    said = {reason: n for reason, n in discarded.items() if n and reason not in ("lost", "masked")}
+    assert said or not dropped, f"prompts {sorted(dropped)} are missing without a reason"
+    return {
+        "steps": steps,
+        "resumes": restarts,
+        "prompts_handed_out": progress.position,
+        "prompts_trained": len(trained),
+        "prompts_pending": len(progress.pending),
+        "prompts_dropped": len(dropped),
+        "tokens_discarded": {reason: n for reason, n in discarded.items() if n},
+        "tokens_generated": final["tokens_generated"],
+        "tokens_trained": final["tokens_trained"],
+        "staleness_max": max(row["staleness"] or 0 for row in samples),
+    }
+
+
+def _rollout_progress(folder: Path) -> RolloutProgress:
+    """Of the last checkpoint."""
+    checkpoint = ray.train.Result.from_path(str(folder)).checkpoint
+    return RolloutProgress.from_json((Path(checkpoint.path) / ROLLOUT_FILE).read_text())
+
+
+def _rows(file: Path) -> Sequence[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,219 @@
+"""Going on with a run: its prompts, its figures, its folder, what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import ray.train
+
+from ray_apr import resume
+from ray_apr.config import TrainConfig
+from ray_apr.data.order import prompt_order
+from ray_apr.data.prompts import TOKEN_IDS, PromptSource
+from ray_apr.data.resumption import (
+    PROGRESS_FILE,
+    ROLLOUT_FILE,
+    Begin,
+    Counters,
+    RolloutProgress,
+)
+from ray_apr.exceptions import ConfigError
+from ray_apr.recorder import RunRecorder
+from ray_apr.resume import find_begin, hold_folder, resume_folder
+from tests.run_plans import run_plan
+
+BEFORE = Counters(
+    samples_trained=8, tokens_trained=50, samples_interrupted=2, samples_resumed=1,
+    tokens_generated=90, tokens_discarded={"stale": 10},
+)  # fmt: skip
+PROGRESS = RolloutProgress(seed=0, num_prompts=4, position=6, pending=(1, 5), counters=BEFORE)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def test_prompts_that_were_under_way_come_first_and_then_those_that_had_not_come():
+    table = pa.table({TOKEN_IDS: [[i] for i in range(4)]})
+    whole = PromptSource([table], seed=3)
+    ids = [whole.next().prompt_id for _ in range(8)]
+    source = PromptSource([table], seed=3, position=6, pending=(1, 5))
+    assert source.pending == (1, 5)
+    assert [source.next().prompt_id for _ in range(4)] == [ids[1], ids[5], ids[6], ids[7]]
+    assert (source.position, source.pending) == (8, ())
+    again = PromptSource([table], seed=3, position=5).next()
+    assert again.token_ids == (prompt_order(4, seed=3, epoch=1)[1],)
+
+
+def test_a_checkpoint_notes_what_worker_and_buffer_hold():
+    summary = SimpleNamespace(
+        num_prompts=4, prompts_position=9, pending_prompts=(3, 8), samples_interrupted=1,
+        samples_resumed=1, ledger=SimpleNamespace(generated=70, discarded={"failed": 5}),
+    )  # fmt: skip
+    stats = SimpleNamespace(
+        held_groups=("e1-1", "e2-0~1"), trained_samples=4, trained_tokens=30, evicted_tokens=6,
+        masked_tokens=0,
+    )  # fmt: skip
+    progress = RolloutProgress.of(summary, stats, seed=2, before=BEFORE)
+    assert progress.pending == (3, 5, 8)
+    assert (progress.seed, progress.num_prompts, progress.position) == (2, 4, 9)
+    assert progress.counters == Counters(
+        samples_trained=12, tokens_trained=80, samples_interrupted=3, samples_resumed=2,
+        tokens_generated=160, tokens_discarded={"failed": 5, "stale": 16},
+    )  # fmt: skip
+    assert RolloutProgress.from_json(progress.to_json()) == progress
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("generated", "lost"), [(0, 30), (90, 30), (200, 140)])
+def test_what_was_neither_trained_nor_discarded_is_lost(generated, lost):
+    after, num_lost = BEFORE.lose(generated)
+    assert num_lost == lost and after.tokens_discarded == {"stale": 10, "lost": lost}
+    assert after.tokens_generated == after.tokens_trained + 10 + lost
+    assert after.lose(0) == (after, 0) or after.lose(0)[1] == 0
+
+
+async def test_the_rows_of_a_resumed_run_count_on(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    recorder = RunRecorder(str(tmp_path), 0.0, 1, BEFORE.status)
+    await recorder.record("status", {"tokens_generated": 5, "tokens_discarded": 1, "inflight": 3})
+    await recorder.record("step", {"step": 1})
+    rows, _ = await recorder.follow(0, 1.0)
+    assert rows == [{"step": 1, "tokens_generated": 95, "tokens_discarded": 11, "inflight": 3}]
+    assert await recorder.num_steps() == 2
+    await recorder.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+# -- folder ----------------------------------------------------------------------------------------
+
+
+def write(folder, name, *rows, tail=""):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    steps = [{"step": s, "time_s": 10.0 * s, "tokens_generated": 40 * s} for s in range(4)]
+    write(tmp_path, "metrics.jsonl", *steps, tail='{"step": 4, "ti')
+    write(tmp_path, "samples.jsonl", *({"step": s, "n": i} for s in range(4) for i in range(2)))
+    write(tmp_path, "timeline.jsonl", {"end_s": 33.0}, {"end_s": 34.5}, tail='{"end_s": 3')
+    write(tmp_path, "evaluations.jsonl", *({"policy_version": v} for v in (0, 2, 4)))
+    samples = ({"policy_version": v} for v in (0, 2, 4, 5))
+    write(tmp_path, "evaluation_samples.jsonl", *samples)
+    write(tmp_path, "report.html")
+    return tmp_path
+
+
+def begin(**replaced):
+    given = {"step": 2, "policy_version": 2, "rollout": PROGRESS, "before": BEFORE}
+    return Begin(checkpoint="some", is_resumed=True, **given | replaced)
+
+
+def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
+    resumed, started_at = resume_folder(folder, begin(), now=1000.0)
+    assert [row["step"] for row in read(folder, "metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in read(folder, "samples.jsonl")] == [0, 0, 1, 1]
+    assert read(folder, "timeline.jsonl") == [{"end_s": 33.0}, {"end_s": 34.5}]
+    for name in ("evaluations.jsonl", "evaluation_samples.jsonl"):
+        assert [row["policy_version"] for row in read(folder, name)] == [0, 2]
+    assert not (folder / "report.html").exists()
+    assert started_at == 1000.0 - 34.5
+    assert (resumed.num_rows, resumed.last_version) == (2, 2)
+    assert resumed.before.tokens_generated == 120, "as the last row says"
+    (note,) = read(folder, "resumes.jsonl")
+    assert note == {
+        "time_s": 34.5, "step": 2, "policy_version": 2, "steps_repeated": 2, "prompts_pending": 2,
+        "tokens_lost": 60, "ended": "killed",
+    }  # fmt: skip
+
+
+def test_a_run_without_a_checkpoint_goes_on_from_its_start_in_the_same_folder(folder):
+    write(folder, "final.json", {"wall_s": 50.0, "tokens_generated": 160, "error": "stopped"})
+    anew = begin(step=0, policy_version=0, rollout=None, before=Counters())
+    anew = Begin(is_resumed=anew.is_resumed)
+    resumed, started_at = resume_folder(folder, anew, now=1000.0)
+    assert read(folder, "metrics.jsonl") == read(folder, "evaluations.jsonl") == []
+    assert started_at == 950.0 and resumed.last_version is None
+    assert resumed.before == Counters(tokens_generated=160, tokens_discarded={"lost": 160})
+    assert read(folder, "resumes.jsonl")[0]["ended"] == "stopped"
+    assert not (folder / "final.json").exists()
+
+
+def test_a_version_that_was_not_evaluated_yet_is_evaluated_after_the_resumption(folder):
+    resumed, _ = resume_folder(folder, begin(step=3, policy_version=3), now=0.0)
+    assert resumed.last_version is None
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    trained = pytest.raises(ConfigError, match=r"run\.name = .*another process trains it")
+    with hold_folder(tmp_path), trained, hold_folder(tmp_path):
+        pytest.fail("both hold it")
+    with hold_folder(tmp_path):
+        assert tmp_path.is_dir()
+
+
+# -- where it begins -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write(folder, PROGRESS_FILE, {"step": 2, "policy_version": 2})
+    (folder / ROLLOUT_FILE).write_text(PROGRESS.to_json())
+    return ray.train.Checkpoint(str(folder))
+
+
+def plan_of(tmp_path, **replaced):
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    return run_plan(run=run, train=TrainConfig(steps=4), **replaced)
+
+
+def test_a_new_run_begins_anew_or_with_the_checkpoint_that_is_given(tmp_path, checkpoint):
+    assert find_begin(plan_of(tmp_path)) == Begin()
+    given = find_begin(plan_of(tmp_path, checkpoint=checkpoint))
+    assert (given.step, given.rollout, given.before) == (2, PROGRESS, Counters())
+    assert not given.is_resumed
+
+
+def test_a_run_goes_on_with_its_own_last_checkpoint(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan: checkpoint)
+    found = find_begin(plan_of(tmp_path))
+    assert (found.step, found.policy_version, found.before) == (2, 2, BEFORE)
+    assert found.is_resumed
+
+
+def test_a_run_that_has_no_checkpoint_is_begun_again(tmp_path):
+    plan = plan_of(tmp_path)
+    plan.folder.mkdir()
+    write(plan.folder, "metrics.jsonl", {"step": 0})
+    assert find_begin(plan) == Begin(is_resumed=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"steps": 2}, r"train\.steps = 2: .* has trained 2 steps, so that none is left"),
+        ({"steps": 4, "seed": 1}, r"train\.seed = 1: .*that of the checkpoint, 0"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path, checkpoint, train, message):
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        find_begin(run_plan(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    plan = plan_of(tmp_path, checkpoint=ray.train.Checkpoint(str(tmp_path / "other")))
+    with pytest.raises(ConfigError, match=r"is none of a run of ray_apr: it has no progress\.json"):
+        find_begin(plan)
