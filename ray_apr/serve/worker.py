@@ -1,10 +1,16 @@
-"""vLLM's GPU worker, whose compiled code stays with the device that it was compiled for."""
+"""vLLM's GPU worker: compiled code stays with its device, and float32 is float32."""
 
 from __future__ import annotations
+
+import os
+
+import torch
 
 from ray_apr.serve.vllm_private import Worker
 
 DEVICE = "ray_apr_device_index"
+FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
+"""Triton's variable of how it multiplies float32; one that is set outside wins."""
 
 
 class DeviceWorker(Worker):  # type: ignore[misc]
@@ -14,10 +20,16 @@ class DeviceWorker(Worker):  # type: ignore[misc]
     assigned. Compiled code names that device, but vLLM (0.26 to 0.32) finds it again by the
     configuration and the rank alone: an engine that starts where others ran before would load what
     was compiled for another GPU, and fail with tensors on two devices.
+
+    vLLM's attention for float32 is a Triton kernel, whose products are TF32 unless Triton is told
+    otherwise: log-probs then differ from the trainer's by hundredths of a nat.
     """
 
     def init_device(self) -> None:
         """Choose the device, and make it a part of the hash that compiled code is found by."""
+        model = self.vllm_config.model_config
+        if model is not None and model.dtype is torch.float32:
+            os.environ.setdefault(FLOAT32_PRODUCTS, "ieee")
         super().init_device()
         additional = self.vllm_config.additional_config
         if isinstance(additional, dict):  # in place: the model runner may have copied its owner
