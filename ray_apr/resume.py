@@ -108,10 +108,12 @@ def hold_folder(folder: Path) -> Iterator[None]:
     with (folder / _LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(
                 "run.name", folder.name, f"another process trains it in {folder}; wait for its end"
             ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be held, so that no other run may use it: %s", folder, error)
         yield
 
 

@@ -15,7 +15,8 @@ import pytest
 import ray
 
 from ray_apr import cli, doctor, launch
-from ray_apr.exceptions import StarvedError, Stopped
+from ray_apr.exceptions import ConfigError, StarvedError, Stopped
+from ray_apr.settings import load_settings
 
 YAML = """\
 model: base_model
@@ -159,6 +160,23 @@ def test_a_run_folder_is_not_used_twice(config: Path, capsys: pytest.CaptureFixt
     run_folder(config.parent / "runs" / "mine")
     assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+def test_what_is_resumed_has_a_name_and_may_have_a_run(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["train", str(config), "--resume"]) == 2
+    assert "run.resume = True: needs the run to go on with" in capsys.readouterr().err
+    run_folder(config.parent / "runs" / "mine")
+    begun = []
+    monkeypatch.setattr(launch, "run_training", lambda settings, **_: begun.append(settings.run))
+    assert cli.main(["train", str(config), "--resume", "--set", "run.name=mine"]) == 0
+    assert begun[0].resume
+    settings = load_settings(config, ["run.name=mine", "run.resume=true"])
+    prompts = launch.read_prompts(settings.prompts)
+    assert launch.make_trainer(settings, prompts, None).plan.name == "mine"
+    with pytest.raises(ConfigError, match="holds a run already"):
+        launch.make_trainer(load_settings(config, ["run.name=mine"]), prompts, None)
 
 
 @pytest.mark.parametrize(
