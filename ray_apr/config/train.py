@@ -127,6 +127,10 @@ class TrainConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     num_checkpoints_to_keep: int = 2
+    report_every: int = 10
+    """Steps between reports to Ray Train, and through it to Ray Tune; the last step is always
+    reported, and the run folder has every step. 1 reports each step: Ray Train's controller takes
+    about one report in two seconds, and makes a faster worker wait."""
     weight_bucket_mb: float = 256.0
     """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
@@ -146,7 +150,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         s = "train"
         counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches", "epochs")
-        counts += ("micro_batch_tokens", "num_checkpoints_to_keep")
+        counts += ("micro_batch_tokens", "num_checkpoints_to_keep", "report_every")
         whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
         at_least(s, self, 1, *counts)
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")

@@ -62,11 +62,6 @@ from ray_apr.weights.shared import SharedWeightSender
 
 logger = logging.getLogger(__name__)
 
-_REPORT_EVERY = 10
-"""Steps between reports to Ray Train, whose controller takes one report in two seconds and makes a
-faster worker wait; the run folder and the metrics have every step."""
-
-
 _DRAIN_LIMIT_S = 7 * 24 * 3600.0
 """Longer than any response takes."""
 
@@ -310,7 +305,7 @@ class _TrainLoop:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
         every = self._train.checkpoint_every
         if not is_last and (every == 0 or self._progress.step % every):
-            if self._progress.step % _REPORT_EVERY == 0:
+            if self._progress.step % self._train.report_every == 0:
                 ray.train.report(dict(row))
             return
         with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
+import ray.train
 
+from ray_apr.config import TrainConfig
 from ray_apr.exceptions import TrainError
+from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.loop import check_batch
 from tests.train_batches import make_batches, make_samples
@@ -41,3 +45,49 @@ def test_masked_tokens_may_be_of_any_age():
 def test_the_row_of_another_step_is_refused(row, change):
     with pytest.raises(TrainError, match="expected the batch of step 4 at version 3"):
         check_batch(dataclasses.replace(row, **change), PROGRESS, max_staleness=9)
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A train loop whose steps only count, and what it reported: (metrics, checkpoint's name)."""
+    reports = []
+
+    def report(metrics, checkpoint=None, checkpoint_dir_name=None):
+        reports.append((metrics, checkpoint is not None, checkpoint_dir_name))
+
+    monkeypatch.setattr(ray.train, "report", report)
+    for name in ("save_checkpoint", "export_hf"):
+        monkeypatch.setattr(loop_module, name, lambda *_: None)
+    monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
+    loop = object.__new__(loop_module._TrainLoop)
+    loop._control = types.SimpleNamespace(
+        grant=lambda *_: None,
+        end_step=lambda *_: {},
+        record_step=lambda row: None,
+        record_span=lambda *_: None,
+        rollout_progress=lambda: None,
+        wait_until_recorded=lambda: None,
+    )
+    loop._settings = {"algorithm": None, "model": "none"}
+    loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
+    loop._model = loop._optimizer = loop._reference = loop._offload = loop._sampling = None
+    loop._gate, loop._row, loop._started_at = None, {}, 0.0
+    loop._progress = Progress(step=0, policy_version=0)
+    loop._reports = reports
+    monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
+    monkeypatch.setattr(loop, "_rows", lambda: iter(()))
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        ({"steps": 5}, [4]),
+        ({"steps": 5, "report_every": 1}, [0, 1, 2, 3, 4]),
+        ({"steps": 5, "report_every": 2, "checkpoint_every": 3}, [1, 2, 3, 4]),
+    ],
+)
+def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
+    loop._train = TrainConfig(**train)
+    loop.run()
+    assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
