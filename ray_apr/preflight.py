@@ -1,10 +1,11 @@
-"""What a run is checked for on its cluster: where it writes, and room for its train workers."""
+"""What a run is checked for on its cluster: where it writes, its port, room for train workers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_apr.exceptions import ConfigError, ResourceError
 
 if TYPE_CHECKING:
+    from ray_apr.config import RolloutConfig
     from ray_apr.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -180,3 +182,26 @@ def not_placed(scaling: ray.train.ScalingConfig, limit_s: float) -> ResourceErro
         f"{', '.join(figures)}; {reason}. Lower "
         "scaling.num_workers or rollout.num_replicas, add nodes, or end what else runs there"
     )
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+def check_port(rollout: RolloutConfig) -> None:
+    """Check that the HTTP ingress can open its port.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if rollout.http_port is None:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((rollout.http_host, rollout.http_port))
+        except OSError as error:
+            raise ConfigError(
+                "rollout.http_port",
+                rollout.http_port,
+                f"cannot be opened ({error}); choose another",
+            ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError, ResourceError
+from ray_apr.preflight import check_port
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.resume import find_begin
 from ray_apr.run_plan import RESTARTS, RunPlan
@@ -123,7 +123,7 @@ class APRTrainer:
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
         check_attestation(partial_rollout, rollout, installed_vllm())
         _check_restarts(run_config)
-        _check_port(rollout)
+        check_port(rollout)
         check_dataset(prompts, model, rollout.prompt_column, rollout.replay_column)
         evaluation = _check_evaluation(evaluation_prompts, model, evaluation_config, rollout)
         self._prompts, self._held_out = prompts, evaluation_prompts
@@ -380,19 +380,3 @@ def _check_restarts(run_config: ray.train.RunConfig | None) -> None:
                 "while the sample buffer and the rollout servers have gone on from there. A run "
                 "whose train worker dies ends; go on with it by its name (docs/resume.md)",
             )
-
-
-def _check_port(rollout: RolloutConfig) -> None:
-    """Check that the HTTP ingress can open its port."""
-    if rollout.http_port is None:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((rollout.http_host, rollout.http_port))
-        except OSError as error:
-            raise ConfigError(
-                "rollout.http_port",
-                rollout.http_port,
-                f"cannot be opened ({error}); choose another",
-            ) from error

@@ -116,7 +116,7 @@ class RunControl:
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
-        _get(
+        answer_of(
             self._buffer.grant.remote(step, policy_version),
             f"sample buffer, to take the grant of step {step}",
             _CALL_TIMEOUT_S,
@@ -135,14 +135,14 @@ class RunControl:
         # one call: the order in which an async actor runs two of them is not certain
         ended = self._buffer.ack.remote(step, next_policy_version)
         whom = f"sample buffer, to end step {step}"
-        figures: Mapping[str, float] = _get(ended, whom, _CALL_TIMEOUT_S)
+        figures: Mapping[str, float] = answer_of(ended, whom, _CALL_TIMEOUT_S)
         return figures
 
     def rollout_progress(self) -> RolloutProgress:
         """Where the rollout side stands, between the end of a step and that of the next."""
         # in this order: what goes from one to the other meanwhile is in both answers
-        summary = _get(self._worker.summary.remote(), "rollout worker", _CALL_TIMEOUT_S)
-        stats = _get(self._buffer.stats.remote(), "sample buffer", _CALL_TIMEOUT_S)
+        summary = answer_of(self._worker.summary.remote(), "rollout worker", _CALL_TIMEOUT_S)
+        stats = answer_of(self._buffer.stats.remote(), "sample buffer", _CALL_TIMEOUT_S)
         return RolloutProgress.of(summary, stats, seed=self._seed, before=self._before)
 
     def is_group_whole(self) -> bool:
@@ -165,9 +165,9 @@ class RunControl:
         try:
             sender.connect(group, is_hopeless=lambda: _has_failed(joined))
         except SyncBrokenError:
-            _get(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
+            answer_of(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
             raise
-        _get(joined, whom, timeout_s)
+        answer_of(joined, whom, timeout_s)
         self.members = frozenset(state.first_ranks)
 
     def broadcast(self, sender: WeightSender, policy_version: int) -> Mapping[str, float]:
@@ -190,11 +190,11 @@ class RunControl:
             logger.warning("%s", error)
         if sender.handles is not None:
             reading = self._worker.wait_until_read.remote()
-            _get(
+            answer_of(
                 reading, f"rollout servers, to read the weights of version {policy_version}", limit
             )
             sender.release()
-        times = _get(self._worker.finish_sync.remote(policy_version), whom, limit)
+        times = answer_of(self._worker.finish_sync.remote(policy_version), whom, limit)
         last_version, self._last_version = self._last_version, policy_version
         evaluation = self._evaluation if policy_version else None  # 0 is evaluated at the start
         if evaluation is not None and evaluation.is_due(policy_version, last_version):
@@ -205,12 +205,12 @@ class RunControl:
         """Have the engines score sequences once they have the weights of a version."""
         asked = self._worker.expect_scores.remote(policy_version, sequences)
         whom = f"rollout servers, to expect the check of version {policy_version}"
-        _get(asked, whom, _SERVERS_TIMEOUT_S)
+        answer_of(asked, whom, _SERVERS_TIMEOUT_S)
 
     def weight_scores(self) -> list[WeightScores]:
         """What the engines have scored since `expect_scores`."""
         asked = self._worker.weight_scores.remote()
-        scores: list[WeightScores] = _get(
+        scores: list[WeightScores] = answer_of(
             asked, "rollout servers, to say what they scored", _SERVERS_TIMEOUT_S
         )
         return scores
@@ -219,7 +219,7 @@ class RunControl:
         """What each module of one engine's model computes; nothing if it does not say."""
         asked = self._worker.probe_weights.remote(replica_id, token_ids)
         try:
-            probes: Probes = _get(asked, f"probes of {replica_id}", _SERVERS_TIMEOUT_S)
+            probes: Probes = answer_of(asked, f"probes of {replica_id}", _SERVERS_TIMEOUT_S)
         except (APRError, RayError) as error:
             logger.warning("%s cannot be probed: %s", replica_id, error)
             return {}
@@ -248,14 +248,16 @@ class RunControl:
         progress; `limit_s` of each call.
         """
         try:
-            while _get(call(), whom, limit_s) is False:
+            while answer_of(call(), whom, limit_s) is False:
                 self.is_draining = True
         finally:
             self.is_draining = False
 
     def _group_state(self, timeout_s: float) -> WeightGroupState:
         asked = self._worker.weight_group_state.remote()
-        state: WeightGroupState = _get(asked, "rollout servers, to say who is there", timeout_s)
+        state: WeightGroupState = answer_of(
+            asked, "rollout servers, to say who is there", timeout_s
+        )
         return state
 
     def evaluate_last(self, policy_version: int) -> None:
@@ -309,7 +311,7 @@ def _has_failed(ref: Any) -> bool:
     return False
 
 
-def _get(ref: Any, whom: str, timeout_s: float) -> Any:
+def answer_of(ref: Any, whom: str, timeout_s: float) -> Any:
     """Wait for an actor's answer.
 
     Raises:

@@ -38,8 +38,8 @@ from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConf
 from ray_apr.data.batch import RankBatch
 from ray_apr.data.prompts import end_token_ids
 from ray_apr.data.resumption import Begin
-from ray_apr.exceptions import StarvedError, TrainError
-from ray_apr.staleness import is_stale, next_version
+from ray_apr.exceptions import StarvedError
+from ray_apr.staleness import next_version
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
@@ -48,13 +48,12 @@ from ray_apr.train.checkpoint import (
     save_checkpoint,
 )
 from ray_apr.train.control import RunControl, sync_limit_s
-from ray_apr.train.figures import oldest_versions
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.span import Span
-from ray_apr.train.step import train_step
+from ray_apr.train.step import check_batch, train_step
 from ray_apr.train.weight_check import WeightCheck
 from ray_apr.types import SamplingParams
 from ray_apr.weights.sender import WeightSender
@@ -322,25 +321,6 @@ class _TrainLoop:
             yield span
         if self._control is not None:
             self._control.record_span(what, span.start_s, span.end_s)
-
-
-def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> None:
-    """Check a row before it is trained (invariant 2 does not rest on the buffer alone).
-
-    Raises:
-        TrainError: If it is the row of another step, or a token of the loss is beyond the bound.
-    """
-    if (batch.step, batch.policy_version) != (progress.step, progress.policy_version):
-        raise TrainError(
-            f"expected the batch of step {progress.step} at version {progress.policy_version}, got "
-            f"that of step {batch.step} at version {batch.policy_version}"
-        )
-    oldest = min(oldest_versions(batch), default=batch.policy_version)
-    if is_stale(batch.policy_version, oldest, max_staleness):
-        raise TrainError(
-            f"step {batch.step} at version {batch.policy_version} would train a token of version "
-            f"{oldest}, beyond max_staleness = {max_staleness}"
-        )
 
 
 def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:

@@ -25,7 +25,8 @@ from ray_apr.algorithms.advantages import overlong_penalties, sample_advantages
 from ray_apr.algorithms.losses import kl_estimate, loss_normalizer
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
-from ray_apr.train.figures import Figures, Totals, ages_of, batch_figures
+from ray_apr.staleness import is_stale
+from ray_apr.train.figures import Figures, Totals, ages_of, batch_figures, oldest_versions
 from ray_apr.train.fsdp import (
     StepSync,
     gradient_scale,
@@ -47,6 +48,7 @@ from ray_apr.weights.gather import compute_device
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch
+    from ray_apr.train.checkpoint import Progress
 
 _PLAIN = SamplingParams()
 
@@ -211,3 +213,22 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
+
+
+def check_batch(batch: RankBatch, progress: Progress, max_staleness: int) -> None:
+    """Check a row before it is trained (invariant 2 does not rest on the buffer alone).
+
+    Raises:
+        TrainError: If it is the row of another step, or a token of the loss is beyond the bound.
+    """
+    if (batch.step, batch.policy_version) != (progress.step, progress.policy_version):
+        raise TrainError(
+            f"expected the batch of step {progress.step} at version {progress.policy_version}, got "
+            f"that of step {batch.step} at version {batch.policy_version}"
+        )
+    oldest = min(oldest_versions(batch), default=batch.policy_version)
+    if is_stale(batch.policy_version, oldest, max_staleness):
+        raise TrainError(
+            f"step {batch.step} at version {batch.policy_version} would train a token of version "
+            f"{oldest}, beyond max_staleness = {max_staleness}"
+        )

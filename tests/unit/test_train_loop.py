@@ -10,7 +10,7 @@ from ray_apr.config import TrainConfig
 from ray_apr.exceptions import TrainError
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
-from ray_apr.train.loop import check_batch
+from ray_apr.train.step import check_batch
 from tests.train_batches import make_batches, make_samples
 
 PROGRESS = Progress(step=4, policy_version=3)
