@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from ray_apr.exceptions import APRError, ConfigError
     from ray_apr.protocols import Environment
+    from ray_apr.session import TrainingSession
     from ray_apr.trainer import APRTrainer
     from ray_apr.types import RewardResult, Sample, Step
 
@@ -40,6 +41,7 @@ _HOMES = {
     "RewardResult": "ray_apr.types",
     "Environment": "ray_apr.protocols",
     "Step": "ray_apr.types",
+    "TrainingSession": "ray_apr.session",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Sample",
     "Step",
     "TrainConfig",
+    "TrainingSession",
 ]
 
 

@@ -18,6 +18,7 @@ actors and the trainer, and the servers' lease (`serve.lease`) the servers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -77,6 +78,7 @@ def run(
     held_out: ray.data.Dataset | None = None,
     *,
     progress: Callable[[str], None] | None = None,
+    gate: Any = None,
 ) -> ray.train.Result:
     """Run a plan to its end.
 
@@ -85,6 +87,7 @@ def run(
         prompts: What to train on.
         held_out: What to evaluate on, where the plan says so.
         progress: Gets the lines of progress.
+        gate: Handle of the `StepGate` that lets it take steps; None: it takes all of them.
 
     Raises:
         APRError: What the run failed of.
@@ -92,34 +95,24 @@ def run(
     """
     signals = StopSignals()
     with signals.listen():
-        return _run(plan, prompts, held_out, signals, progress)
+        plan.check_model()
+        plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
+        make_run_folder(plan)
+        with hold_folder(plan.folder):
+            begin, started_at = find_begin(plan), time.time()
+            if begin.is_resumed:
+                begin, started_at = resume_folder(plan.folder, begin, started_at)
+            _write_json(plan.folder / "config.json", plan.describe())
+            show = progress or logger.info
+            if begin != Begin():
+                show(resume_line(begin, plan.train.steps))
+            make = functools.partial(_Parts, plan, prompts, held_out, begin, started_at, gate)
+            return _run_parts(make, plan, begin, started_at, signals, show)
 
 
-def _run(
+def _run_parts(
+    make: Callable[[], _Parts],
     plan: RunPlan,
-    prompts: ray.data.Dataset,
-    held_out: ray.data.Dataset | None,
-    signals: StopSignals,
-    progress: Callable[[str], None] | None,
-) -> ray.train.Result:
-    plan.check_model()
-    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.name))
-    make_run_folder(plan)
-    with hold_folder(plan.folder):
-        begin, started_at = find_begin(plan), time.time()
-        if begin.is_resumed:
-            begin, started_at = resume_folder(plan.folder, begin, started_at)
-        _write_json(plan.folder / "config.json", plan.describe())
-        show = progress or logger.info
-        if begin != Begin():
-            show(resume_line(begin, plan.train.steps))
-        return _run_in_folder(plan, prompts, held_out, begin, started_at, signals, show)
-
-
-def _run_in_folder(
-    plan: RunPlan,
-    prompts: ray.data.Dataset,
-    held_out: ray.data.Dataset | None,
     begin: Begin,
     started_at: float,
     signals: StopSignals,
@@ -127,7 +120,7 @@ def _run_in_folder(
 ) -> ray.train.Result:
     try:
         with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
-            parts = _Parts(plan, prompts, held_out, begin, started_at)
+            parts = make()
     except BaseException as caught:
         _write_end_of_start(plan, begin, caught, time.time() - started_at)
         raise
@@ -153,6 +146,7 @@ class _Parts:
         held_out: The dataset of the evaluation.
         begin: Where the run begins.
         started_at: Unix time of the run's begin.
+        gate: Handle of the gate of its steps; None: it has none.
     """
 
     def __init__(
@@ -162,8 +156,10 @@ class _Parts:
         held_out: ray.data.Dataset | None,
         begin: Begin,
         started_at: float,
+        gate: Any,
     ) -> None:
         self.plan = plan
+        self._gate = gate
         self._begin = begin
         self._started_at = started_at
         self._made_at = time.monotonic()
@@ -394,6 +390,7 @@ class _Parts:
             "start_timeout_s": plan.rollout.start_timeout_s,
             "takes_turns": plan.rollout.is_colocated,
             "begin": self._begin,
+            "gate": self._gate,
             "started_at": self._started_at,
             "wire_dtype": plan.rollout.dtype,
             "run": plan.name,

@@ -27,7 +27,8 @@ from ray_apr.controller import run
 from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError, ResourceError
+from ray_apr.exceptions import ConfigError
+from ray_apr.host import HostedRun, is_captured
 from ray_apr.preflight import check_port
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.resume import find_begin
@@ -180,20 +181,13 @@ class APRTrainer:
 
         Raises:
             ConfigError: If it does not.
-            ResourceError: If all that this process starts goes into its placement group.
         """
         check_resources(self._plan.scaling, self._plan.rollout, resources)
-        if not ray.is_initialized() or ray.util.get_current_placement_group() is None:
-            return
-        if ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
-            raise ResourceError(
-                "what this process starts goes into its placement group, as in a trial of Ray "
-                "Tune, where there is no room for the engines and train workers of the run; call "
-                'it in a task of its own, ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")'
-            )
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
         """Run to the end and return Ray Train's result.
+
+        Inside of a placement group, as in a trial of Ray Tune, the run is in a host outside of it.
 
         Args:
             progress: Gets one line a step, and one every few seconds while nothing moves, e.g.
@@ -209,11 +203,25 @@ class APRTrainer:
         """
         if ray.is_initialized():
             self.check_cluster(ray.cluster_resources())
+        if is_captured():
+            return self.start_in_host(progress=progress).fit()
+        return run(self._plan, *self._datasets(), progress=progress)
+
+    def start_in_host(
+        self, *, progress: Callable[[str], None] | None = None, is_gated: bool = False
+    ) -> HostedRun:
+        """Start the run in a task of its own; see `HostedRun`."""
+        if not ray.is_initialized():
+            ray.init()
+        self.check_cluster(ray.cluster_resources())
+        return HostedRun(self._plan, *self._datasets(), progress=progress, is_gated=is_gated)
+
+    def _datasets(self) -> tuple[ray.data.Dataset, ray.data.Dataset | None]:
         prompts, held_out = (
             given.to_dataset() if isinstance(given, PromptRows) else given
             for given in (self._prompts, self._held_out)
         )
-        return run(self._plan, prompts, held_out, progress=progress)
+        return prompts, held_out
 
 
 def _as_checkpoint(given: str | Path | ray.train.Checkpoint | None) -> Any:

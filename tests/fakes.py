@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -482,3 +484,87 @@ class RayMetrics:
     def of(self, name: str, **tags: str) -> list[float]:
         """All values of a metric in the order in which they came."""
         return self.values.get((name, frozenset(tags.items())), [])
+
+
+class FakeHostedRun:
+    """A `HostedRun` that trains what is ordered at once, and writes the rows of it.
+
+    Attributes:
+        interrupts: Whether the next wait is interrupted, as by Ctrl-C.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.interrupts = self.is_over = False
+        self.num_stops = self.num_saved = 0
+        self._step = self._num_orders = 0
+        self._error: BaseException | None = None
+        plan.folder.mkdir(parents=True)
+
+    def start(self, *, is_gated: bool) -> FakeHostedRun:
+        """As `APRTrainer.start_in_host`."""
+        assert is_gated
+        return self
+
+    def order(self, orders: Sequence[str | None]) -> int:
+        """Do them."""
+        for name in orders if self._error is None else ():
+            if name is not None:
+                self._save(name)
+            elif self._step < self.plan.train.steps:
+                self._write("metrics.jsonl", {"step": self._step})
+                self._step += 1
+        if self._step == self.plan.train.steps and not self.is_over:
+            self.evaluate(self._step)
+            self._save("last")
+            self._end("ok")
+        self._num_orders += len(orders)
+        return self._num_orders
+
+    def wait(self, num_orders: int | None = None) -> bool:
+        """Whether the orders are done."""
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        assert num_orders is None or num_orders <= self._num_orders
+        return not self.is_over
+
+    def result(self) -> Any:
+        """Raises what the run failed of."""
+        assert self.is_over, "a wait without an end"
+        if self._error is not None:
+            raise self._error
+        result = MagicMock()
+        result.checkpoint.to_directory = lambda folder: shutil.copytree(
+            self.plan.folder / "last", folder
+        )
+        return result
+
+    def stop(self, *, after_s: float) -> None:
+        """End it."""
+        self.num_stops += 1
+        if not self.is_over:
+            self._end("stopped")
+
+    def evaluate(self, policy_version: int) -> None:
+        """An evaluation ends."""
+        self._write("evaluations.jsonl", {"policy_version": policy_version})
+
+    def fail(self, error: BaseException) -> None:
+        """The run fails."""
+        self._error = error
+        self._end("failed")
+
+    def _end(self, status: str) -> None:
+        self.is_over = True
+        (self.plan.folder / "final.json").write_text(json.dumps({"status": status}))
+
+    def _save(self, name: str) -> None:
+        folder = self.plan.folder / name
+        folder.mkdir()
+        (folder / "progress.json").write_text(json.dumps({"step": self._step}))
+        self.num_saved += 1
+
+    def _write(self, name: str, row: Mapping[str, Any]) -> None:
+        with (self.plan.folder / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")

@@ -20,15 +20,18 @@ from tests.processes import MARK, kill_all, processes_of
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
 ONE_OF_EACH = ("rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: false}")
 """Settings of a run with one engine and one train worker."""
-_LIVING_PARTS = """
+RAYS_OWN = (
+    "JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor",
+    "TrainStateActor",
+)  # fmt: skip
+"""Classes of actors that Ray leaves on a cluster."""
+_LIVING_PARTS = f"""
 import sys, ray
 from ray.util.state import list_actors, list_placement_groups
 ray.init(address=sys.argv[1], log_to_driver=False)
 actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
 groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
-rays_own = ("JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor",
-            "TrainStateActor")
-print([a.class_name for a in actors if a.class_name not in rays_own]
+print([a.class_name for a in actors if a.class_name not in {RAYS_OWN}]
       + [g.placement_group_id for g in groups])
 """
 

@@ -93,6 +93,8 @@ class RunControl:
         self._evaluator = evaluator
         self._evaluation = evaluation
         self._evaluating: Any = None
+        self._recorded: Any = None
+        """Answer to the last `record_step`."""
         self.is_draining = False
         """Whether a sync waits for requests to end, which takes as long as they do."""
         self.members: frozenset[str] = frozenset()
@@ -284,11 +286,17 @@ class RunControl:
 
     def record_step(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step, and set its metrics."""
-        self._recorder.record.remote("step", dict(row))
+        self._recorded = self._recorder.record.remote("step", dict(row))
         self._metrics.set_all({metric: row[key] for key, metric in _GAUGES.items()})
         for key, metric in _HISTOGRAMS.items():
             if row[key] or key not in _IF_ANY:
                 self._metrics.observe(metric, row[key])
+
+    def wait_until_recorded(self) -> None:
+        """Wait until the row of the last step is in the run folder."""
+        if self._recorded is not None:
+            answer_of(self._recorded, "recorder, to write a step's row", _CALL_TIMEOUT_S)
+            self._recorded = None
 
     def record_span(
         self, what: str, start_s: float, end_s: float, *, actor: str = "trainer"

@@ -49,6 +49,7 @@ from ray_apr.train.checkpoint import (
 )
 from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.gate import GateClient
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
@@ -90,6 +91,8 @@ class LoopSettings(TypedDict, total=False):
     """Whether the train workers have their devices in turns with the engines; without it, not."""
     run: str
     """Name of the run, which its metrics carry; without it, an empty one."""
+    gate: Any
+    """Handle of the `StepGate` whose orders are followed; without it, all steps are taken."""
     begin: Begin
     """Where the run begins; without it, at its start."""
     started_at: float
@@ -137,6 +140,10 @@ class _TrainLoop:
         self._sampling = _with_all_ends(settings["sampling"], settings["model"])
         self._rank = ray.train.get_context().get_world_rank()
         self._started_at = settings.get("started_at", time.time())
+        gate = settings.get("gate")
+        self._gate = None if gate is None else GateClient(gate, self._rank)
+        self._row: Mapping[str, Any] = {}
+        """Of the last step."""
         self._control = _make_control(settings) if self._rank == 0 else None
         device = ray.train.torch.get_device()
         self._reference = None
@@ -223,9 +230,25 @@ class _TrainLoop:
             self._control.grant(self._progress.step, self._progress.policy_version)
         rows = self._rows()
         while self._progress.step < self._train.steps:
+            self._follow_orders()
             self._step(rows)
         self._evaluate_last()
         self._publisher.close()
+
+    def _follow_orders(self) -> None:
+        """Write the checkpoints that are ordered, until a step is; without a gate, go on."""
+        while self._gate is not None:
+            if self._control is not None:
+                self._control.wait_until_recorded()
+            name = self._gate.next()
+            if name is None:
+                return
+            if self._offload is not None:
+                self._begin_turn()
+            self._checkpoint(self._row, name=name)
+            if self._offload is not None:
+                limit_s = self._train.weight_sync_timeout_s
+                self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
 
     def _evaluate_last(self) -> None:
         """Send the last weights, which no rollout needs, and have them evaluated."""
@@ -280,6 +303,7 @@ class _TrainLoop:
                 self._control.record_step(row)
         if self._offload is None:
             self._report(row, is_last=is_last)
+        self._row = row
 
     def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
         """Wait for this rank's row of the step; returns it and the seconds waited."""
@@ -307,12 +331,19 @@ class _TrainLoop:
             if self._progress.step % self._train.report_every == 0:
                 ray.train.report(dict(row))
             return
+        self._checkpoint(row, is_last=is_last)
+
+    def _checkpoint(
+        self, row: Mapping[str, Any], *, is_last: bool = False, name: str | None = None
+    ) -> None:
+        """Report a checkpoint of where the run stands to Ray Train, by a name or one of its own."""
         with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:
             rollout = None if self._control is None else self._control.rollout_progress()
             save_checkpoint(folder, self._model, self._optimizer, self._progress, rollout)
             if is_last:
                 export_hf(Path(folder) / HF_FOLDER, self._model, self._settings["model"])
-            ray.train.report(dict(row), checkpoint=ray.train.Checkpoint.from_directory(folder))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(dict(row), checkpoint=checkpoint, checkpoint_dir_name=name)
 
     @contextmanager
     def _span(self, what: str) -> Iterator[Span]:

@@ -87,6 +87,44 @@ def test_responses_of_160000_tokens_at_40_tokens_a_second_are_trained(monkeypatc
     run_in_virtual_time(monkeypatch, work)
 
 
+@pytest.mark.parametrize(
+    "partial",
+    [SYNC, {"max_staleness": 4, "oversampling_factor": 2.0}, DRAIN],
+    ids=["sync", "apr", "drain"],
+)
+def test_a_gate_that_is_closed_for_an_hour_ends_nothing(monkeypatch, partial):
+    async def work() -> None:
+        rollout = {"max_response_tokens": 4_000}
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: 4_000
+        ) as (_, client):
+            async with running(
+                client, rollout=rollout, buffer=BufferConfig(), limit_s=20_000, **partial
+            ) as run:
+                batches: asyncio.Queue = asyncio.Queue()
+                reader = asyncio.create_task(read_ahead(run.buffer, batches))
+                await run.buffer.grant(0, 0)
+                for step in range(3):
+                    await asyncio.sleep(3_600.0)  # the gate; the reader has the batch, and goes on
+                    assert not reader.done() and batches.qsize() == 1
+                    assert (await batches.get()).plan.step == step
+                    await run.buffer.ack(step, step + 1)
+                    await run.sync(step + 1)
+            await reader
+            await check_ledger(run)
+
+    run_in_virtual_time(monkeypatch, work)
+
+
+async def read_ahead(buffer, batches: asyncio.Queue) -> None:
+    """As Ray Data reads a rank's stream."""
+    last_step = None
+    while (ticket := await buffer.take(0, last_step)) is None or ticket.plan is not None:
+        if ticket is not None:
+            last_step = ticket.plan.step
+            await batches.put(ticket)
+
+
 def test_a_stalled_engine_is_noticed_and_its_samples_go_on_elsewhere_with_their_tokens(
     monkeypatch, caplog
 ):

@@ -91,3 +91,33 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop._train = TrainConfig(**train)
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
+
+
+def test_a_loop_behind_a_gate_does_what_is_ordered(loop):
+    loop._train = TrainConfig(steps=3)
+    orders, stood_at = ["begin", None, None, "saved", None], []
+
+    def next_order():
+        stood_at.append(loop._progress.step)
+        return orders.pop(0)
+
+    loop._gate = types.SimpleNamespace(next=next_order)
+    loop.run()
+    assert stood_at == [0, 0, 1, 2, 2] and orders == []
+    begin, saved, last = loop._reports
+    assert begin == ({}, True, "begin")
+    assert saved[0]["step"] == 1 and saved[1:] == (True, "saved")
+    assert last[0]["step"] == 2 and last[1:] == (True, None)
+
+
+def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
+    loop._train, turns = TrainConfig(steps=3), []
+    loop._progress = Progress(step=2, policy_version=2)
+    loop._offload = object()
+    loop._begin_turn = lambda: turns.append("trainer's")
+    loop._publisher.publish = lambda version, timeout_s: turns.append(("engines'", version))
+    orders = ["saved", None]
+    loop._gate = types.SimpleNamespace(next=lambda: orders.pop(0))
+    loop._follow_orders()
+    assert turns == ["trainer's", ("engines'", 2)]
+    assert loop._reports == [({}, True, "saved")]
