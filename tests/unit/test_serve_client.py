@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
+from ray_apr.data.resumption import Begin
 from ray_apr.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
@@ -296,7 +297,7 @@ def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
     parts = object.__new__(controller._Parts)
     parts.plan = run_plan(train=TrainConfig(weight_sync_timeout_s=1000.0))
     parts._evaluator = parts._buffer = parts._worker = parts.recorder = None
-    parts._started_at = 0.0
+    parts._started_at, parts._begin, parts._gate = 0.0, Begin(), None
     monkeypatch.setattr(controller, "sample_stream", lambda *_, **__: None)
     monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda *_, **given: given)
     limit_s = parts._make_trainer()["torch_config"].timeout_s
@@ -362,6 +363,7 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
         train=TrainConfig(weight_sync_timeout_s=77.0),
     )
+    parts._begin = Begin()
     parts._tables, parts._buffer, parts.recorder = [], None, None
     monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
     settings = parts._make_worker()
