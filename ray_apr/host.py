@@ -99,8 +99,16 @@ class HostedRun:
         return bool(ray.wait([self._ended], timeout=0)[0])
 
     def order(self, orders: Sequence[Order]) -> int:
-        """Give orders to a gated run; returns how many were given so far."""
-        number: int = ray.get(self._gate.order.remote(list(orders)), timeout=_CALL_TIMEOUT_S)
+        """Give orders to a gated run; returns how many were given so far.
+
+        Raises:
+            APRError: If the gate is gone, and with it the run.
+        """
+        try:
+            given = self._gate.order.remote(list(orders))
+            number: int = ray.get(given, timeout=_CALL_TIMEOUT_S)
+        except RayError as error:
+            raise APRError(f"the gate of {self.plan.name} is gone: {one_line(error)}") from error
         return number
 
     def wait(self, num_orders: int | None = None) -> bool:
