@@ -7,11 +7,12 @@ import types
 
 import pytest
 import ray.train
+from ray.exceptions import ActorDiedError
 
 from ray_apr import host as host_module
 from ray_apr.config import TrainConfig
 from ray_apr.exceptions import APRError, ConfigError, RewardError, Stopped, TrainError
-from ray_apr.host import _as_value, _host
+from ray_apr.host import HostedRun, _as_value, _host
 from ray_apr.session import TrainingSession
 from tests.fakes import FakeHostedRun
 from tests.run_plans import run_plan
@@ -128,3 +129,15 @@ def test_a_host_has_the_folder_and_the_variables_of_its_caller(monkeypatch, tmp_
     ended = _host(run_plan(), None, None, "gate", True, str(tmp_path), {"VLLM_OF_THE_TEST": "1"})
     assert (ended.result, ended.error) == ("result", None)
     assert seen == {"folder": str(tmp_path), "variable": "1", "gate": "gate"}
+
+
+def test_a_gate_that_is_gone_is_an_error_of_ours(monkeypatch):
+    def get(answer, timeout):
+        raise ActorDiedError()
+
+    monkeypatch.setattr(host_module.ray, "get", get)
+    run = object.__new__(HostedRun)
+    run.plan = run_plan()
+    run._gate = types.SimpleNamespace(order=types.SimpleNamespace(remote=lambda orders: None))
+    with pytest.raises(APRError, match="the gate of app is gone"):
+        run.order([None])
