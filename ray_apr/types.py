@@ -537,6 +537,8 @@ class SampleMeta:
     version_tokens: tuple[tuple[int, int], ...]
     """(policy version, tokens generated under it), oldest first, each version once."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 1
+    """Turns of the policy; 1 in a run without an environment."""
 
     @property
     def num_generated(self) -> int:
@@ -578,6 +580,7 @@ class SampleMeta:
             num_interruptions=sample.num_interruptions,
             version_tokens=_version_tokens(sample.segments),
             reward_metrics=sample.reward_metrics,
+            num_turns=max(1, sample.num_turns),
         )
 
 

@@ -175,7 +175,8 @@ class SampleBuffer:
             next_policy_version: With it, the next step is granted at this version at once.
 
         Returns:
-            Figures of what rewards told beside their number; see `reward_figures`.
+            Figures of what rewards told beside their number (see `reward_figures`), and the turns
+            of the samples together.
 
         Raises:
             APRError: If this is not the step that was handed out.
@@ -187,7 +188,8 @@ class SampleBuffer:
             self._choose()
         self._show_trained(rows)
         await self._recorder.record_many.remote("sample", rows)
-        return reward_figures([row["reward_metrics"] for row in rows])
+        num_turns = sum(row["num_turns"] for row in rows)
+        return {"num_turns": num_turns} | reward_figures([row["reward_metrics"] for row in rows])
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""

@@ -274,6 +274,9 @@ def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dic
         "num_samples": len(scored),
         "num_failed": len(samples) - len(scored),
         "reward_mean": statistics.fmean(rewards) if rewards else None,
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+        "num_turns": sum(max(1, s.num_turns) for s in scored),
         "pass_at_k": {
             str(k): statistics.fmean(pass_at_k(len(p), sum(p), k) for p in whole)
             for k in (ks if whole else ())

@@ -132,7 +132,7 @@ class RunControl:
             next_policy_version: Version that the next batch is chosen against; None after the last.
 
         Returns:
-            Figures of the batch's rewards, for the step's row.
+            Figures of the batch's rewards and turns, for the step's row.
         """
         # one call: the order in which an async actor runs two of them is not certain
         ended = self._buffer.ack.remote(step, next_policy_version)

@@ -141,6 +141,8 @@ def batch_figures(batch: RankBatch) -> Figures:
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
         "num_samples": len(rewards),
         "num_tokens": num_tokens,
         "num_masked_tokens": num_tokens - int(np.asarray(batch.all_loss_lens).sum()),

@@ -195,13 +195,14 @@ async def test_what_rewards_told_is_summed_up_over_the_whole_batch():
     told = [{"form": 1.0, "length": -0.5}, {"form": 0.0}, {}, {"form": 0.5}]
     for name, metrics in (("a", told[:2]), ("b", told[2:])):
         samples = [
-            dataclasses.replace(sample, reward_metrics=found)
+            dataclasses.replace(sample, reward_metrics=found, num_turns=3 if name == "a" else 1)
             for sample, found in zip(group(name, 0), metrics, strict=True)
         ]
         await buffer.put_group(samples, [f"ref-{name}"])
     await buffer.grant(0, 0)
     await buffer.take(0, None)
     assert await buffer.ack(0, 1) == {
+        "num_turns": 8,
         "reward/form_mean": 0.5, "reward/form_min": 0.0, "reward/form_max": 1.0,
         "reward/length_mean": -0.5, "reward/length_min": -0.5, "reward/length_max": -0.5,
     }  # fmt: skip
