@@ -9,9 +9,11 @@ import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
 
+from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.types import (
@@ -568,3 +570,87 @@ class FakeHostedRun:
     def _write(self, name: str, row: Mapping[str, Any]) -> None:
         with (self.plan.folder / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def step_row(step: int, **figures: Any) -> dict[str, Any]:
+    """A row of ``metrics.jsonl``, as a run of quickstart.yaml writes it."""
+    return {
+        "step": step, "policy_version": step + 1, "time_s": 36.0 + step,
+        "reward_mean": 0.5, "reward_std": 0.5, "reward_min": 0.0, "reward_max": 1.0,
+        "num_samples": 4, "num_turns": 4, "num_tokens": 100, "num_masked_tokens": 0,
+        "response_tokens_mean": 25.0, "response_tokens_max": 32, "truncated_fraction": 0.0,
+        "staleness_mean": 1.0, "staleness_max": 1, "loss": 0.002, "grad_norm": 0.4,
+        "ratio_mean": 1.0, "clip_fraction": 0.0, "importance_weight_mean": 1.0, "entropy": 0.1,
+        "kl_k3": 0.002, "ratio_quantiles": [1.0, 1.0, 1.0], "tokens_by_staleness": [0.0, 100.0],
+        "learning_rate": 1e-4, "reward/form_mean": 0.25, "reward/form_min": 0.0,
+        "trainer_wait_s": 0.5, "trainer_step_s": 1.5, "weight_sync_s": 0.25, "weight_wait_s": 0.0,
+        "inflight": 4, "held": 0, "buffered": 92, "tokens_generated": 1607,
+        "tokens_discarded": 0, "waiting_for": "0 of 4 groups wait for reward", **figures,
+    }  # fmt: skip
+
+
+def evaluation_row(policy_version: int, **figures: Any) -> dict[str, Any]:
+    """A row of ``evaluations.jsonl``."""
+    return {
+        "num_samples": 8, "num_failed": 1, "reward_mean": 0.75, "reward_min": 0.0,
+        "reward_max": 1.0, "num_turns": 16, "pass_at_k": {"1": 0.5},
+        "response_tokens_mean": 12.0, "num_tokens": 96, "oldest_version": policy_version,
+        "newest_version": policy_version, "policy_version": policy_version, "seconds": 2.0,
+        **figures,
+    }  # fmt: skip
+
+
+@dataclass
+class FakeProgressed:
+    """What a session has done in a call."""
+
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+class FakeSession:
+    """A `TrainingSession` that trains nothing: a step is a row, an evaluation is there at once.
+
+    Attributes:
+        living: Sessions that were not stopped.
+        fail: Raised by the next `train`.
+    """
+
+    living: ClassVar[list[FakeSession]] = []
+
+    def __init__(self, trainer: Any) -> None:
+        self.plan = trainer.plan
+        self.step = 0
+        self.fail: BaseException | None = None
+        if self.plan.checkpoint is not None:
+            with self.plan.checkpoint.as_directory() as folder:
+                self.step = json.loads((Path(folder) / PROGRESS_FILE).read_text())["step"]
+        self.living.append(self)
+
+    def train(self, num_steps: int) -> FakeProgressed:
+        """Fewer steps at the run's end."""
+        assert self in self.living
+        if self.fail is not None:
+            raise self.fail
+        steps = range(self.step, min(self.step + num_steps, self.plan.train.steps))
+        rate = self.plan.train.learning_rate
+        rows = [step_row(step, learning_rate=rate, reward_mean=step / 100) for step in steps]
+        self.step += len(rows)
+        evaluation = self.plan.evaluation
+        due = [s + 1 for s in steps if evaluation is not None and evaluation.is_due(s + 1)]
+        return FakeProgressed(rows, [evaluation_row(version) for version in due])
+
+    def save(self, folder: str | Path) -> None:
+        """What `resume.find_begin` reads of a checkpoint."""
+        progress = {"step": self.step, "policy_version": self.step}
+        rollout = RolloutProgress(
+            seed=self.plan.train.seed, num_prompts=8, position=0, pending=(), counters=Counters()
+        )
+        (Path(folder) / PROGRESS_FILE).write_text(json.dumps(progress))
+        (Path(folder) / ROLLOUT_FILE).write_text(rollout.to_json())
+
+    def stop(self) -> dict[str, Any]:
+        """May be called again."""
+        if self in self.living:
+            self.living.remove(self)
+        return {}

@@ -24,6 +24,10 @@ class PromptRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptRows:
+        """The same: rows do not change, and copies of settings need not be as large as them."""
+        return self
+
     @property
     def names(self) -> list[str]:
         """Columns; those of the first row where each row has its own."""
