@@ -24,13 +24,11 @@ import pyarrow.fs
 import ray.data
 import ray.train
 from ray.rllib.algorithms.algorithm import Algorithm
-from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_METRICS_LOGGER
 from ray.rllib.utils import force_list, merge_dicts
 from ray.rllib.utils import metrics as names
-from ray.rllib.utils.checkpoints import Checkpointable
 from ray.tune import PlacementGroupFactory
-from ray.tune.result import DONE, TRAINING_ITERATION, TRIAL_INFO
+from ray.tune.result import DONE, TRAINING_ITERATION
 
 from ray_apr.checks import require
 from ray_apr.data.rows import PromptRows
@@ -39,6 +37,7 @@ from ray_apr.rllib.config import APRConfig, as_rows
 from ray_apr.rllib.environment import TextEnvironment, env_maker, is_text_environment
 from ray_apr.rllib.results import Lifetime, evaluation_results, iteration_results
 from ray_apr.rllib.settings import Settings, check_callbacks, resolve
+from ray_apr.rllib_private import TRIAL_INFO, Checkpointable, make_callback
 from ray_apr.trainer import APRTrainer
 
 RUN_FOLDER = "run"

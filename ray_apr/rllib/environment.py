@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import gymnasium
-from ray.rllib.env.env_context import EnvContext
-from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from ray_apr.checks import require
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment
+from ray_apr.rllib_private import ENV_CREATOR, EnvContext, _global_registry
 from ray_apr.types import Sample, Step
 
 SEED_COLUMN = "env_seed"

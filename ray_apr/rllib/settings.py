@@ -12,7 +12,6 @@ import ray.train
 from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.policy.policy import PolicySpec
 from ray.rllib.utils import force_list
-from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 from ray_apr.checks import from_mapping, is_number, require
 from ray_apr.config import (
@@ -25,6 +24,7 @@ from ray_apr.config import (
 )
 from ray_apr.exceptions import ConfigError
 from ray_apr.rllib.environment import check_spaces, is_text_environment
+from ray_apr.rllib_private import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 if TYPE_CHECKING:
     from ray_apr.rllib.config import APRConfig

@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_apr import private, ray_private, serve, torch_private, transformers_private
+from ray_apr import (
+    private,
+    ray_private,
+    rllib_private,
+    serve,
+    torch_private,
+    transformers_private,
+)
 from ray_apr.exceptions import APRError, PrivateNameError
 from ray_apr.serve import vllm_private
 from tests.versions.sources import missing
@@ -24,6 +31,10 @@ from tests.versions.sources import missing
 
 def test_ray_has_what_is_used_of_its_inside():
     assert missing(ray_private.RAY) == []
+
+
+def test_rllib_has_what_is_used_of_its_inside():
+    assert missing(rllib_private.RLLIB) == []
 
 
 def test_what_is_used_of_ray_can_be_imported_where_cupy_is():
