@@ -634,7 +634,7 @@ class FakeSession:
             raise self.fail
         steps = range(self.step, min(self.step + num_steps, self.plan.train.steps))
         rate = self.plan.train.learning_rate
-        rows = [step_row(step, learning_rate=rate, reward_mean=step / 100) for step in steps]
+        rows = [step_row(s, learning_rate=rate, reward_mean=s / 100 + rate) for s in steps]
         self.step += len(rows)
         evaluation = self.plan.evaluation
         due = [s + 1 for s in steps if evaluation is not None and evaluation.is_due(s + 1)]

@@ -8,7 +8,14 @@ from typing import Any
 
 import gymnasium
 
-from ray_apr.rllib import APRConfig
+from ray_apr.rllib import APR, APRConfig
+from tests.fakes import FakeSession
+
+
+class FakeAPR(APR):
+    """An algorithm whose runs train nothing, and earn as much as their learning rate is high."""
+
+    _open_session = staticmethod(FakeSession)
 
 
 def reward(sample: Any) -> float:

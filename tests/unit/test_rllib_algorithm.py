@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 
+import pyarrow.fs
 import pytest
 from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.utils.test_utils import check_train_results_new_api_stack
@@ -24,8 +26,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def session(monkeypatch):
+def session(monkeypatch, tmp_path):
     """Sessions are fakes, and none outlives its test."""
+    monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
     monkeypatch.setattr(APR, "_open_session", staticmethod(FakeSession))
     yield
     assert FakeSession.living == []
@@ -150,8 +153,6 @@ def test_a_checkpoint_of_another_trial_is_taken_into_a_living_run(model, tmp_pat
 
 
 def test_a_checkpoint_may_go_before_its_run_begins(model, tmp_path):
-    import shutil
-
     algo = build(model, tmp_path).build_algo()
     algo.train()
     path = algo.save_to_path(tmp_path / "saved")
@@ -166,6 +167,19 @@ def test_a_checkpoint_may_go_before_its_run_begins(model, tmp_path):
     algo.stop()
     with pytest.raises(ConfigError, match="component = 'learner_group'"):
         algo.restore_from_path(again, component="learner_group")
+
+
+def test_a_checkpoint_may_be_in_another_file_system(model, tmp_path):
+    (tmp_path / "bucket").mkdir()
+    local = pyarrow.fs.LocalFileSystem()
+    bucket = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "bucket"), local)
+    algo = build(model, tmp_path).build_algo()
+    algo.train()
+    assert algo.save_to_path("saved", filesystem=bucket) == "saved"
+    algo.restore_from_path("saved", filesystem=bucket)
+    assert algo.train()["num_training_steps_lifetime"] == 2
+    assert FakeSession.living[0].step == 2
+    algo.stop()
 
 
 def test_an_algorithm_that_has_not_trained_can_be_saved(model, tmp_path):
