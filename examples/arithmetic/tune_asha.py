@@ -32,11 +32,11 @@ def main() -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     results = tune.Tuner(
         "APR",
-        param_space=make_small_config().training(lr=tune.grid_search([1e-4, 3e-5, 1e-5, 3e-4])),
+        param_space=make_small_config().training(lr=tune.grid_search([1e-4, 1e-5, 1e-6, 3e-4])),
         tune_config=tune.TuneConfig(
             metric=REWARD,
             mode="max",
-            scheduler=ASHAScheduler(grace_period=2, max_t=6, reduction_factor=2),
+            scheduler=ASHAScheduler(grace_period=3, max_t=9, reduction_factor=2),
             max_concurrent_trials=1,  # engines and train workers are outside of a trial's resources
         ),
         run_config=tune.RunConfig(

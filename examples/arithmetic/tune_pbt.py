@@ -33,7 +33,7 @@ def main() -> None:
     config = make_small_config().resources(custom_resources_for_main_process={ROOM: 1})
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
-        perturbation_interval=2,
+        perturbation_interval=4,
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.loguniform(1e-5, 3e-4)},
         synch=True,  # all reach the interval before one takes over another's checkpoint
@@ -45,7 +45,7 @@ def main() -> None:
         run_config=tune.RunConfig(
             name="pbt",
             storage_path=str(args.storage.resolve()),
-            stop={"training_iteration": 4},
+            stop={"training_iteration": 8},
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
             verbose=0,
         ),
