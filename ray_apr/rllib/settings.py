@@ -166,11 +166,6 @@ def check_callbacks(callbacks: Any) -> None:
             require(is_called, f"callbacks_class.{name}", cls.__name__, remedy)
 
 
-def env_runners(config: APRConfig) -> int:
-    """Rollout servers; RLlib's 0, none but a local one, is one."""
-    return config.num_env_runners or 1
-
-
 @cache
 def _defaults() -> dict[str, Any]:
     from ray_apr.rllib.config import APRConfig
@@ -295,7 +290,7 @@ def _mini_batches(config: APRConfig, batch_size: int, learners: int) -> int:
 def _rollout(config: APRConfig) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     if _is_set(config, "num_env_runners"):
-        found["num_replicas"] = ("num_env_runners", env_runners(config))
+        found["num_replicas"] = ("num_env_runners", config.num_env_runners or 1)
     if _is_set(config, "num_cpus_per_env_runner"):
         cpus = config.num_cpus_per_env_runner
         found["num_cpus_per_replica"] = ("num_cpus_per_env_runner", cpus)

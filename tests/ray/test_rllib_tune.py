@@ -33,6 +33,7 @@ def test_a_population_takes_turns_and_exploits(cluster, tmp_path):
     given.training(lr=tune.grid_search([2e-4, 1e-6]))
     given.resources(custom_resources_for_main_process={"room": 1})
     scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
         perturbation_interval=2,
         quantile_fraction=0.5,
         resample_probability=0.0,
