@@ -62,7 +62,7 @@ quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
 test: $(DEV) ## run the tests, in two processes, but for those of test-long
 	@exec $(PY) -m pytest $(TWO) $(ARGS)
 
-test-long: $(DEV) ## run the tests that take minutes each (a quarter of an hour)
+test-long: $(DEV) ## run the tests that take minutes each (half an hour)
 	@exec $(PY) -m pytest -m long $(ARGS)
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM

@@ -125,6 +125,7 @@ def test_another_run_begins_where_a_session_was_saved_and_ends_by_itself(model, 
     assert (tmp_path / "end" / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_trials_of_tune_report_each_step_and_one_that_fails_leaves_nothing(model, mark, tmp_path):
     def trial(config: dict[str, Any]) -> None:
         def reward(sample: Any) -> float:
