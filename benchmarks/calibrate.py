@@ -181,6 +181,7 @@ async def _make_client(config: RolloutConfig, size: int) -> Any:
 
 async def _respond(client: Any, config: RolloutConfig, prompt_tokens: int, tokens: int) -> None:
     """One response, resumed until it has its length."""
+    from ray_apr.core.messages import GenerateRequest, PromptInput
     from ray_apr.types import SamplingParams
 
     number = next(_numbers)
@@ -188,11 +189,13 @@ async def _respond(client: Any, config: RolloutConfig, prompt_tokens: int, token
     ids = [rng.randrange(3, 12) for _ in range(prompt_tokens)]
     while (num_left := prompt_tokens + tokens - len(ids)) > 0:
         generation = await client.generate(
-            request_id=f"{name}#{num_left}",
-            session_id=name,
-            token_ids=ids,
-            sampling=SamplingParams(temperature=1.0, ignore_eos=True),
-            max_tokens=num_left,
+            GenerateRequest(
+                request_id=f"{name}#{num_left}",
+                session_id=name,
+                prompt=PromptInput(token_ids=tuple(ids)),
+                sampling=SamplingParams(temperature=1.0, ignore_eos=True),
+                max_tokens=num_left,
+            )
         )
         ids += [token for segment in generation.segments for token in segment.token_ids]
 

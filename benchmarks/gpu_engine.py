@@ -107,15 +107,19 @@ def _start(engine: Any, count: int, length: int) -> list[asyncio.Task[Any]]:
 
 
 async def _request(engine: Any, index: int, length: int) -> Any:
+    from ray_apr.core.messages import GenerateRequest, PromptInput
     from ray_apr.types import SamplingParams
 
     rng = random.Random(index)
+    prompt = tuple(rng.randrange(3, 500) for _ in range(PROMPT_TOKENS))
     return await engine.generate(
-        request_id=f"{time.monotonic()}-{index}",
-        session_id=f"{index}",
-        token_ids=[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)],
-        sampling=SamplingParams(ignore_eos=True),
-        max_tokens=length,
+        GenerateRequest(
+            request_id=f"{time.monotonic()}-{index}",
+            session_id=f"{index}",
+            prompt=PromptInput(token_ids=prompt),
+            sampling=SamplingParams(ignore_eos=True),
+            max_tokens=length,
+        )
     )
 
 

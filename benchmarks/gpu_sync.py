@@ -302,16 +302,19 @@ class Driver:
             await asyncio.sleep(0.1)
 
     async def _request(self, index: int) -> None:
+        from ray_apr.core.messages import GenerateRequest, PromptInput
         from ray_apr.types import SamplingParams
 
         sampling = SamplingParams(ignore_eos=True)
         for turn in itertools.count():
             await self._client.generate(
-                request_id=f"{index}-{turn}",
-                session_id=f"{index}",
-                token_ids=self._prompt(),
-                sampling=sampling,
-                max_tokens=self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS),
+                GenerateRequest(
+                    request_id=f"{index}-{turn}",
+                    session_id=f"{index}",
+                    prompt=PromptInput(token_ids=tuple(self._prompt())),
+                    sampling=sampling,
+                    max_tokens=self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS),
+                )
             )
 
     def _prompt(self) -> list[int]:
@@ -319,16 +322,19 @@ class Driver:
 
     async def greedy(self) -> list[tuple[list[int], list[float]]]:
         """Prompt + response and its log-probs, of a few greedy requests."""
+        from ray_apr.core.messages import GenerateRequest, PromptInput
         from ray_apr.types import SamplingParams
 
         async def one(index: int) -> tuple[list[int], list[float]]:
             prompt = self._prompt()
             generation = await self._client.generate(
-                request_id=f"check-{time.monotonic()}-{index}",
-                session_id=f"check-{index}",
-                token_ids=prompt,
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
-                max_tokens=CHECKED_TOKENS,
+                GenerateRequest(
+                    request_id=f"check-{time.monotonic()}-{index}",
+                    session_id=f"check-{index}",
+                    prompt=PromptInput(token_ids=tuple(prompt)),
+                    sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+                    max_tokens=CHECKED_TOKENS,
+                )
             )
             ids = [t for s in generation.segments for t in s.token_ids]
             logprobs = [p for s in generation.segments for p in s.logprobs]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.types import (
     Generation,
     RewardResult,
     Sample,
-    SamplingParams,
     ServerStatus,
     Step,
     WeightGroupState,
@@ -66,16 +66,8 @@ class Environment(Protocol):
 class RolloutClient(Protocol):
     """All rollout servers, as their users see them. Every method has a time limit inside."""
 
-    async def generate(
-        self,
-        *,
-        request_id: str,
-        session_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-    ) -> Generation:
-        """Continue `token_ids` by at most `max_tokens`; requests of one session share a replica.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt; requests of one session share a replica.
 
         Ends with ``FinishReason.ABORT`` and the tokens so far when the request is aborted.
         """

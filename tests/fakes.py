@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
 
+from ray_apr.core.messages import GenerateRequest, PromptInput
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
@@ -30,6 +31,24 @@ FIRST_TOKEN = 1000
 """Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""
 FIRST_OBSERVED = 5000
 """So it is with FIRST_OBSERVED + i for what an environment says."""
+
+
+def generate_request(
+    request_id: str,
+    *,
+    token_ids: Sequence[int] = (1, 2),
+    sampling: SamplingParams | None = None,
+    max_tokens: int = 8,
+    **ids: Any,
+) -> GenerateRequest:
+    """A request, of which a test says what matters to it."""
+    return GenerateRequest(
+        request_id=request_id,
+        prompt=PromptInput(token_ids=tuple(token_ids)),
+        sampling=sampling or SamplingParams(),
+        max_tokens=max_tokens,
+        **ids,
+    )
 
 
 class FakeClock:
@@ -55,7 +74,7 @@ class FakeClock:
 
 
 @dataclass
-class _Request:
+class _Call:
     session_id: str
     position: int
     """Response tokens made by earlier calls."""
@@ -126,7 +145,7 @@ class ScriptedEngine:
         self._auto = auto
         self._num_replicas = num_replicas
         self._clock = clock or FakeClock()
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, _Call] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -136,17 +155,10 @@ class ScriptedEngine:
         """Request ids inside the engine, in order of arrival."""
         return tuple(self._running)
 
-    async def generate(
-        self,
-        *,
-        request_id: str,
-        session_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-    ) -> Generation:
-        """Continue `token_ids`; see `RolloutClient`."""
-        ids, sample = tuple(token_ids), request_id.partition("#")[0]
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt; see `RolloutClient`."""
+        request_id, max_tokens = request.request_id, request.max_tokens
+        ids, sample = tuple(request.prompt.token_ids), request.sample_id
         self.calls.append((request_id, ids, max_tokens))
         if self.fail.get(sample):
             raise self.fail[sample].pop(0)
@@ -154,22 +166,22 @@ class ScriptedEngine:
             raise EngineUnavailableError("weights are undefined after a broken weight sync")
         if request_id in self._running or max_tokens < 1:
             raise RolloutError(f"request {request_id} runs already, or has no budget")
-        request = self._request(sample, session_id, ids, max_tokens)
-        self._running[request_id] = request
+        call = self._call(sample, request.session_id, ids, max_tokens)
+        self._running[request_id] = call
         try:
-            while self._auto and not request.done.done():
+            while self._auto and not call.done.done():
                 await self._resumed.wait()
                 await asyncio.sleep(0)
                 self._decode(request_id, self._auto)
-            reason = await request.done
+            reason = await call.done
         finally:
             self._running.pop(request_id, None)
-        self.tokens_generated += len(request.tokens)
+        self.tokens_generated += len(call.tokens)
         return Generation(
             request_id=request_id,
-            segments=_segments(request),
+            segments=_segments(call),
             finish_reason=reason,
-            replica_id=self._replica(session_id),
+            replica_id=self._replica(request.session_id),
         )
 
     def advance(self, num_tokens: int = 1, request_ids: Sequence[str] | None = None) -> None:
@@ -186,7 +198,7 @@ class ScriptedEngine:
         """Freeze; with "abort", end what runs; with "wait", let it end first."""
         self._resumed.clear()
         if mode == "wait":
-            await asyncio.gather(*(request.done for request in self._running.values()))
+            await asyncio.gather(*(call.done for call in self._running.values()))
         self.is_paused = True
         if mode == "abort":
             await self.abort(None)
@@ -285,9 +297,7 @@ class ScriptedEngine:
         del replica_id, token_ids
         return {}
 
-    def _request(
-        self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int
-    ) -> _Request:
+    def _call(self, sample: str, session_id: str, ids: tuple[int, ...], max_tokens: int) -> _Call:
         response = tuple(itertools.dropwhile(lambda token: token < FIRST_TOKEN, ids))
         prompt = ids[: len(ids) - len(response)]
         position, is_observed = len(response), [token >= FIRST_OBSERVED for token in response]
@@ -303,24 +313,24 @@ class ScriptedEngine:
             length = min(length, position + self.turn_length - in_turn)
         end = min(length, position + max_tokens)
         reason = FinishReason.STOP if end == length else FinishReason.LENGTH
-        return _Request(session_id, position, end, reason)
+        return _Call(session_id, position, end, reason)
 
     def _decode(self, request_id: str, num_tokens: int) -> None:
-        request = self._running[request_id]
-        if self.is_paused or request.done.done():
+        call = self._running[request_id]
+        if self.is_paused or call.done.done():
             return
-        here = request.position + len(request.tokens)
-        upto = min(here + num_tokens, request.end)
-        request.tokens += [(self.policy_version, FIRST_TOKEN + i) for i in range(here, upto)]
-        if upto == request.end:
-            self._end(request_id, request.reason)
+        here = call.position + len(call.tokens)
+        upto = min(here + num_tokens, call.end)
+        call.tokens += [(self.policy_version, FIRST_TOKEN + i) for i in range(here, upto)]
+        if upto == call.end:
+            self._end(request_id, call.reason)
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
-        request = self._running.get(request_id)
-        if request is None or request.done.done():
+        call = self._running.get(request_id)
+        if call is None or call.done.done():
             return False
         self.num_aborted += reason is FinishReason.ABORT
-        request.done.set_result(reason)
+        call.done.set_result(reason)
         return True
 
     def _replica(self, session_id: str) -> str:
@@ -344,25 +354,18 @@ class OutsideClient:
         if self.error is not None:
             raise self.error
 
-    async def generate(
-        self,
-        *,
-        request_id: str,
-        session_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-    ) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """Make the first token again and again, at most four times."""
         self._answer()
-        array("i", [*token_ids, *sampling.stop_token_ids, sampling.top_k, max_tokens])
+        sampling, token_ids = request.sampling, request.prompt.token_ids
+        array("i", [*token_ids, *sampling.stop_token_ids, sampling.top_k, request.max_tokens])
         array("q", [sampling.seed or 0])
-        f"{request_id} {session_id}".encode()
+        f"{request.request_id} {request.session_id}".encode()
         self.asked.append(sampling)
-        ids = (token_ids[0],) * min(4, max_tokens)
+        ids = (token_ids[0],) * min(4, request.max_tokens)
         segment = Segment(policy_version=0, token_ids=ids, logprobs=(-1.0,) * len(ids))
         return Generation(
-            request_id=request_id, segments=(segment,), finish_reason=FinishReason.LENGTH
+            request_id=request.request_id, segments=(segment,), finish_reason=FinishReason.LENGTH
         )
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
@@ -396,12 +399,11 @@ def _minus_one_each(replica_id: str, sequence: Sequence[int]) -> tuple[float, ..
     return (-1.0,) * (len(sequence) - 1)
 
 
-def _segments(request: _Request) -> tuple[Segment, ...]:
+def _segments(call: _Call) -> tuple[Segment, ...]:
     """One segment for each version."""
-    versions = sorted({version for version, _ in request.tokens})
+    versions = sorted({version for version, _ in call.tokens})
     made = [
-        (version, tuple(token for v, token in request.tokens if v == version))
-        for version in versions
+        (version, tuple(token for v, token in call.tokens if v == version)) for version in versions
     ]
     return tuple(
         Segment(

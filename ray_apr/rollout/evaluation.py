@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.data.prompts import load_tokenizer
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, UserCodeError
 from ray_apr.metrics import Metrics
@@ -226,11 +227,7 @@ class Evaluator:
             self._num_calls += 1
             try:
                 generation = await self._client.generate(
-                    request_id=f"{sample.sample_id}#{self._num_calls}",
-                    session_id=sample.group_id,
-                    token_ids=(*sample.prompt.token_ids, *sample.response_ids),
-                    sampling=self._sampling.of_call(sample),
-                    max_tokens=sample.remaining_budget,
+                    GenerateRequest.of_sample(sample, self._sampling, number=self._num_calls)
                 )
             except EngineUnavailableError:  # no fault of the sample
                 waits_since = waits_since or time.monotonic()

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.data.movement import Moves
 from ray_apr.data.order import prompt_position
 from ray_apr.data.prompts import PromptSource, load_tokenizer
@@ -376,18 +377,15 @@ class RolloutWorker:
             began: When the call was decided on, for `FailureCount`.
         """
         sample_id = sample.sample_id
-        request_id = self._requests[sample_id] = f"{sample_id}#{self._num_calls}"
+        request = GenerateRequest.of_sample(
+            sample, self._config.sampling, number=self._num_calls, seed=self._seed(sample)
+        )
+        self._requests[sample_id] = request.request_id
         self._num_calls += 1
         if sample.num_tokens:
             self._metrics.add("apr_rollout_resumptions")
         try:
-            generation = await self._client.generate(
-                request_id=request_id,
-                session_id=sample.group_id,
-                token_ids=(*sample.prompt.token_ids, *sample.response_ids),
-                sampling=self._config.sampling.of_call(sample, seed=self._seed(sample)),
-                max_tokens=sample.remaining_budget,
-            )
+            generation = await self._client.generate(request)
         except RolloutError as error:
             await self._on_generation_error(sample_id, error, began)
             return

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ray_apr.core.messages import GenerateRequest, PromptInput
 from ray_apr.protocols import PauseMode
 from ray_apr.types import Origin, SamplingParams
 
@@ -26,7 +27,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class GenerateRequest(_Body):
+class GenerateBody(_Body):
     """Body of ``POST /v1/rollouts/generate``."""
 
     request_id: RequestId
@@ -40,21 +41,30 @@ class GenerateRequest(_Body):
     seed: int | None = Field(None, ge=0, le=_INT64, strict=True)
     ignore_eos: bool = Field(False, strict=True)
 
-    def sampling(self) -> SamplingParams:
-        """The sampling part."""
+    def request(self) -> GenerateRequest:
+        """What the body asks for."""
+        return GenerateRequest(
+            request_id=self.request_id,
+            prompt=PromptInput(token_ids=tuple(self.token_ids)),
+            sampling=self._sampling(),
+            max_tokens=self.max_tokens,
+            session_id=self.session_id or self.request_id,
+        )
+
+    def _sampling(self) -> SamplingParams:
         names = {f.name for f in dataclasses.fields(SamplingParams)}
         values = {k: v for k, v in self.model_dump().items() if k in names}
         values |= {"stop_token_ids": tuple(self.stop_token_ids), "origin": Origin.OUTSIDE}
         return SamplingParams(**values)
 
 
-class AbortRequest(_Body):
+class AbortBody(_Body):
     """Body of ``POST /v1/rollouts/abort``; without ids, everything is aborted."""
 
     request_ids: list[RequestId] | None = Field(None, max_length=_MAX_ABORTED)
 
 
-class PauseRequest(_Body):
+class PauseBody(_Body):
     """Body of ``POST /v1/rollouts/pause``."""
 
     mode: PauseMode = "abort"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
@@ -40,7 +42,6 @@ from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.types import (
     Generation,
-    SamplingParams,
     ServerStatus,
     WeightGroupState,
     WeightScores,
@@ -90,16 +91,8 @@ class ServeRolloutClient:
 
     # -- generation ------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        *,
-        request_id: str,
-        session_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-    ) -> Generation:
-        """Continue `token_ids`; see `RolloutClient`.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt; see `RolloutClient`.
 
         Raises:
             RolloutError: If the request is refused, or has the id of another one that is under way.
@@ -110,20 +103,14 @@ class ServeRolloutClient:
                 await self._learn()
             except RolloutError as error:  # also where a server does not answer in time
                 raise EngineUnavailableError(str(error)) from error
+        request_id = request.request_id
         if request_id in self._placed:
             raise RolloutError(f"request {request_id} is under way already")
         placement, slots = self._placement, self._slots
         replica_id = self._placed[request_id] = placement.enter(
-            request_id.partition("#")[0], session_id
+            request.sample_id, request.session_id
         )
-        request = {
-            "request_id": request_id,
-            "token_ids": tuple(token_ids),
-            "sampling": sampling,
-            "max_tokens": max_tokens,
-            "session_id": session_id,
-            "min_policy_version": self._policy_version,
-        }
+        request = dataclasses.replace(request, min_policy_version=self._policy_version)
         try:
             generation = await self._outcome(replica_id, slots[replica_id], request)
         except EngineUnavailableError:
@@ -138,7 +125,7 @@ class ServeRolloutClient:
             self._slots = {}  # the replicas have changed, and the slots with them
         return generation
 
-    async def _outcome(self, replica_id: str, slot: Any, request: Mapping[str, Any]) -> Generation:
+    async def _outcome(self, replica_id: str, slot: Any, request: GenerateRequest) -> Generation:
         """Send a request, and wait for its end.
 
         Waits for: the outcome. Unblocked by: the replica, which ends what does not go on; its
@@ -148,7 +135,7 @@ class ServeRolloutClient:
         try:
             return await future
         finally:
-            request_id = request["request_id"]
+            request_id = request.request_id
             if future.cancelled() and not self._exchange.withdraw(replica_id, request_id):
                 with contextlib.suppress(RayError, RayServeException):
                     slot.abort.remote([request_id])

@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import (
     SYNC_BROKEN,
     ConfigError,
@@ -49,7 +50,7 @@ from ray_apr.serve.outputs import (
 from ray_apr.serve.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.stall import StallWatch
-from ray_apr.types import FinishReason, Generation, Origin, SamplingParams, Segment, ServerStatus
+from ray_apr.types import FinishReason, Generation, Origin, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -205,42 +206,24 @@ class Engine:
         """Whether calls wait."""
         return not self._gate.is_set()
 
-    async def generate(
-        self,
-        *,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
-        session_id: str = "",
-        min_policy_version: int = 0,
-    ) -> Generation:
-        """Continue `token_ids` by at most `max_tokens`.
-
-        Args:
-            request_id: Unique among the calls under way.
-            token_ids: Prompt, and what earlier calls made.
-            sampling: How tokens are drawn.
-            max_tokens: Most new tokens.
-            session_id: With `keep_kv_cache`, only calls of one session share KV entries, so that
-                no call meets those of weights that are older than its own session.
-            min_policy_version: Version of the caller's weights, which a replica that has begun anew
-                does not have before the next weight sync. One that is paused may get it.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt.
 
         Raises:
             RolloutError: If the request is malformed, its id is in use, or more ids could be drawn
                 at a token than vLLM tells.
             EngineUnavailableError: If the engine is dead, or its weights are undefined or older.
         """
+        request_id, token_ids = request.request_id, request.prompt.token_ids
         if request_id in self._running:
             raise RolloutError(f"request {request_id} is under way already")
-        if not token_ids or max_tokens < 1:
+        if not token_ids or request.max_tokens < 1:
             raise RolloutError(
-                f"request {request_id} has {len(token_ids)} tokens and a budget of {max_tokens}; "
-                "both must be at least 1"
+                f"request {request_id} has {len(token_ids)} tokens and a budget of "
+                f"{request.max_tokens}; both must be at least 1"
             )
-        if sampling.origin is Origin.OUTSIDE:
-            self._check_ids(request_id, (*token_ids, *sampling.stop_token_ids))
+        if request.sampling.origin is Origin.OUTSIDE:
+            self._check_ids(request_id, (*token_ids, *request.sampling.stop_token_ids))
         aborted = self._running[request_id] = asyncio.Event()
         try:
             if not await self._enter(aborted):
@@ -253,14 +236,12 @@ class Engine:
                 raise EngineUnavailableError(
                     f"the weights of {self.replica_id} are undefined after a broken weight sync"
                 )
-            if self._policy_version < min_policy_version:
+            if self._policy_version < request.min_policy_version:
                 raise EngineUnavailableError(
-                    f"{self.replica_id} does not have version {min_policy_version} yet"
+                    f"{self.replica_id} does not have version {request.min_policy_version} yet"
                 )
-            salt = session_id if self._keep_kv_cache else f"v{self._policy_version}"
-            prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt or request_id}
-            generation = await self._run(request_id, prompt, sampling, max_tokens)
-            self._tokens[sampling.origin] += generation.num_tokens
+            generation = await self._run(request)
+            self._tokens[request.sampling.origin] += generation.num_tokens
             return generation
         finally:
             del self._running[request_id]
@@ -285,10 +266,12 @@ class Engine:
                     wait.cancel()
         return not aborted.is_set()
 
-    async def _run(
-        self, request_id: str, prompt: Mapping[str, Any], sampling: SamplingParams, max_tokens: int
-    ) -> Generation:
-        params = vllm_params(sampling, max_tokens, self._vocabulary)
+    async def _run(self, request: GenerateRequest) -> Generation:
+        request_id, sampling = request.request_id, request.sampling
+        params = vllm_params(sampling, request.max_tokens, self._vocabulary)
+        salt = request.session_id if self._keep_kv_cache else f"v{self._policy_version}"
+        given = list(request.prompt.token_ids)
+        prompt = {"prompt_token_ids": given, "cache_salt": salt or request_id}
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         version = self._policy_version
         with self._inside_engine(request_id) as call, self._dead_is_unavailable():
@@ -310,8 +293,8 @@ class Engine:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
         segments = segments_of(output, version, with_support=sampling.reports_support)
         if sampling.num_carried:
-            given, made = prompt["prompt_token_ids"], output.token_ids
-            end = end_of_straddling_stop(self._llm.tokenizer, sampling, given, made)
+            tokenizer, made = self._llm.tokenizer, output.token_ids
+            end = end_of_straddling_stop(tokenizer, sampling, given, made)
             if end is not None:
                 segments, reason = up_to(segments, end), FinishReason.STOP
         return self._generation(request_id, segments, reason)

@@ -28,7 +28,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Mapping,
 )
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +35,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import (
     APRError,
     EngineUnavailableError,
@@ -46,7 +46,6 @@ from ray_apr.exceptions import (
 from ray_apr.types import FinishReason, Generation
 
 Outcome = Generation | APRError
-Request = Mapping[str, Any]
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""
@@ -158,19 +157,19 @@ class Exchange:
         self._calls: dict[str, _Call] = {}
         self._num_calls: Counter[str] = Counter()
         """Of each replica."""
-        self._outboxes: dict[str, dict[str, Request]] = {}
+        self._outboxes: dict[str, dict[str, GenerateRequest]] = {}
         """Requests that will be sent in a moment, by replica."""
         self._streams: set[str] = set()
         """Replicas that a stream comes from."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def post(self, replica_id: str, request: Request) -> asyncio.Future[Generation]:
+    def post(self, replica_id: str, request: GenerateRequest) -> asyncio.Future[Generation]:
         """Send a request together with all others of this moment; returns its outcome's future.
 
         Raises:
             RolloutError: If one with this id has not ended.
         """
-        request_id = request["request_id"]
+        request_id = request.request_id
         if request_id in self._calls:
             raise RolloutError(f"request {request_id} is under way already")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()

@@ -22,7 +22,7 @@ from ray import serve
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
-from ray_apr.serve.bodies import AbortRequest, GenerateRequest, PauseRequest
+from ray_apr.serve.bodies import AbortBody, GenerateBody, PauseBody
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.names import INGRESS
 
@@ -99,31 +99,25 @@ class _Verbs:
         self._client = client
         self._max_model_len = max_model_len
 
-    async def generate(self, body: GenerateRequest) -> _Reply:
+    async def generate(self, body: GenerateBody) -> _Reply:
         """Continue token ids."""
         context, num_tokens = self._max_model_len, len(body.token_ids) + body.max_tokens
         if context is not None and num_tokens > context:
             detail = f"token_ids and max_tokens are {num_tokens} tokens; the context has {context}"
             raise HTTPException(422, detail)
         try:
-            generation = await self._client.generate(
-                request_id=body.request_id,
-                session_id=body.session_id or body.request_id,
-                token_ids=body.token_ids,
-                sampling=body.sampling(),
-                max_tokens=body.max_tokens,
-            )
+            generation = await self._client.generate(body.request())
         except EngineUnavailableError:
             raise
         except RolloutError as error:
             raise HTTPException(400, str(error)) from error
         return _Reply(dataclasses.asdict(generation))
 
-    async def abort(self, body: AbortRequest) -> _Reply:
+    async def abort(self, body: AbortBody) -> _Reply:
         """Stop calls, all or by id."""
         return _Reply({"num_aborted": await self._client.abort_anywhere(body.request_ids)})
 
-    async def pause(self, body: PauseRequest) -> _Reply:
+    async def pause(self, body: PauseBody) -> _Reply:
         """Freeze all engines."""
         await self._client.pause(body.mode)
         return _Reply({"is_paused": True})

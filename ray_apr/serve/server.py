@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 
+from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import Engine
@@ -53,33 +54,33 @@ class RolloutServer:
         self._calls: set[asyncio.Task[None]] = set()
         await self._engine.start()
 
-    async def submit(self, client_id: str, requests: Sequence[Mapping[str, Any]]) -> str:
+    async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> str:
         """Begin calls, whose outcomes this client asks for (`outcomes`).
 
         Args:
             client_id: Who asks.
-            requests: Arguments of `Engine.generate`.
+            requests: See `Engine.generate`.
 
         Returns:
             Which replica this is.
         """
         self._mailboxes.expect(client_id, len(requests))
         for request in requests:
-            call = asyncio.create_task(self._call(client_id, **request))
+            call = asyncio.create_task(self._call(client_id, request))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
         return self._engine.replica_id
 
-    async def _call(self, client_id: str, **request: Any) -> None:
+    async def _call(self, client_id: str, request: GenerateRequest) -> None:
         outcome: Generation | APRError
         try:
-            outcome = await self._engine.generate(**request)
+            outcome = await self._engine.generate(request)
         except APRError as error:
             outcome = error
         except Exception as error:  # the client waits for an outcome, whatever it is
-            logger.exception("request %s", request["request_id"])
-            outcome = RolloutError(f"request {request['request_id']}: {error!r}")
-        self._mailboxes.put(client_id, request["request_id"], outcome)
+            logger.exception("request %s", request.request_id)
+            outcome = RolloutError(f"request {request.request_id}: {error!r}")
+        self._mailboxes.put(client_id, request.request_id, outcome)
 
     async def outcomes(
         self, client_id: str, replica_id: str

@@ -12,6 +12,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.types import SamplingParams
+from tests.fakes import generate_request
 from tests.processes import kill_all, marked_environment
 from tests.whole_runs import CONFIG, running_cluster
 
@@ -33,10 +34,10 @@ def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
     async def answers() -> set[str]:
         client = ServeRolloutClient(APP, config)
         generations = await asyncio.gather(*(
-            client.generate(
+            client.generate(generate_request(
                 request_id=f"{i}", session_id=f"{i}", token_ids=(5, 6, 7), max_tokens=4,
                 sampling=SamplingParams(ignore_eos=True),
-            )
+            ))
             for i in range(8)
         ))  # fmt: skip
         assert [g.num_tokens for g in generations] == [4] * 8

@@ -11,6 +11,7 @@ import pytest
 from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve import engine as engine_module
 from ray_apr.serve.engine import Engine
+from tests.fakes import generate_request
 
 
 class _Dead(Exception):
@@ -125,10 +126,12 @@ async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatc
             engine.status()
         with hung:
             await engine.generate(
-                request_id="s#1",
-                token_ids=[1],
-                sampling=SimpleNamespace(origin=None),
-                max_tokens=1,
+                generate_request(
+                    request_id="s#1",
+                    token_ids=[1],
+                    sampling=SimpleNamespace(origin=None),
+                    max_tokens=1,
+                )
             )
 
 

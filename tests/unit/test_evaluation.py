@@ -109,9 +109,9 @@ async def test_it_asks_greedily_and_apart_from_the_run(make):
     asked = []
 
     class Engine(ScriptedEngine):
-        async def generate(self, **call):
-            asked.append(call["sampling"])
-            return await super().generate(**call)
+        async def generate(self, request):
+            asked.append(request.sampling)
+            return await super().generate(request)
 
     evaluator, _ = make(Engine(auto=1), at_start=False)
     await evaluator.start(0)

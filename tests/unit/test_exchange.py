@@ -11,6 +11,7 @@ from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.serve import exchange
 from ray_apr.serve.exchange import Exchange, Mailboxes
 from ray_apr.types import FinishReason, Generation
+from tests.fakes import generate_request
 
 
 def generation(request_id: str, replica_id: str) -> Generation:
@@ -45,7 +46,7 @@ class Server:
 
     async def _submit(self, client_id, requests):
         self._check()
-        self.submitted.append([request["request_id"] for request in requests])
+        self.submitted.append([request.request_id for request in requests])
         self.mailboxes.expect(client_id, len(requests))
         self.clients |= dict.fromkeys(self.submitted[-1], client_id)
         return self.replica_id
@@ -122,9 +123,9 @@ async def client(finder):
 async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
     client, servers
 ):
-    futures = [client.post("a", {"request_id": f"{i}"}) for i in range(50)]
+    futures = [client.post("a", generate_request(f"{i}")) for i in range(50)]
     await servers["a"].until_submitted(50)
-    futures += [client.post("a", {"request_id": f"{i}"}) for i in range(50, 100)]
+    futures += [client.post("a", generate_request(f"{i}")) for i in range(50, 100)]
     await servers["a"].until_submitted(100)
     assert [len(call) for call in servers["a"].submitted] == [50, 50]
     for i in reversed(range(100)):
@@ -138,7 +139,7 @@ async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_toget
 
 async def test_a_replica_is_asked_again_while_it_owes_an_outcome(client, servers, monkeypatch):
     monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
-    future = client.post("a", {"request_id": "x"})
+    future = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
     await asyncio.sleep(0.1)
     assert servers["a"].num_asked > 2
@@ -147,7 +148,7 @@ async def test_a_replica_is_asked_again_while_it_owes_an_outcome(client, servers
 
 
 async def test_errors_are_outcomes(client, servers):
-    future = client.post("a", {"request_id": "x"})
+    future = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
     servers["a"].end("x", RolloutError("too long"))
     with pytest.raises(RolloutError, match="too long"):
@@ -156,12 +157,12 @@ async def test_errors_are_outcomes(client, servers):
 
 async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, servers, monkeypatch):
     monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
-    dying, living = client.post("a", {"request_id": "x"}), client.post("b", {"request_id": "y"})
+    dying, living = client.post("a", generate_request("x")), client.post("b", generate_request("y"))
     await asyncio.gather(*(server.until_submitted(1) for server in servers.values()))
     servers["a"].is_dead = True
     with pytest.raises(EngineUnavailableError):
         await asyncio.wait_for(dying, 5)
-    late = client.post("a", {"request_id": "z"})
+    late = client.post("a", generate_request("z"))
     with pytest.raises(EngineUnavailableError):
         await asyncio.wait_for(late, 5)
     servers["b"].end("y")
@@ -170,7 +171,7 @@ async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, server
 
 async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, servers, finder):
     finder.known["a"] = servers["b"]
-    future = client.post("a", {"request_id": "x"})
+    future = client.post("a", generate_request("x"))
     await servers["b"].until_submitted(1)
     servers["b"].end("x")
     assert (await asyncio.wait_for(future, 5)).replica_id == "b"
@@ -182,10 +183,10 @@ async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
 ):
     monkeypatch.setattr(exchange, "_STREAM_S", 0.05)
     route = finder.known["a"] = Route(servers["a"])
-    first = client.post("a", {"request_id": "x"})
+    first = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
     route.target = servers["b"]  # who owes this client something all the time
-    second = client.post("b", {"request_id": "y"})
+    second = client.post("b", generate_request("y"))
     await servers["b"].until_submitted(1)
     await asyncio.sleep(0.1)
     servers["a"].end("x")
@@ -200,7 +201,7 @@ async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch)
     client = Exchange(finder)
     futures = []
     for i in range(40):
-        futures.append(client.post("a", {"request_id": f"{i}"}))
+        futures.append(client.post("a", generate_request(f"{i}")))
         await servers["a"].until_submitted(i + 1)
         await asyncio.sleep(0.01)
         if i:
@@ -214,9 +215,9 @@ async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch)
 async def test_any_error_on_the_way_ends_the_request_there_and_here(client, servers, finder):
     finder.known["a"] = None
     with pytest.raises(EngineUnavailableError, match="NoneType"):
-        await asyncio.wait_for(client.post("a", {"request_id": "x"}), 5)
+        await asyncio.wait_for(client.post("a", generate_request("x")), 5)
     finder.known["a"] = servers["a"]
-    future = client.post("a", {"request_id": "y"})
+    future = client.post("a", generate_request("y"))
     await servers["a"].until_submitted(1)
     servers["a"].is_dead = True
     servers["a"].end("y")  # it dies with the outcome in its hands
@@ -227,7 +228,7 @@ async def test_any_error_on_the_way_ends_the_request_there_and_here(client, serv
 
 
 async def test_an_outcome_that_was_lost_on_the_way_is_an_error(client, servers):
-    future = client.post("a", {"request_id": "x"})
+    future = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
     servers["a"].mailboxes._box(servers["a"].clients["x"]).num_owed -= 1  # somebody took it
     with pytest.raises(EngineUnavailableError, match="a: outcomes are lost"):
@@ -237,9 +238,9 @@ async def test_an_outcome_that_was_lost_on_the_way_is_an_error(client, servers):
 
 
 async def test_an_id_that_is_under_way_is_refused(client, servers):
-    future = client.post("a", {"request_id": "x"})
+    future = client.post("a", generate_request("x"))
     with pytest.raises(RolloutError, match="x is under way already"):
-        client.post("b", {"request_id": "x"})
+        client.post("b", generate_request("x"))
     await servers["a"].until_submitted(1)
     servers["a"].end("x")
     assert (await asyncio.wait_for(future, 5)).replica_id == "a"
@@ -249,7 +250,7 @@ async def test_a_caller_that_goes_before_its_replica_is_found_sends_nothing(
     client, servers, finder
 ):
     finder.may_find.clear()
-    futures = {i: client.post("a", {"request_id": i}) for i in ("x", "y")}
+    futures = {i: client.post("a", generate_request(i)) for i in ("x", "y")}
     await asyncio.sleep(0.02)
     assert client.withdraw("a", "x")
     finder.may_find.set()
@@ -260,7 +261,7 @@ async def test_a_caller_that_goes_before_its_replica_is_found_sends_nothing(
 
 
 async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers):
-    futures = {i: client.post("a", {"request_id": i}) for i in ("x", "y")}
+    futures = {i: client.post("a", generate_request(i)) for i in ("x", "y")}
     assert client.withdraw("a", "x")
     await servers["a"].until_submitted(1)
     assert servers["a"].submitted == [["y"]]

@@ -8,17 +8,19 @@ import pytest
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.types import FinishReason, SamplingParams
-from tests.fakes import FakeClock, ScriptedEngine
+from tests.fakes import FakeClock, ScriptedEngine, generate_request
 
 
 def call(engine, sample, *, ids=(1, 2), call_number=0, budget=8):
     return asyncio.ensure_future(
         engine.generate(
-            request_id=f"{sample}#{call_number}",
-            session_id="g",
-            token_ids=ids,
-            sampling=SamplingParams(),
-            max_tokens=budget,
+            generate_request(
+                request_id=f"{sample}#{call_number}",
+                session_id="g",
+                token_ids=ids,
+                sampling=SamplingParams(),
+                max_tokens=budget,
+            )
         )
     )
 

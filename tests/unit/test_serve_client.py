@@ -25,7 +25,7 @@ from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
-from tests.fakes import ScriptedEngine
+from tests.fakes import ScriptedEngine, generate_request
 from tests.run_plans import run_plan
 
 GROUP = {"world_size": 5, "timeout_s": 200.0}
@@ -220,7 +220,9 @@ async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(
     await client.receive_weights(4)  # neither of them says that it has them
     with pytest.raises(EngineUnavailableError, match=r"no rollout server has .* version 4"):
         await client.generate(
-            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            generate_request(
+                request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            )
         )
 
 
@@ -246,7 +248,9 @@ async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_
     handle.error = TimeoutError("Timed out waiting for broadcast results.")
     with pytest.raises(EngineUnavailableError, match="no answer within the time limit"):
         await client.generate(
-            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            generate_request(
+                request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            )
         )
 
 
@@ -279,7 +283,9 @@ async def test_slots_that_lead_only_to_replicas_without_the_weights_are_no_fault
     )
     with pytest.raises(EngineUnavailableError, match="with the newest weights answers"):
         await client.generate(
-            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            generate_request(
+                request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            )
         )
 
 
@@ -311,7 +317,9 @@ async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(d
 
     def generate():
         return client.generate(
-            request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            generate_request(
+                request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
+            )
         )
 
     first = asyncio.create_task(generate())

@@ -66,9 +66,9 @@ async def test_the_worker_says_what_earlier_calls_made(monkeypatch):
     engine, seen = ScriptedEngine(default_length=6), []
     generate = engine.generate
 
-    async def watched(**call):
-        seen.append(call["sampling"])
-        return await generate(**call)
+    async def watched(request):
+        seen.append(request.sampling)
+        return await generate(request)
 
     engine.generate = watched
     rollout = {"min_response_tokens": 4, "stop_strings": ("ab",)}

@@ -18,7 +18,7 @@ from ray_apr.exceptions import (
 from ray_apr.types import FinishReason, SamplingParams
 from ray_apr.weights.plan import ParamSpec, WeightGroup
 from ray_apr.weights.sync import WeightSync
-from tests.fakes import ScriptedEngine
+from tests.fakes import ScriptedEngine, generate_request
 
 LIMIT_S = 5.0
 
@@ -138,10 +138,10 @@ async def test_syncs_follow_one_another():
 async def test_what_runs_during_a_sync_keeps_its_tokens():
     engine, sync = make()
     call = asyncio.create_task(
-        engine.generate(
+        engine.generate(generate_request(
             request_id="s#0", session_id="g", token_ids=(1, 2), sampling=SamplingParams(),
             max_tokens=9,
-        )
+        ))
     )  # fmt: skip
     await asyncio.sleep(0)
     engine.advance(3)

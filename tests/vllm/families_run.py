@@ -24,6 +24,7 @@ from ray_apr.train.checkpoint import export_hf
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.types import FinishReason, Prompt, Sample
+from tests.fakes import generate_request
 from tests.families import disturb, make_family
 from tests.train_batches import make_batches, process_group
 from tests.vllm.engines import (
@@ -119,11 +120,13 @@ async def _samples(engine: Any, label: str) -> list[Sample]:
     generations = await asyncio.gather(
         *(
             engine.generate(
-                request_id=f"{label}-{i}",
-                token_ids=prompt,
-                sampling=FREE,
-                max_tokens=_RESPONSE_TOKENS,
-                session_id="",
+                generate_request(
+                    request_id=f"{label}-{i}",
+                    token_ids=prompt,
+                    sampling=FREE,
+                    max_tokens=_RESPONSE_TOKENS,
+                    session_id="",
+                )
             )
             for i, prompt in enumerate(_PROMPTS)
         )

@@ -15,6 +15,7 @@ from ray_apr.exceptions import WeightSyncError
 from ray_apr.train.checkpoint import export_hf
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.logprobs import micro_batches, response_logprobs
+from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 from tests.vllm.engines import (
@@ -59,11 +60,13 @@ def test_after_each_sync_a_llama_in_the_engine_equals_the_trainer_s(folder, monk
                 trainer.change()
                 await trainer.sync(engine, version)
                 generation = await engine.generate(
-                    request_id=f"r{version}",
-                    token_ids=PROMPT * 30,
-                    sampling=FREE,
-                    max_tokens=32,
-                    session_id="",
+                    generate_request(
+                        request_id=f"r{version}",
+                        token_ids=PROMPT * 30,
+                        sampling=FREE,
+                        max_tokens=32,
+                        session_id="",
+                    )
                 )
                 assert set(versions_of(generation)) == {version}
                 expected = hf_logprobs(trainer.model, PROMPT * 30, ids_of(generation))

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from ray_apr.exceptions import EngineDiedError, EngineUnavailableError
+from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, Trainer, make_engine, running
 
@@ -23,7 +24,9 @@ async def test_an_engine_whose_core_is_killed_tells_all_who_wait_for_it(tmp_path
     folder = make_tiny_model(tmp_path / "model")
 
     def generate(name: str) -> asyncio.Task:
-        call = engine.generate(request_id=name, token_ids=PROMPT, sampling=FREE, max_tokens=400)
+        call = engine.generate(
+            generate_request(request_id=name, token_ids=PROMPT, sampling=FREE, max_tokens=400)
+        )
         return asyncio.create_task(call)
 
     async with running(make_engine(folder)) as engine:

@@ -18,6 +18,7 @@ from ray_apr.train.head import attach_response_logprobs
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.types import FinishReason, Generation, Origin, Prompt, Sample, SamplingParams, Segment
 from ray_apr.weights.shared import SharedWeightSender
+from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches
 from tests.vllm.engines import (
@@ -54,11 +55,13 @@ def parts(request, tmp_path_factory):
 
 async def generate(engine, *, name=None, ids=PROMPT, sampling=GREEDY, max_tokens=64, session=""):
     return await engine.generate(
-        request_id=name or f"r{next(numbers)}",
-        token_ids=ids,
-        sampling=sampling,
-        max_tokens=max_tokens,
-        session_id=session,
+        generate_request(
+            request_id=name or f"r{next(numbers)}",
+            token_ids=ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            session_id=session,
+        )
     )
 
 
@@ -828,7 +831,9 @@ def test_a_paused_engine_may_get_the_version_that_a_request_needs(parts, arrives
         await trainer.join(engine)
         version = engine.policy_version + 1
         needs = {"token_ids": PROMPT, "sampling": GREEDY, "max_tokens": 4}
-        call = engine.generate(request_id="newer", min_policy_version=version, **needs)
+        call = engine.generate(
+            generate_request(request_id="newer", min_policy_version=version, **needs)
+        )
         await engine.pause("abort")
         waiting = asyncio.create_task(call)
         await asyncio.sleep(0.05)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ray_apr.grafana.panels import VLLM_METRICS
-from tests.fakes import RayMetrics
+from tests.fakes import RayMetrics, generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, make_engine, running
 
@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 async def made(engine, num_requests: int, max_tokens: int) -> int:
     """Tokens of so many requests at once, as the adapter counts them."""
     calls = [
-        engine.generate(request_id=f"r{i}", token_ids=PROMPT, sampling=FREE, max_tokens=max_tokens)
+        engine.generate(
+            generate_request(
+                request_id=f"r{i}", token_ids=PROMPT, sampling=FREE, max_tokens=max_tokens
+            )
+        )
         for i in range(num_requests)
     ]
     generations = await asyncio.gather(*calls)

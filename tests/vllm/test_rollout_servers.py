@@ -27,6 +27,7 @@ from ray_apr.train.publish import WeightPublisher
 from ray_apr.types import FinishReason, SamplingParams
 from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.sync import WeightSync
+from tests.fakes import generate_request
 from tests.processes import MARK, marked_environment, processes_of, wait_until_none
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import free_port
@@ -92,10 +93,10 @@ def wait_for_engines(mark: str) -> dict[int, str]:
 
 
 def request(client, name, session, max_tokens=32):
-    return client.generate(
+    return client.generate(generate_request(
         request_id=name, session_id=session, token_ids=(5, 6, 7), sampling=SAMPLING,
         max_tokens=max_tokens,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_groups_stick_to_a_replica_and_the_load_is_balanced(servers):
