@@ -48,9 +48,10 @@ def measure_engines(
         server use while nothing happens.
     """
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+    from ray_apr.serve.spec import EngineSpec
 
     config = dataclasses.replace(config, num_replicas=1)
-    start_rollout_servers(_APP, model=model, config=config)
+    start_rollout_servers(_APP, EngineSpec.of_run(model, config), config)
     try:
         idle_cores = measure_idle()
         raw = asyncio.run(_measure(config, prompt_tokens, max_num_seqs))

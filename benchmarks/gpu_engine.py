@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import random
 import statistics
@@ -80,8 +81,9 @@ def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any])
     import torch
 
     from ray_apr import RolloutConfig
-    from ray_apr.serve.builder import CPU_ENVIRONMENT, engine_arguments
-    from ray_apr.serve.engine import Engine
+    from ray_apr.serve.spec import EngineSpec
+    from ray_apr.serve.vllm.arguments import CPU_ENVIRONMENT
+    from ray_apr.serve.vllm.engine import VLLMEngine
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -91,15 +93,13 @@ def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any])
         dtype="bfloat16" if on_gpu else "float32",
         engine_kwargs={"max_num_seqs": args.inflight},
     )
-    arguments = engine_arguments(config, args.context, on_cuda=on_gpu)
-    if on_gpu:
-        arguments["distributed_executor_backend"] = "uni"
-    return Engine(
-        str(model),
-        replica_id="engine",
-        engine_kwargs={**arguments, **variant},
-        keep_kv_cache=True,
+    variant = ({"distributed_executor_backend": "uni"} if on_gpu else {}) | variant
+    spec = dataclasses.replace(
+        EngineSpec.of_run(str(model), config, max_model_len=args.context),
+        kv_cache="keep",
+        engine_kwargs={**config.engine_kwargs, **variant},
     )
+    return VLLMEngine(spec, "engine")
 
 
 def _start(engine: Any, count: int, length: int) -> list[asyncio.Task[Any]]:

@@ -35,6 +35,12 @@ STOPPED = r"generation stopped for ([\d.]+) ms"
 """What an engine core logs, from its last step before a pause to the first one after it."""
 
 
+def _spec(model: str, config: Any, context: int) -> Any:
+    from ray_apr.serve.spec import EngineSpec
+
+    return EngineSpec.of_run(model, config, max_model_len=context)
+
+
 def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Time raw broadcasts, then syncs; returns times and log-prob gaps of each."""
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # the receivers tell when they are done
@@ -61,7 +67,7 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         },
     )
     try:
-        start_rollout_servers(APP, model=str(model), config=config, max_model_len=args.context)
+        start_rollout_servers(APP, _spec(str(model), config, args.context), config)
         say("servers run")
         driver = ray.remote(Driver).options(max_concurrency=10_000).remote(config)
         trainer = (

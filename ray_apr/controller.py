@@ -35,7 +35,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.causes import cause_of, death_of, write_error_log
-from ray_apr.config import goes_on_across_syncs
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.datasource import sample_stream
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
@@ -54,6 +53,7 @@ from ray_apr.rollout.worker import RolloutSummary, RolloutWorker
 from ray_apr.run_plan import RunPlan
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.lease import start_lease, wait_for_lease
+from ray_apr.serve.spec import EngineSpec
 from ray_apr.stopping import StopSignals
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
@@ -342,16 +342,14 @@ class _Parts:
         """
         plan = self.plan
         try:
-            start_rollout_servers(
-                plan.name,
-                model=plan.model,
-                config=plan.rollout,
-                kv_cache=plan.partial_rollout.kv_cache,
-                needs_attestation=goes_on_across_syncs(plan.partial_rollout, plan.rollout),
+            spec = EngineSpec.of_run(
+                plan.model,
+                plan.rollout,
+                plan.partial_rollout,
                 max_model_len=plan.max_model_len,
                 evaluates=plan.evaluation is not None,
-                cancelled=self._closing,
             )
+            start_rollout_servers(plan.name, spec, plan.rollout, cancelled=self._closing)
             self._made.wait(timeout=plan.rollout.start_timeout_s)
             if self._closing.is_set():
                 return

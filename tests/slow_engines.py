@@ -14,11 +14,12 @@ from ray.exceptions import ActorDiedError
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError
 from ray_apr.serve import client as client_module
-from ray_apr.serve import engine as engine_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.engine import Engine
 from ray_apr.serve.exchange import Mailboxes
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import engine as engine_module
+from ray_apr.serve.vllm.engine import VLLMEngine
 from tests.fakes import FIRST_TOKEN
 
 TICK_S = 10.0
@@ -103,7 +104,7 @@ class SlowLLM:
         self.ticks.cancel()
 
 
-class _Engine(Engine):
+class _Engine(VLLMEngine):
     """Has its weights at once."""
 
     _dead_error = _Dead
@@ -120,9 +121,13 @@ class Replica:
         self.died = asyncio.Event()
         self.unhealthy_at: list[float] = []
         self.server = RolloutServer.__new__(RolloutServer)
-        engine = self.server._engine = _Engine(
-            "none", replica_id=name, engine_kwargs={}, stall_timeout_s=config.stall_timeout_s
+        spec = EngineSpec(
+            model="none",
+            device="cpu",
+            stall_timeout_s=config.stall_timeout_s,
+            engine_kwargs={"scheduler_cls": None},
         )
+        engine = self.server._engine = _Engine(spec, name)
         self.llm = engine._llm = SlowLLM(engine._load, tokens_per_s=tokens_per_s, lengths=lengths)
         engine._is_multimodal = engine._attests = False
         engine._vocabulary = 200_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -15,67 +16,29 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from ray_apr.config import KVCache, RolloutConfig
-from ray_apr.config.common import ENGINE_GPU_SHARE
+from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import ResourceError
 from ray_apr.ray_private import session_router
 from ray_apr.serve.ingress import build_ingress
-from ray_apr.serve.names import DEPLOYMENT, SCHEDULER, WORKER_EXTENSION
+from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.arguments import environment, gpu_share
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 
-_MAX_LOGPROBS = 20
-"""vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
-_COLOCATED_MEMORY = 0.8
-"""Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
-CUDA context, and for a moment the gathered weights."""
-_QUIET_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-CPU_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-}
-"""A worker inside the engine core, little memory, one thread: engines share the cores with the
-trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
-variable that is set outside wins."""
-CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
-"""vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
-has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
 
-
-def build_rollout_app(
-    *,
-    model: str,
-    config: RolloutConfig,
-    kv_cache: KVCache = "recompute",
-    needs_attestation: bool = False,
-    max_model_len: int | None = None,
-    on_cuda: bool = False,
-    evaluates: bool = False,
-) -> serve.Application:
+def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Application:
     """Bind the deployment of the rollout servers, behind an HTTP ingress if one is asked for.
 
     Args:
-        model: Folder or hub id.
-        config: Replicas, devices, engine arguments, HTTP.
-        kv_cache: What becomes of KV entries of old weights at a weight sync.
-        needs_attestation: Whether requests go on across weight syncs, so that vLLM has to tell the
-            version of each token.
-        max_model_len: Longest prompt + response, in tokens; None takes the model's.
-        on_cuda: Whether the engines run on GPUs.
-        evaluates: Whether some requests are evaluations, which go first in an engine's queue.
+        spec: What each engine is built from; its device is known.
+        config: Number of replicas, HTTP.
     """
-    arguments = engine_arguments(config, max_model_len, on_cuda)
-    if evaluates:
-        arguments = {"scheduling_policy": "priority", **arguments}
+    namespace = ray.get_runtime_context().namespace
+    env = {n: os.environ.get(n, value) for n, value in environment(spec, namespace).items()}
     deployment = serve.deployment(
         RolloutServer,
         name=DEPLOYMENT,
@@ -87,119 +50,53 @@ def build_rollout_app(
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
         health_check_timeout_s=60.0,
-        ray_actor_options=_actor_options(config, on_cuda),
-        **_placement(config, on_cuda),
+        ray_actor_options={
+            "num_cpus": config.num_cpus_per_replica,
+            "runtime_env": {"env_vars": env},
+        },
+        **_placement(spec, config.num_cpus_per_replica),
     )
-    servers = deployment.bind(
-        model,
-        arguments,
-        kv_cache == "keep",
-        config.stall_timeout_s,
-        config.is_colocated,
-        needs_attestation,
-    )
+    servers = deployment.bind(spec)
     if config.http_port is None:
         return servers
-    return build_ingress(servers, config, max_model_len)
+    return build_ingress(servers, config, spec.max_model_len)
 
 
-def _actor_options(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    gpu_environment = {
-        "RAY_APR_NAMESPACE": ray.get_runtime_context().namespace,
-        "VLLM_RAY_PER_WORKER_GPUS": str(_gpu_share(config)),
-    }
-    wanted = _QUIET_ENVIRONMENT | (gpu_environment if on_cuda else CPU_ENVIRONMENT)
-    env = {name: os.environ.get(name, value) for name, value in wanted.items()}
-    return {"num_cpus": config.num_cpus_per_replica, "runtime_env": {"env_vars": env}}
-
-
-def _placement(config: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
+def _placement(spec: EngineSpec, num_cpus: float) -> dict[str, Any]:
     """On GPUs the workers are Ray actors in bundles of their own, with one GPU or their share."""
-    if not on_cuda:
+    if spec.device != "cuda":
         return {}
-    bundles = [{"CPU": config.num_cpus_per_replica}]
-    gpu = {"CPU": 1, "GPU": _gpu_share(config)}
-    bundles += [gpu for _ in range(config.tensor_parallel_size)]
+    gpu = {"CPU": 1, "GPU": gpu_share(spec)}
+    bundles = [{"CPU": num_cpus}, *(gpu for _ in range(spec.tensor_parallel_size))]
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
-
-
-def _gpu_share(config: RolloutConfig) -> float:
-    """What an engine worker reserves of a GPU."""
-    return ENGINE_GPU_SHARE if config.is_colocated else 1.0
-
-
-def engine_arguments(
-    config: RolloutConfig, max_model_len: int | None, on_cuda: bool
-) -> dict[str, Any]:
-    """Arguments of vLLM: the run's own, and those that the user may tune.
-
-    Raises:
-        ConfigError: For what ends an engine on CPU, where it is one.
-    """
-    ours: dict[str, Any] = {
-        "dtype": config.dtype,
-        "max_model_len": max_model_len,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
-        "seed": config.engine_seed,
-        "max_logprobs": max(_MAX_LOGPROBS, config.sampling.support_size),
-        "generation_config": "vllm",
-        "disable_log_stats": False,  # exported through Ray
-        "enable_prefix_caching": True,
-        "scheduler_cls": SCHEDULER,
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
-    if on_cuda:
-        ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
-        ours["worker_cls"] = "ray_apr.serve.worker.DeviceWorker"
-        if config.is_colocated:
-            ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
-    else:
-        config.check_on_cpu()
-        ours |= CPU_ARGUMENTS
-    return {**ours, **config.engine_kwargs}
 
 
 def start_rollout_servers(
     app_name: str,
-    *,
-    model: str,
+    spec: EngineSpec,
     config: RolloutConfig,
-    kv_cache: KVCache = "recompute",
-    needs_attestation: bool = False,
-    max_model_len: int | None = None,
-    evaluates: bool = False,
+    *,
     cancelled: threading.Event | None = None,
 ) -> None:
     """Start the servers and wait until all of them are ready.
 
     Args:
         app_name: Name of the Serve application.
-        model: Folder or hub id.
-        config: Replicas, devices, engine arguments, HTTP.
-        kv_cache: What becomes of KV entries of old weights at a weight sync.
-        needs_attestation: Whether requests go on across weight syncs, so that vLLM has to tell the
-            version of each token.
-        max_model_len: Longest prompt + response, in tokens; None takes the model's.
-        evaluates: Whether some requests are evaluations, which go first in an engine's queue.
+        spec: What each engine is built from.
+        config: Number of replicas, HTTP, time limit.
         cancelled: Another thread sets it to end the wait.
 
     Raises:
+        ConfigError: For what ends an engine on CPU, where it is one.
         ResourceError: If they are not ready within ``start_timeout_s``, one cannot start, or the
             wait was cancelled; the application is then taken away.
     """
-    on_cuda = config.device == "cuda" or (
-        config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
-    )
-    app = build_rollout_app(
-        model=model,
-        config=config,
-        kv_cache=kv_cache,
-        needs_attestation=needs_attestation,
-        max_model_len=max_model_len,
-        on_cuda=on_cuda,
-        evaluates=evaluates,
-    )
+    if spec.device == "auto":
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        spec = dataclasses.replace(spec, device="cuda" if has_gpus else "cpu")
+    if spec.device == "cpu":
+        config.check_on_cpu()
+    app = build_rollout_app(spec, config)
     if config.http_port is None:
         serve.start(http_options=HTTPOptions(location="NoServer"))
     else:

@@ -1,4 +1,4 @@
-"""`RolloutServer`: a Ray Serve deployment that owns one vLLM engine."""
+"""`RolloutServer`: a Ray Serve deployment that owns one engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ray import serve
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
-from ray_apr.serve.engine import Engine
 from ray_apr.serve.exchange import Mailboxes
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.engine import VLLMEngine
 from ray_apr.types import Generation, ServerStatus, WeightScores
 
 logger = logging.getLogger(__name__)
@@ -23,33 +24,12 @@ class RolloutServer:
     """One replica: the verbs of an engine, as Serve calls.
 
     Args:
-        model: Folder or hub id.
-        engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
-        keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
-        stall_timeout_s: Longest time without progress of an engine that has requests.
-        takes_turns: Whether the engine has its device in turns with a train worker.
-        needs_attestation: Whether vLLM has to tell the version of each token.
+        spec: What the engine is built from.
     """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        model: str,
-        engine_kwargs: Mapping[str, Any],
-        keep_kv_cache: bool,
-        stall_timeout_s: float,
-        takes_turns: bool,
-        needs_attestation: bool,
-    ) -> None:
+    async def __init__(self, spec: EngineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._engine = Engine(
-            model,
-            replica_id=replica_id,
-            engine_kwargs=engine_kwargs,
-            keep_kv_cache=keep_kv_cache,
-            stall_timeout_s=stall_timeout_s,
-            takes_turns=takes_turns,
-            needs_attestation=needs_attestation,
-        )
+        self._engine = VLLMEngine(spec, replica_id)
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()
         await self._engine.start()

@@ -11,6 +11,7 @@ import torch
 from ray_apr.config import RolloutConfig
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.serve.spec import EngineSpec
 from ray_apr.types import SamplingParams
 from tests.fakes import generate_request
 from tests.processes import kill_all, marked_environment
@@ -49,7 +50,7 @@ def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
             try:
                 for _ in range(2):
                     model = str(CONFIG.parent / "base_model")
-                    start_rollout_servers(APP, model=model, config=config)
+                    start_rollout_servers(APP, EngineSpec.of_run(model, config), config)
                     assert len(asyncio.run(answers())) == 2
                     stop_rollout_servers(APP)
             finally:

@@ -9,6 +9,7 @@ from ray_apr import trainer
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve import builder
+from ray_apr.serve.spec import EngineSpec
 from tests.run_plans import run_plan
 
 
@@ -49,7 +50,8 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
     plan = run_plan(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
     wanted = plan.worker_scaling.resources_per_worker
-    engine = builder._placement(plan.rollout, on_cuda=True)["placement_group_bundles"][1]
+    spec = EngineSpec(model="m", device="cuda", takes_turns=plan.rollout.is_colocated)
+    engine = builder._placement(spec, num_cpus=1.0)["placement_group_bundles"][1]
     assert wanted.get("CPU", 0.0) == (2.0 if given else 0.0)
     assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
     assert 2 * engine["GPU"] > 1.0, "and no second engine"

@@ -1,4 +1,4 @@
-"""What an engine makes of errors and silences of vLLM's core (serve/engine.py)."""
+"""What an engine makes of errors and silences of vLLM's core (serve/vllm/engine.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
-from ray_apr.serve import engine as engine_module
-from ray_apr.serve.engine import Engine
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import engine as engine_module
+from ray_apr.serve.vllm.engine import VLLMEngine
 from tests.fakes import generate_request
 
 
@@ -18,7 +19,7 @@ class _Dead(Exception):
     """Stands for vLLM's."""
 
 
-class _Engine(Engine):
+class _Engine(VLLMEngine):
     _dead_error = _Dead
 
 
@@ -55,7 +56,7 @@ async def engine(monkeypatch):
     requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
     private = SimpleNamespace(**{name: lambda *_, **__: None for name in requests})
     monkeypatch.setitem(sys.modules, "ray_apr.serve.vllm_private", private)
-    engine = _Engine("none", replica_id="engine-0", engine_kwargs={}, stall_timeout_s=0.01)
+    engine = _Engine(EngineSpec(model="none", device="cpu", stall_timeout_s=0.01), "engine-0")
     engine._llm = Core()
     engine._attests = engine._is_multimodal = False
     engine._activity.start()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ray_apr.config import RolloutConfig
 from ray_apr.config.engine_options import REFUSED, TUNES
 from ray_apr.exceptions import ConfigError
-from ray_apr.serve.builder import engine_arguments
+from ray_apr.serve.builder import start_rollout_servers
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.arguments import engine_arguments
 
 
 def refusal(**options) -> ConfigError:
@@ -84,17 +88,20 @@ def test_what_compiles_only_tunes():
     assert error.field == "rollout.engine_kwargs.compilation_config.pass_config"
 
 
-def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu():
+def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu(monkeypatch):
     """vLLM turns the generators of such requests back, and those of the CPU have no offset."""
     kwargs = {"enable_chunked_prefill": True}
     with pytest.raises(ConfigError, match="ends vLLM on CPU") as caught:
         RolloutConfig(device="cpu", seed=1, engine_kwargs=kwargs)
     assert caught.value.field == "rollout.engine_kwargs.enable_chunked_prefill"
     auto = RolloutConfig(seed=1, engine_kwargs=kwargs)
+    spec = EngineSpec.of_run("m", auto)
+    monkeypatch.setattr("ray.cluster_resources", dict)
     with pytest.raises(ConfigError, match="ends vLLM on CPU"):
-        engine_arguments(auto, None, on_cuda=False)
-    assert engine_arguments(auto, None, on_cuda=True)["enable_chunked_prefill"]
-    engine_arguments(RolloutConfig(device="cpu", engine_kwargs=kwargs), None, on_cuda=False)
+        start_rollout_servers("app", spec, auto)
+    on_cuda = engine_arguments(dataclasses.replace(spec, device="cuda"))
+    assert on_cuda["enable_chunked_prefill"]
+    RolloutConfig(device="cpu", engine_kwargs=kwargs)
 
 
 def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():

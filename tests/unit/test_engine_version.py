@@ -10,7 +10,8 @@ import pytest
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation, installed_vllm
 from ray_apr.exceptions import ConfigError
-from ray_apr.serve import engine as engine_module
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import engine as engine_module
 
 SERVERS = RolloutConfig()
 
@@ -75,8 +76,8 @@ async def test_an_engine_whose_vllm_does_not_tell_versions_refuses_to_start(monk
     for name, members in classes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
     monkeypatch.setattr(engine_module, "register", lambda: None)
-    engine = engine_module.Engine(
-        "none", replica_id="engine-0", engine_kwargs={}, needs_attestation=True
+    engine = engine_module.VLLMEngine(
+        EngineSpec(model="none", device="cpu", needs_attestation=True), "engine-0"
     )
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer"):
         await engine.start()

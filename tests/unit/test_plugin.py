@@ -11,7 +11,8 @@ import pytest
 from ray_apr import doctor
 from ray_apr.exceptions import EngineUnavailableError
 from ray_apr.serve import plugin
-from ray_apr.serve.engine import Engine
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.engine import VLLMEngine
 
 OURS = EntryPoint("ray_apr", "ray_apr.serve.plugin:register", "vllm.general_plugins")
 OTHER = EntryPoint("other", "other.plugin:register", "vllm.general_plugins")
@@ -30,7 +31,7 @@ def installed(monkeypatch):
 
 def test_an_engine_of_a_checkout_that_is_not_installed_says_so(installed):
     installed(OTHER)
-    engine = Engine("model", replica_id="engine-0", engine_kwargs={})
+    engine = VLLMEngine(EngineSpec(model="model", device="cpu"), "engine-0")
     with pytest.raises(EngineUnavailableError, match=r"no entry point .*pip install .* -e \."):
         asyncio.run(engine.start())
     check = doctor.check_plugin()

@@ -7,10 +7,11 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray_apr.serve.builder import CPU_ENVIRONMENT, engine_arguments
+from ray_apr.serve.vllm.arguments import CPU_ENVIRONMENT
 from ray_apr.types import Generation, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -29,27 +30,21 @@ def make_engine(
     model: Path,
     *,
     device: str = "cpu",
-    keep_kv_cache: bool = False,
-    stall_timeout_s: float = 300.0,
     **engine_kwargs: Any,
 ) -> Any:
     """An engine that is not started, set up as the rollout servers are, but for Ray."""
     from ray_apr.config import RolloutConfig
-    from ray_apr.serve.engine import Engine
+    from ray_apr.serve.spec import EngineSpec
+    from ray_apr.serve.vllm.engine import VLLMEngine
 
     config = RolloutConfig(device=device, top_k=64)  # any top_k may be asked for
-    arguments = engine_arguments(config, 512, on_cuda=device == "cuda")
     if device == "cuda":
-        arguments |= ON_CUDA
+        engine_kwargs = ON_CUDA | engine_kwargs
     else:
         os.environ.update(CPU_ENVIRONMENT)
-    return Engine(
-        str(model),
-        replica_id="engine-0",
-        engine_kwargs={**arguments, "max_num_seqs": 64, **engine_kwargs},
-        keep_kv_cache=keep_kv_cache,
-        stall_timeout_s=stall_timeout_s,
-    )
+    spec = EngineSpec.of_run(str(model), config, max_model_len=512)
+    spec = replace(spec, engine_kwargs={"max_num_seqs": 64, **engine_kwargs})
+    return VLLMEngine(spec, "engine-0")
 
 
 def ids_of(*generations: Generation) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ def begun(whole, cut, budget):
 
 def test_a_stop_string_ends_an_interrupted_response_where_it_ends_the_uninterrupted_one(parts):
     run, engine, _ = parts
-    tokenizer = AutoTokenizer.from_pretrained(engine._model)
+    tokenizer = AutoTokenizer.from_pretrained(engine._spec.model)
 
     async def body():
         free = await generate(engine, max_tokens=300)
@@ -598,7 +598,7 @@ def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(
 
 def test_new_requests_never_use_the_prefix_cache_of_older_weights(parts, monkeypatch):
     run, engine, trainer = parts
-    monkeypatch.setattr(engine, "_keep_kv_cache", True)  # a pause then leaves all cached blocks
+    monkeypatch.setattr(engine, "_keeps_kv", True)  # a pause then leaves all cached blocks
 
     async def body():
         version = engine.status().policy_version + 1
@@ -615,7 +615,7 @@ def test_new_requests_never_use_the_prefix_cache_of_older_weights(parts, monkeyp
 
 def test_kv_entries_that_are_kept_serve_their_own_session_alone(parts, monkeypatch):
     run, engine, trainer = parts
-    monkeypatch.setattr(engine, "_keep_kv_cache", True)
+    monkeypatch.setattr(engine, "_keeps_kv", True)
 
     async def body():
         await trainer.join(engine)

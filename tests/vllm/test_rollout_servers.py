@@ -22,6 +22,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import APRError, ResourceError
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
+from ray_apr.serve.spec import EngineSpec
 from ray_apr.train.control import RunControl
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.types import FinishReason, SamplingParams
@@ -70,7 +71,8 @@ def servers(mark, model):
         num_replicas=2, device="cpu", max_response_tokens=256, http_port=free_port(),
         control_token=TOKEN, engine_kwargs={"max_num_seqs": 64}, start_timeout_s=200,
     )  # fmt: skip
-    start_rollout_servers(APP, model=model, config=config, max_model_len=512)
+    spec = EngineSpec.of_run(model, config, max_model_len=512)
+    start_rollout_servers(APP, spec, config)
     with asyncio.Runner() as runner:
 
         async def make():
@@ -362,5 +364,5 @@ def test_a_start_that_fails_says_why_and_leaves_no_application(mark, model):
     too_few = {"max_num_batched_tokens": 8}
     config = RolloutConfig(device="cpu", start_timeout_s=150, engine_kwargs=too_few)
     with pytest.raises(ResourceError, match="max_num_batched_tokens"):
-        start_rollout_servers("broken", model=model, config=config)
+        start_rollout_servers("broken", EngineSpec.of_run(model, config), config)
     assert "broken" not in serve.status().applications

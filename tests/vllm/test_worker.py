@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from ray_apr.config import RolloutConfig
-from ray_apr.serve.builder import engine_arguments
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.arguments import engine_arguments
 from ray_apr.serve.worker import FLOAT32_PRODUCTS, DeviceWorker
 
 pytestmark = pytest.mark.vllm
@@ -76,8 +76,6 @@ def test_a_float32_model_is_multiplied_in_float32(monkeypatch, dtype, set_outsid
 
 
 def test_engines_on_gpus_have_it():
-    config = RolloutConfig(max_response_tokens=16)
-    assert engine_arguments(config, None, on_cuda=True)["worker_cls"] == (
-        f"{DeviceWorker.__module__}.{DeviceWorker.__qualname__}"
-    )
-    assert "worker_cls" not in engine_arguments(config, None, on_cuda=False)
+    arguments = engine_arguments(EngineSpec(model="m", device="cuda"))
+    assert arguments["worker_cls"] == f"{DeviceWorker.__module__}.{DeviceWorker.__qualname__}"
+    assert "worker_cls" not in engine_arguments(EngineSpec(model="m", device="cpu"))

@@ -49,7 +49,9 @@ from ray_apr.serve.outputs import (
 )
 from ray_apr.serve.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.scores import WeightScorer
+from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.stall import StallWatch
+from ray_apr.serve.vllm.arguments import engine_arguments
 from ray_apr.types import FinishReason, Generation, Origin, Segment, ServerStatus
 
 logger = logging.getLogger(__name__)
@@ -85,38 +87,18 @@ class _Call:
         self.ended = asyncio.Event()
 
 
-class Engine:
+class VLLMEngine:
     """One vLLM engine, tokens in and tokens out.
 
     Args:
-        model: Folder or hub id.
+        spec: What it is built from.
         replica_id: Name in statuses and replies.
-        engine_kwargs: Arguments of vLLM's ``AsyncEngineArgs``.
-        keep_kv_cache: Whether KV entries of the old weights outlive a weight sync.
-        stall_timeout_s: Longest time without progress of an engine that has calls and is not
-            paused.
-        takes_turns: Whether the engine has its device in turns with a train worker: it sleeps from
-            the start on, and wakes for each set of weights.
-        needs_attestation: Whether calls go on across weight syncs, so that vLLM has to tell the
-            version of each token.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        replica_id: str,
-        engine_kwargs: Mapping[str, Any],
-        keep_kv_cache: bool = False,
-        stall_timeout_s: float = 300.0,
-        takes_turns: bool = False,
-        needs_attestation: bool = False,
-    ) -> None:
-        self._model = model
-        self._needs_attestation = needs_attestation
-        self._kwargs = dict(engine_kwargs)
-        self._keep_kv_cache = keep_kv_cache
-        self._takes_turns = takes_turns
+    def __init__(self, spec: EngineSpec, replica_id: str) -> None:
+        self._spec = spec
+        self._arguments = engine_arguments(spec)
+        self._keeps_kv = spec.kv_cache == "keep"
         self._is_asleep = False
         self._is_frozen = False
         """Whether calls stay inside while the engine is paused."""
@@ -125,7 +107,7 @@ class Engine:
         self._group_timeout_s = 0.0
         self._busy_until = 0.0
         """By when the workers have ended what they do in the weight group; 0 outside of it."""
-        self._stall = StallWatch(stall_timeout_s)
+        self._stall = StallWatch(spec.stall_timeout_s)
         self._load = EngineLoad(self._stall.move)
         self._stall_task: asyncio.Task[None] | None = None
         self.replica_id = replica_id
@@ -166,13 +148,13 @@ class Engine:
         from ray_apr.serve.vllm_private import AsyncLLM
 
         self._attests = hasattr(AsyncLLM, "update_weight_version")
-        if self._needs_attestation and not self._attests:
+        if self._spec.needs_attestation and not self._attests:
             raise ConfigError("partial_rollout.interrupt", "never", NEEDS_ATTESTATION)
         try:
             args = AsyncEngineArgs(
-                model=self._model,
+                model=self._spec.model,
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                **self._kwargs,
+                **self._arguments,
             )
             with start_error() as reason:
                 loggers = [self._load.make_logger()]
@@ -180,7 +162,9 @@ class Engine:
                     loggers.append(exporting_logger())
                 self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (TypeError, ValueError) as error:
-            raise ConfigError("rollout.engine_kwargs", self._kwargs, str(error)) from error
+            raise ConfigError(
+                "rollout.engine_kwargs", dict(self._spec.engine_kwargs), str(error)
+            ) from error
         except Exception as error:
             raise EngineUnavailableError(
                 f"{self.replica_id} cannot start: {reason() or error}"
@@ -191,7 +175,7 @@ class Engine:
             await self._llm.update_weight_version(str(self._policy_version))
         self._activity.start()
         self._watch()
-        if self._takes_turns:
+        if self._spec.takes_turns:
             await self.sleep("abort")
 
     # -- generation ------------------------------------------------------------------------------
@@ -269,7 +253,7 @@ class Engine:
     async def _run(self, request: GenerateRequest) -> Generation:
         request_id, sampling = request.request_id, request.sampling
         params = vllm_params(sampling, request.max_tokens, self._vocabulary)
-        salt = request.session_id if self._keep_kv_cache else f"v{self._policy_version}"
+        salt = request.session_id if self._keeps_kv else f"v{self._policy_version}"
         given = list(request.prompt.token_ids)
         prompt = {"prompt_token_ids": given, "cache_salt": salt or request_id}
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
@@ -400,7 +384,7 @@ class Engine:
             return len(known)
         with self._dead_is_unavailable():
             await self._until_entered(calls.values())
-            if self._kwargs.get("scheduler_cls") == SCHEDULER:
+            if self._arguments.get("scheduler_cls") == SCHEDULER:
                 # the core has tokens that are not here, and ends these calls with them
                 ids = [call.core_id for call in calls.values() if call.core_id]
                 await self._llm.engine_core.abort_requests_async(ids)
@@ -465,7 +449,7 @@ class Engine:
         """
         # what goes in afterwards would run under other weights
         await self._until_entered(self._inside.values())
-        clear_cache = not self._keep_kv_cache
+        clear_cache = not self._keeps_kv
         core: Any = getattr(self._llm, "engine_core", None)
         if hasattr(core, "pause_scheduler_async") and not self._is_multimodal:
             await core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
@@ -506,7 +490,7 @@ class Engine:
                 self._gate.set()
 
     async def _score(self) -> None:
-        has_priorities = self._kwargs.get("scheduling_policy") == "priority"
+        has_priorities = self._arguments.get("scheduling_policy") == "priority"
         await self.scorer.score(self._llm, self._policy_version, has_priorities=has_priorities)
 
     async def sleep(self, mode: PauseMode) -> None:
@@ -523,7 +507,7 @@ class Engine:
         async with self._control:
             if not self.is_paused:
                 raise EngineUnavailableError(f"{self.replica_id} was resumed before it slept")
-            if self._kwargs.get("enable_sleep_mode") and not self._is_asleep:
+            if self._arguments.get("enable_sleep_mode") and not self._is_asleep:
                 self._is_asleep = True
                 self._weights_valid = False
                 await self._of_core(self._llm.sleep(level=_KEEPS_WEIGHTS))

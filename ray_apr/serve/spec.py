@@ -1,0 +1,81 @@
+"""What one engine is built from: one frozen value, from the controller to the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on_across_syncs
+from ray_apr.config.common import DType
+from ray_apr.config.rollout import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine; all engines of a run have the same."""
+
+    model: str
+    """Folder or hub id."""
+    device: Device = "auto"
+    """Known once the cluster is: an engine never sees "auto"."""
+    dtype: DType = "float32"
+    """Of the weights."""
+    tensor_parallel_size: int = 1
+    """Workers of the engine, each with a GPU where there are any."""
+    max_model_len: int | None = None
+    """Longest prompt + response, in tokens; None takes the model's."""
+    seed: int = 0
+    """Of the random state that requests without seeds draw from."""
+    support_size: int = 0
+    """Most ids that a generation is asked to say could be drawn at a token."""
+    kv_cache: KVCache = "recompute"
+    """What becomes of KV entries of old weights at a weight sync."""
+    needs_attestation: bool = False
+    """Whether requests go on across weight syncs, so that the engine has to tell the version of
+    each token."""
+    takes_turns: bool = False
+    """Whether the engine has its device in turns with a train worker: it sleeps from the start on,
+    and wakes for each set of weights."""
+    evaluates: bool = False
+    """Whether some requests are evaluations, which go first in the engine's queue."""
+    stall_timeout_s: float = 300.0
+    """Longest time without progress of an engine that has requests and is not paused."""
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the engine itself: of vLLM's ``AsyncEngineArgs``."""
+
+    @classmethod
+    def of_run(
+        cls,
+        model: str,
+        rollout: RolloutConfig,
+        partial_rollout: PartialRolloutConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        evaluates: bool = False,
+    ) -> EngineSpec:
+        """What a run's settings say of its engines.
+
+        Args:
+            model: Folder or hub id.
+            rollout: Devices, engine arguments, sampling.
+            partial_rollout: What a sync does with requests; None: it leaves none in an engine.
+            max_model_len: Longest prompt + response, in tokens; None takes the model's.
+            evaluates: Whether some requests are evaluations.
+        """
+        across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
+        return cls(
+            model=model,
+            device=rollout.device,
+            dtype=rollout.dtype,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            max_model_len=max_model_len,
+            seed=rollout.engine_seed,
+            support_size=rollout.sampling.support_size,
+            kv_cache="recompute" if partial_rollout is None else partial_rollout.kv_cache,
+            needs_attestation=across,
+            takes_turns=rollout.is_colocated,
+            evaluates=evaluates,
+            stall_timeout_s=rollout.stall_timeout_s,
+            engine_kwargs=rollout.engine_kwargs,
+        )

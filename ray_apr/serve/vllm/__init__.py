@@ -1,0 +1,1 @@
+"""The vLLM adapter, and what runs inside of vLLM's own processes."""

@@ -1,0 +1,79 @@
+"""What vLLM is started with: arguments, and environment of the process that holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_apr.config.common import ENGINE_GPU_SHARE
+from ray_apr.serve.names import SCHEDULER, WORKER_EXTENSION
+from ray_apr.serve.spec import EngineSpec
+
+_MAX_LOGPROBS = 20
+"""vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
+_COLOCATED_MEMORY = 0.8
+"""Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
+CUDA context, and for a moment the gathered weights."""
+_QUIET_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+"""A worker inside the engine core, little memory, one thread: engines share the cores with the
+trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
+variable that is set outside wins."""
+_CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
+"""vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
+has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
+
+
+def gpu_share(spec: EngineSpec) -> float:
+    """What an engine worker reserves of a GPU."""
+    return ENGINE_GPU_SHARE if spec.takes_turns else 1.0
+
+
+def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
+    """Variables that the engine's process needs, unless they are set outside.
+
+    Args:
+        spec: What the engine is built from.
+        namespace: Ray's, of the run.
+    """
+    if spec.device != "cuda":
+        return _QUIET_ENVIRONMENT | CPU_ENVIRONMENT
+    return _QUIET_ENVIRONMENT | {
+        "RAY_APR_NAMESPACE": namespace,
+        "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
+    }
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of vLLM: the run's own, and those that the user may tune."""
+    ours: dict[str, Any] = {
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+        "seed": spec.seed,
+        "max_logprobs": max(_MAX_LOGPROBS, spec.support_size),
+        "generation_config": "vllm",
+        "disable_log_stats": False,  # exported through Ray
+        "enable_prefix_caching": True,
+        "scheduler_cls": SCHEDULER,
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if spec.device == "cuda":
+        ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
+        ours["worker_cls"] = "ray_apr.serve.worker.DeviceWorker"
+        if spec.takes_turns:
+            ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
+    else:
+        ours |= _CPU_ARGUMENTS
+    if spec.evaluates:
+        ours["scheduling_policy"] = "priority"
+    return {**ours, **spec.engine_kwargs}
