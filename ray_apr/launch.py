@@ -112,6 +112,7 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
         "Ray cluster": cluster,
         "placement": rollout.placement,
         "rollout replicas": rollout.num_replicas,
+        "engine": rollout.engine,
         "train workers": scaling.num_workers,
         "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
         "GPUs of the engines": engine_gpus_text + shared,
@@ -233,7 +234,8 @@ def make_trainer(
         ConfigError: What is wrong.
         ResourceError: If engines on this machine would not find ray_apr.
     """
-    if joined_address(settings.ray) is None and (missing := why_not_loaded()):
+    is_vllm_here = settings.rollout.engine == "vllm" and joined_address(settings.ray) is None
+    if is_vllm_here and (missing := why_not_loaded()):
         raise ResourceError(missing)
     folder, run_dir = settings.base_dir, settings.run_dir
     if not settings.run.resume:
@@ -249,6 +251,10 @@ def make_trainer(
         key: load_function(f"algorithm.{key}", spec, folder)
         for key, spec in settings.objective.items()
     }
+    rollout = settings.rollout
+    if isinstance(rollout.engine, str) and rollout.engine != "vllm":
+        engine = load_function("rollout.engine", rollout.engine, folder)
+        rollout = dataclasses.replace(rollout, engine=engine)
     import ray.train
 
     from ray_apr.trainer import APRTrainer
@@ -259,7 +265,7 @@ def make_trainer(
         environment=environment,
         reward=functions["reward"],
         group_filter=functions["group_filter"],
-        rollout_config=settings.rollout,
+        rollout_config=rollout,
         partial_rollout_config=settings.partial_rollout,
         buffer_config=settings.buffer,
         evaluation_prompts=held_out,

@@ -161,6 +161,8 @@ class RunPlan:
             for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
         }
         sections["rollout"].pop("control_token")
+        if callable(self.rollout.engine):
+            sections["rollout"]["engine"] = _name(self.rollout.engine)
         if self.evaluation is not None:
             sections["evaluation"] = dataclasses.asdict(self.evaluation)
         for name in ("advantage", "loss"):

@@ -243,6 +243,8 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be text")
     code = {name: check_code(name, spec, path.parent) for name, spec in code.items()}
+    if sections["rollout"].engine != "vllm":
+        check_code("rollout.engine", sections["rollout"].engine, path.parent)
     prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
     settings = RunSettings(
         path=path,

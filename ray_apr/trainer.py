@@ -122,6 +122,9 @@ class APRTrainer:
         _check_workers(scaling, train, rollout)
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
         check_placement(rollout, partial_rollout, train, scaling.num_workers)
+        if isinstance(rollout.engine, str) and rollout.engine != "vllm":
+            remedy = 'must be "vllm" or a function here; its name is taken in YAML'
+            raise ConfigError("rollout.engine", rollout.engine, remedy)
         check_attestation(partial_rollout, rollout, installed_vllm())
         _check_restarts(run_config)
         check_port(rollout)

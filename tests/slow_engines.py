@@ -134,6 +134,7 @@ class Replica:
         engine._activity.start()
         engine._watch()
         self.server._mailboxes, self.server._calls = Mailboxes(), set()
+        self.server._num_pauses = 0
 
     async def call(self, verb: str, *args):
         """A call, which the replica's death ends."""

@@ -53,7 +53,9 @@ def check_attestation(
         ConfigError: If they do not, where it differs within a call.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
-    if numbers is None or not goes_on_across_syncs(partial_rollout, rollout):
+    if rollout.engine != "vllm" or numbers is None:
+        return
+    if not goes_on_across_syncs(partial_rollout, rollout):
         return
     require(
         tuple(map(int, numbers.groups())) >= _ATTESTS_SINCE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,8 +41,12 @@ def _is_loopback(host: str) -> bool:
 class RolloutConfig:
     """Rollout servers, sampling and rewards."""
 
+    engine: str | Callable[..., Any] = "vllm"
+    """What engines are made by: "vllm", or a function or class of the user's that takes an
+    `EngineSpec` and a replica's id and gives an `Engine` (`serve.engine`); in YAML as
+    "package.module:name" or "file.py:name"."""
     num_replicas: int = 1
-    """Rollout servers, each one vLLM engine."""
+    """Rollout servers, each one engine."""
     group_size: int = 8
     """Samples of one prompt."""
     max_response_tokens: int = 1024
@@ -83,7 +87,7 @@ class RolloutConfig:
     """Ray CPUs that a replica reserves."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``: those that change speed
-    and memory alone (`config.engine_options`)."""
+    and memory alone (`config.engine_options`); of another engine whatever it takes."""
     prompt_column: str = "prompt"
     """Column of the dataset: text, chat messages, or token ids."""
     replay_column: str | None = None
@@ -156,9 +160,7 @@ class RolloutConfig:
         )
         one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "engine_kwargs")
-        check_engine_options(self.engine_kwargs)
-        if self.device == "cpu":
-            self.check_on_cpu()
+        self._check_engine()
         of_type(s, self, str, "a text", "prompt_column", "http_host")
         of_type(s, self, str | None, "a text or None", "control_token", "replay_column")
         self._check_stops()
@@ -227,6 +229,26 @@ class RolloutConfig:
                 "must be left out with replay_column, which says how long each response gets",
             )
 
+    def _check_engine(self) -> None:
+        s = "rollout"
+        if self.engine == "vllm":
+            check_engine_options(self.engine_kwargs)
+            if self.device == "cpu":
+                self.check_on_cpu()
+            return
+        require(
+            callable(self.engine) or ":" in str(self.engine),
+            f"{s}.engine",
+            self.engine,
+            'must be "vllm", a function that makes an engine, or in YAML "file.py:name"',
+        )
+        require(
+            not self.is_colocated,
+            f"{s}.placement",
+            self.placement,
+            'must be "disaggregated" where rollout.engine is your own: vLLM alone sleeps and wakes',
+        )
+
     def check_on_cpu(self) -> None:
         """Refuse what ends an engine on CPU; where `device` is auto, once it is known.
 
@@ -235,7 +257,7 @@ class RolloutConfig:
         """
         name = "enable_chunked_prefill"
         require(
-            self.seed is None or not self.engine_kwargs.get(name),
+            self.engine != "vllm" or self.seed is None or not self.engine_kwargs.get(name),
             f"rollout.engine_kwargs.{name}",
             self.engine_kwargs.get(name),
             "ends vLLM on CPU where requests have seeds, as it turns their generators back; leave "

@@ -38,7 +38,8 @@ def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Applicat
         config: Number of replicas, HTTP.
     """
     namespace = ray.get_runtime_context().namespace
-    env = {n: os.environ.get(n, value) for n, value in environment(spec, namespace).items()}
+    wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
+    env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     deployment = serve.deployment(
         RolloutServer,
         name=DEPLOYMENT,

@@ -12,9 +12,9 @@ from ray import serve
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
+from ray_apr.serve.engine import make_engine
 from ray_apr.serve.exchange import Mailboxes
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.engine import VLLMEngine
 from ray_apr.types import Generation, ServerStatus, WeightScores
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class RolloutServer:
 
     async def __init__(self, spec: EngineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._engine = VLLMEngine(spec, replica_id)
+        self._engine = make_engine(spec, replica_id)
+        self._num_pauses = 0
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()
         await self._engine.start()
@@ -87,10 +88,12 @@ class RolloutServer:
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze; see `Engine.pause`."""
+        self._num_pauses += 1
         await self._engine.pause(mode)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Leave the device to a train worker; see `Engine.sleep`."""
+        self._num_pauses += 1
         await self._engine.sleep(mode)
 
     async def resume(self) -> None:
@@ -99,7 +102,7 @@ class RolloutServer:
 
     async def is_paused(self) -> bool:
         """Whether the engine is frozen."""
-        return self._engine.is_paused
+        return self._engine.status(drain=False).is_paused
 
     async def replica_id(self) -> str:
         """Which replica answers."""
@@ -140,20 +143,21 @@ class RolloutServer:
             Whether it is one.
         """
         is_member = self._engine.replica_id in members
-        num_pauses = self._engine.num_pauses
+        num_pauses = self._num_pauses
         if is_member:
             await self._engine.receive_weights(policy_version, handles)
-        if resume and self._engine.num_pauses == num_pauses:  # else the next sync has begun
+        if resume and self._num_pauses == num_pauses:  # else the next sync has begun
             await self._engine.resume()
         return is_member
 
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Score sequences once the weights of a version are there; see `WeightScorer`."""
-        self._engine.scorer.expect(policy_version, sequences)
+        """Score sequences once the weights of a version are there; see `ScoringEngine`."""
+        self._engine.expect_scores(policy_version, sequences)
 
     async def weight_scores(self) -> WeightScores | None:
         """What was scored last; None if nothing was since `expect_scores`."""
-        return self._engine.scorer.result
+        scores: WeightScores | None = self._engine.scores
+        return scores
 
     async def probe_weights(
         self, replica_id: str, token_ids: Sequence[int]

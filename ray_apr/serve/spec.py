@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ class EngineSpec:
 
     model: str
     """Folder or hub id."""
+    factory: str | Callable[..., Any] = "vllm"
+    """Makes the engine of this spec and a replica's id (`serve.engine`)."""
     device: Device = "auto"
     """Known once the cluster is: an engine never sees "auto"."""
     dtype: DType = "float32"
@@ -39,10 +41,12 @@ class EngineSpec:
     and wakes for each set of weights."""
     evaluates: bool = False
     """Whether some requests are evaluations, which go first in the engine's queue."""
+    is_checked: bool = False
+    """Whether the engine has to score sequences after weight syncs."""
     stall_timeout_s: float = 300.0
     """Longest time without progress of an engine that has requests and is not paused."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the engine itself: of vLLM's ``AsyncEngineArgs``."""
+    """Further arguments: of vLLM's ``AsyncEngineArgs``, or what another engine takes."""
 
     @classmethod
     def of_run(
@@ -53,6 +57,7 @@ class EngineSpec:
         *,
         max_model_len: int | None = None,
         evaluates: bool = False,
+        is_checked: bool = False,
     ) -> EngineSpec:
         """What a run's settings say of its engines.
 
@@ -62,10 +67,12 @@ class EngineSpec:
             partial_rollout: What a sync does with requests; None: it leaves none in an engine.
             max_model_len: Longest prompt + response, in tokens; None takes the model's.
             evaluates: Whether some requests are evaluations.
+            is_checked: Whether the trainer checks the engines' weights.
         """
         across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
         return cls(
             model=model,
+            factory=rollout.engine,
             device=rollout.device,
             dtype=rollout.dtype,
             tensor_parallel_size=rollout.tensor_parallel_size,
@@ -76,6 +83,7 @@ class EngineSpec:
             needs_attestation=across,
             takes_turns=rollout.is_colocated,
             evaluates=evaluates,
+            is_checked=is_checked,
             stall_timeout_s=rollout.stall_timeout_s,
             engine_kwargs=rollout.engine_kwargs,
         )

@@ -341,11 +341,14 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
 
     class Engine:
         replica_id = "a"
-        num_pauses = 3
 
         async def receive_weights(self, policy_version, handles):
             done.append(policy_version)
-            self.num_pauses += 1 if is_paused_anew else 0
+            if is_paused_anew:
+                await server.pause("abort")
+
+        async def pause(self, mode):
+            pass
 
         async def resume(self):
             done.append("resume")
@@ -354,7 +357,7 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
             pass
 
     server = RolloutServer.__new__(RolloutServer)
-    server._engine = Engine()
+    server._engine, server._num_pauses = Engine(), 3
     is_member = "a" in members
     assert await server.receive_weights(7, members, resume=resume) == is_member
     goes_on = resume and not (is_member and is_paused_anew)

@@ -236,12 +236,19 @@ class Handle:
 def servers(monkeypatch):
     """(client, engines): two servers and one that has died."""
 
-    async def probe(token_ids):
-        return {"lm_head": [[float(len(token_ids))]]}
+    class Engine:
+        def __init__(self, replica_id):
+            self.replica_id, self.scorer = replica_id, WeightScorer(replica_id)
+            self.expect_scores = self.scorer.expect
 
-    engines = [
-        SimpleNamespace(replica_id=r, scorer=WeightScorer(r), probe_weights=probe) for r in "ba"
-    ]
+        @property
+        def scores(self):
+            return self.scorer.result
+
+        async def probe_weights(self, token_ids):
+            return {"lm_head": [[float(len(token_ids))]]}
+
+    engines = [Engine(replica_id) for replica_id in "ba"]
     deployed = []
     for engine in engines:
         server = RolloutServer.__new__(RolloutServer)

@@ -195,10 +195,10 @@ class DirectControl:
         return {"stopped_s": self.run(sync())}
 
     def expect_scores(self, policy_version: int, sequences: Any) -> None:
-        self.engine.scorer.expect(policy_version, sequences)
+        self.engine.expect_scores(policy_version, sequences)
 
     def weight_scores(self) -> list[Any]:
-        return [self.engine.scorer.result] if self.engine.scorer.result else []
+        return [self.engine.scores] if self.engine.scores else []
 
     def probe_weights(self, replica_id: str, token_ids: Any) -> Any:
         assert replica_id == self.engine.replica_id

@@ -52,7 +52,14 @@ from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.stall import StallWatch
 from ray_apr.serve.vllm.arguments import engine_arguments
-from ray_apr.types import FinishReason, Generation, Origin, Segment, ServerStatus
+from ray_apr.types import (
+    FinishReason,
+    Generation,
+    Origin,
+    Segment,
+    ServerStatus,
+    WeightScores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +121,6 @@ class VLLMEngine:
         self._llm: Any = None
         self._gate = asyncio.Event()
         self._gate.set()
-        self.num_pauses = 0
-        """How often somebody has asked for a pause."""
         self._control = asyncio.Lock()
         self._receiving = asyncio.Lock()
         self._running: dict[str, asyncio.Event] = {}
@@ -129,7 +134,7 @@ class VLLMEngine:
         self._num_aborted = 0
         self._num_ended = 0
         self._activity = Activity()
-        self.scorer = WeightScorer(replica_id)
+        self._scorer = WeightScorer(replica_id)
 
     async def start(self) -> None:
         """Load the model; returns when the engine answers.
@@ -426,7 +431,6 @@ class VLLMEngine:
         """
         with self._dead_is_unavailable():
             self._check_alive()  # first: the gate of a dead one stays open
-        self.num_pauses += 1
         self._gate.clear()
         if mode == "wait":  # vLLM's own wait does not see requests that are on their way in
             await self._drain()
@@ -491,7 +495,7 @@ class VLLMEngine:
 
     async def _score(self) -> None:
         has_priorities = self._arguments.get("scheduling_policy") == "priority"
-        await self.scorer.score(self._llm, self._policy_version, has_priorities=has_priorities)
+        await self._scorer.score(self._llm, self._policy_version, has_priorities=has_priorities)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Pause, and give the device's memory free: that of the weights until the next ones arrive,
@@ -574,6 +578,15 @@ class VLLMEngine:
                 self._busy_until = 0.0
             self._policy_version = policy_version
             self._weights_valid = True
+
+    def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Score sequences once the weights of a version are there; see `WeightScorer`."""
+        self._scorer.expect(policy_version, sequences)
+
+    @property
+    def scores(self) -> WeightScores | None:
+        """What was scored last; None if nothing was since `expect_scores`."""
+        return self._scorer.result
 
     async def probe_weights(self, token_ids: Sequence[int]) -> Mapping[str, list[list[float]]]:
         """What each module of the model computes; see `serve.probe`."""
