@@ -1,0 +1,68 @@
+"""Engines that users bring (serve/engine.py), and what is refused of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation
+from ray_apr.exceptions import ConfigError
+from ray_apr.serve.engine import make_engine
+from ray_apr.serve.spec import EngineSpec
+from tests.run_plans import run_plan
+from tests.scripted_backend import ScriptedBackend
+
+MINE = RolloutConfig(engine=ScriptedBackend, engine_kwargs={"num_ids": 9, "longest": 4})
+
+
+def refusal(spec: EngineSpec) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        make_engine(spec, "r")
+    return refused.value
+
+
+def test_a_factory_gets_the_spec_and_the_replicas_id():
+    engine = make_engine(EngineSpec.of_run("m", MINE), "replica-1")
+    assert isinstance(engine, ScriptedBackend) and engine.replica_id == "replica-1"
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    class Silent(ScriptedBackend):
+        attests_versions = False
+
+    class Half:
+        def __init__(self, spec, replica_id):
+            pass
+
+        def shutdown(self):
+            pass
+
+    spec = EngineSpec.of_run("m", MINE)
+    error = refusal(dataclasses.replace(spec, is_checked=True))
+    assert error.field == "train.weight_check_every" and "must be 0" in str(error)
+    across = EngineSpec.of_run("m", MINE, PartialRolloutConfig.preset("in_flight"))
+    make_engine(across, "r")
+    error = refusal(dataclasses.replace(across, factory=Silent))
+    assert error.field == "partial_rollout.interrupt" and "attests_versions" in str(error)
+    error = refusal(dataclasses.replace(spec, factory=Half))
+    assert error.field == "rollout.engine" and "lacks start, generate, abort" in str(error)
+
+
+@pytest.mark.parametrize("engine", ["sglang", 3, None])
+def test_what_makes_no_engine_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"rollout\.engine"):
+        RolloutConfig(engine=engine)
+
+
+def test_vllms_own_rules_are_vllms_alone():
+    check_attestation(PartialRolloutConfig.preset("in_flight"), MINE, "0.26.0")
+    RolloutConfig(engine=ScriptedBackend, device="cpu", seed=1,
+                  engine_kwargs={"enable_chunked_prefill": True})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rollout\.placement"):
+        RolloutConfig(engine=ScriptedBackend, placement="colocated")
+
+
+def test_the_run_folder_names_it():
+    described = run_plan(rollout=MINE).describe()
+    assert described["rollout"]["engine"] == "tests.scripted_backend:ScriptedBackend"
