@@ -15,7 +15,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError
 from ray_apr.serve import client as client_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.exchange import Mailboxes
+from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
