@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from ray_apr.exceptions import ConfigError
@@ -15,26 +14,6 @@ def require(ok: bool, name: str, value: Any, remedy: str) -> None:
     """Raise `ConfigError` unless `ok`."""
     if not ok:
         raise ConfigError(name, value, remedy)
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run that has begun."""
-    return (folder / "metrics.jsonl").exists()
-
-
-def check_new_folder(folder: Path) -> None:
-    """Check that a run folder holds no run yet, which would be gone on with.
-
-    Raises:
-        ConfigError: If it does.
-    """
-    if holds_run(folder):
-        raise ConfigError(
-            "run.name",
-            folder.name,
-            f"{folder} holds a run already; choose another name, or go on with it (--resume, in "
-            "YAML run.resume: true)",
-        )
 
 
 def is_number(value: Any) -> bool:

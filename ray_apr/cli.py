@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import APRError, ConfigError, Stopped, one_line
+from ray_apr.run.folder import check_new_folder
 from ray_apr.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -138,7 +138,7 @@ def _train(args: argparse.Namespace) -> int:
 
     began_at = time.monotonic()
     overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
-    settings = load_settings(args.config, overrides).with_run_name()
+    settings = load_settings(args.config, overrides)
     if not settings.run.resume:
         check_new_folder(settings.run_dir)  # before a report is made of what it holds
     plan = make_plan(settings)

@@ -9,12 +9,12 @@ from ray_apr.data.resumption import Counters
 if TYPE_CHECKING:
     from ray_apr.data.stock import BufferStats
     from ray_apr.rollout.worker import RolloutSummary
-    from ray_apr.run_plan import RunPlan
+    from ray_apr.run.spec import RunSpec
     from ray_apr.types import ServerStatus
 
 
 def final_figures(
-    plan: RunPlan,
+    spec: RunSpec,
     summary: RolloutSummary | None,
     stats: BufferStats | None,
     num_steps: int | None,
@@ -27,20 +27,20 @@ def final_figures(
     buffer. `ledger_error` is the difference. Steps are those that were recorded.
 
     Args:
-        plan: What ran.
+        spec: What ran.
         summary: Of the rollout worker; None if it did not answer.
         stats: Of the buffer; None if it did not answer.
         num_steps: Rows of the run folder; None if the recorder did not answer.
         before: What the run folder counted when this run began.
     """
     figures: dict[str, Any] = {
-        "mode": plan.partial_rollout.mode,
-        "seed": plan.train.seed,
+        "mode": spec.partial_rollout.mode,
+        "seed": spec.train.seed,
         "steps": num_steps,
-        "max_staleness": plan.partial_rollout.max_staleness,
-        "batch_size": plan.step_size,
-        "num_replicas": plan.rollout.num_replicas,
-        "num_train_workers": plan.scaling.num_workers,
+        "max_staleness": spec.partial_rollout.max_staleness,
+        "batch_size": spec.step_size,
+        "num_replicas": spec.rollout.num_replicas,
+        "num_train_workers": spec.scaling.num_workers,
         "ledger_error": None,
     }
     if num_steps is None:

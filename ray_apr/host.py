@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import ray.data
     import ray.train
 
-    from ray_apr.run_plan import RunPlan
+    from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -64,33 +64,33 @@ class HostedRun:
     """A run in its host, from its start on.
 
     Args:
-        plan: What to run.
+        spec: What to run.
         prompts: What to train on.
-        held_out: What to evaluate on, where the plan says so.
+        held_out: What to evaluate on, where the run does so.
         progress: Gets the lines of progress, in this process; None logs them.
         is_gated: Whether it trains only what `order` says.
     """
 
     def __init__(
         self,
-        plan: RunPlan,
+        spec: RunSpec,
         prompts: ray.data.Dataset,
         held_out: ray.data.Dataset | None = None,
         *,
         progress: Callable[[str], None] | None = None,
         is_gated: bool = False,
     ) -> None:
-        self.plan = replace(plan, run=replace(plan.run, name=plan.name))
+        self.spec = spec
         self._show = progress or controller.logger.info
         self._num_lines = 0
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         gate = ray.remote(StepGate).options(
             num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
-        self._gate = gate.remote(plan.scaling.num_workers)
+        self._gate = gate.remote(spec.scaling.num_workers)
         host = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_host)  # its process ends with it
         self._ended = host.options(scheduling_strategy=here).remote(
-            self.plan, prompts, held_out, self._gate, is_gated, os.getcwd(), _variables()
+            self.spec, prompts, held_out, self._gate, is_gated, os.getcwd(), _variables()
         )
 
     @property
@@ -108,7 +108,7 @@ class HostedRun:
             given = self._gate.order.remote(list(orders))
             number: int = ray.get(given, timeout=_CALL_TIMEOUT_S)
         except RayError as error:
-            raise APRError(f"the gate of {self.plan.name} is gone: {one_line(error)}") from error
+            raise APRError(f"the gate of {self.spec.name} is gone: {one_line(error)}") from error
         return number
 
     def wait(self, num_orders: int | None = None) -> bool:
@@ -127,7 +127,7 @@ class HostedRun:
             news = self._gate.news.remote(self._num_lines, num_orders, _POLL_S)
             limit_s = _POLL_S + _CALL_TIMEOUT_S
             if not ray.wait([news, self._ended], num_returns=1, timeout=limit_s)[0]:
-                raise StarvedError(f"the gate of {self.plan.name} did not answer for {limit_s:g} s")
+                raise StarvedError(f"the gate of {self.spec.name} did not answer for {limit_s:g} s")
             if ray.wait([news], timeout=0)[0] and self._tell(news):
                 return True
         self._tell(self._gate.news.remote(self._num_lines, None, 0.0))
@@ -138,7 +138,7 @@ class HostedRun:
         try:
             lines, are_done = ray.get(news, timeout=_CALL_TIMEOUT_S)
         except RayError as error:  # a gated run ends by that, too
-            logger.warning("the gate of %s is gone: %s", self.plan.name, one_line(error))
+            logger.warning("the gate of %s is gone: %s", self.spec.name, one_line(error))
             ray.wait([self._ended], timeout=_POLL_S)
             return False
         self._num_lines += len(lines)
@@ -159,7 +159,7 @@ class HostedRun:
         except TaskCancelledError:  # before it began
             raise Stopped from None
         except RayError as error:
-            raise APRError(f"the host of {self.plan.name} died: {one_line(error)}") from error
+            raise APRError(f"the host of {self.spec.name} died: {one_line(error)}") from error
         if ended.error is not None:
             raise ended.error
         assert ended.result is not None
@@ -183,7 +183,7 @@ class HostedRun:
         if not ray.wait([self._ended], timeout=after_s)[0]:
             ray.cancel(self._ended, recursive=False)  # not the calls that its end needs
             if not ray.wait([self._ended], timeout=_STOP_S)[0]:
-                logger.error("%s did not end within %g s; it is killed", self.plan.name, _STOP_S)
+                logger.error("%s did not end within %g s; it is killed", self.spec.name, _STOP_S)
                 ray.cancel(self._ended, force=True, recursive=False)
                 ray.wait([self._ended], timeout=_CALL_TIMEOUT_S)
         ray.kill(self._gate)
@@ -194,7 +194,7 @@ def _variables() -> dict[str, str]:
 
 
 def _host(
-    plan: RunPlan,
+    spec: RunSpec,
     prompts: ray.data.Dataset,
     held_out: ray.data.Dataset | None,
     gate: Any,
@@ -202,19 +202,19 @@ def _host(
     folder: str,
     variables: Mapping[str, str],
 ) -> _Ended:
-    """Run a plan; what it raises is returned, as Ray would put something around it."""
+    """Run it; what it raises is returned, as Ray would put something around it."""
 
     def say(line: str) -> None:
         try:
             ray.get(gate.say.remote(line), timeout=_CALL_TIMEOUT_S)
         except RayError as error:
-            logger.debug("nobody takes the progress of %s: %s", plan.name, one_line(error))
+            logger.debug("nobody takes the progress of %s: %s", spec.name, one_line(error))
 
     try:
         os.chdir(folder)
         os.environ.update(variables)
         steps = gate if is_gated else None
-        return _Ended(result=controller.run(plan, prompts, held_out, progress=say, gate=steps))
+        return _Ended(result=controller.run(spec, prompts, held_out, progress=say, gate=steps))
     except BaseException as error:  # noqa: BLE001  (raised by `HostedRun.result`)
         return _Ended(error=_as_value(error))
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.checks import check_new_folder
 from ray_apr.exceptions import ConfigError, ResourceError
+from ray_apr.run.folder import check_new_folder
+from ray_apr.run.model import check_hub_model
 from ray_apr.serve.plugin import why_not_loaded
 from ray_apr.settings import PromptsSettings, RaySettings, RunSettings
 from ray_apr.settings_files import load_environment, load_function, read_json_rows
@@ -23,7 +24,7 @@ from ray_apr.stopping import StopSignals
 
 if TYPE_CHECKING:
     from ray_apr.data.rows import PromptRows
-    from ray_apr.run_plan import RunPlan
+    from ray_apr.run.spec import RunSpec
     from ray_apr.trainer import APRTrainer
 
 _PREVIEW_LIMIT_S = 60.0
@@ -147,7 +148,7 @@ def dry_run(settings: RunSettings) -> list[str]:
     A cluster that the run would join is joined for a moment, to ask what it has.
 
     Args:
-        settings: With a run name (`RunSettings.with_run_name`).
+        settings: Of the run.
 
     Returns:
         Warnings: what could not be looked at here, characters that the tokenizer does not know.
@@ -159,23 +160,23 @@ def dry_run(settings: RunSettings) -> list[str]:
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
     trainer.check_cluster(_resources_of_cluster(settings))
-    return _preview(rows, trainer.plan)
+    return _preview(rows, trainer.spec)
 
 
-def _preview(rows: Mapping[str, PromptRows], plan: RunPlan) -> list[str]:
+def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
     """Encode the prompts with the model's tokenizer, if that is here."""
     from ray_apr.data.preview import preview
     from ray_apr.data.prompts import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(plan.model, is_here=True)
+        tokenizer = load_tokenizer(spec.model, is_here=True)
     except (OSError, ValueError) as error:
-        if Path(plan.model).is_dir():
+        if Path(spec.model).is_dir():
             remedy = f"its tokenizer cannot be loaded: {error}"
-            raise ConfigError("model", plan.model, remedy) from error
-        return [f"{plan.model} is not on this machine, so that no prompt was encoded"]
-    plan.check_model(is_here=True)
-    max_prompt_tokens = plan.max_prompt_tokens(is_here=True)
+            raise ConfigError("model", spec.model, remedy) from error
+        return [f"{spec.model} is not on this machine, so that no prompt was encoded"]
+    check_hub_model(spec.model, is_here=True)
+    max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
     return [
         warning
         for name, prompts in rows.items()
@@ -183,7 +184,7 @@ def _preview(rows: Mapping[str, PromptRows], plan: RunPlan) -> list[str]:
             prompts,
             tokenizer,
             name=name,
-            column=plan.rollout.prompt_column,
+            column=spec.rollout.prompt_column,
             max_prompt_tokens=max_prompt_tokens,
             limit_s=_PREVIEW_LIMIT_S,
         )
@@ -194,7 +195,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     """Check, start or join Ray, train, and leave Ray again.
 
     Args:
-        settings: With a run name (`RunSettings.with_run_name`).
+        settings: Of the run.
         progress: Gets one line a step; None logs them.
 
     Returns:

@@ -21,7 +21,7 @@ from ray_apr.exceptions import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from ray_apr.config import RolloutConfig
-    from ray_apr.run_plan import RunPlan
+    from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ def resources_of_worker(scaling: ray.train.ScalingConfig) -> dict[str, float]:
 # -- storage ---------------------------------------------------------------------------------------
 
 
-def make_run_folder(plan: RunPlan) -> None:
+def make_run_folder(spec: RunSpec) -> None:
     """Make the run folder, if it is not there; all nodes see it.
 
     Raises:
         ConfigError: If a train worker could not write there.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    if plan.remote_storage is None:
-        check_shared_folder(plan.folder, other_nodes(plan.worker_scaling), nodes_without)
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    if spec.remote_storage is None:
+        check_shared_folder(spec.folder, other_nodes(spec.worker_scaling), nodes_without)
 
 
 def check_shared_folder(

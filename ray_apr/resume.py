@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
-from ray_apr.checks import holds_run
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
     ROLLOUT_FILE,
@@ -28,9 +27,10 @@ from ray_apr.data.resumption import (
     RolloutProgress,
 )
 from ray_apr.exceptions import ConfigError
+from ray_apr.run.folder import holds_run
 
 if TYPE_CHECKING:
-    from ray_apr.run_plan import RunPlan
+    from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +40,30 @@ _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end, which a resumed one has not reached."""
 
 
-def find_begin(plan: RunPlan) -> Begin:
-    """Where a run begins: with the last checkpoint of its name, else that of the plan, or anew.
+def find_begin(spec: RunSpec) -> Begin:
+    """Where a run begins: with the last checkpoint of its name, else that of the spec, or anew.
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
     """
-    last = _last_checkpoint(plan)
-    checkpoint = last or plan.checkpoint
-    is_resumed = last is not None or holds_run(plan.folder)
+    last = _last_checkpoint(spec)
+    checkpoint = last or spec.checkpoint
+    is_resumed = last is not None or holds_run(spec.folder)
     if checkpoint is None:
         return Begin(is_resumed=is_resumed)
     progress = json.loads(_read(checkpoint, PROGRESS_FILE))
     rollout = RolloutProgress.from_json(_read(checkpoint, ROLLOUT_FILE))
-    if progress["step"] >= plan.train.steps:
+    if progress["step"] >= spec.train.steps:
         raise ConfigError(
             "train.steps",
-            plan.train.steps,
+            spec.train.steps,
             f"{checkpoint.path} has trained {progress['step']} steps, so that none is left; raise "
             "it, or choose another run.name",
         )
-    if rollout.seed != plan.train.seed:
+    if rollout.seed != spec.train.seed:
         raise ConfigError(
             "train.seed",
-            plan.train.seed,
+            spec.train.seed,
             f"the order of the prompts goes on only with that of the checkpoint, {rollout.seed}",
         )
     return Begin(
@@ -75,11 +75,11 @@ def find_begin(plan: RunPlan) -> Begin:
     )
 
 
-def _last_checkpoint(plan: RunPlan) -> ray.train.Checkpoint | None:
+def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
     """The last checkpoint that Ray Train has of a run's name."""
-    path = f"{plan.checkpoint_path.rstrip('/')}/{plan.name}"
+    path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
     try:
-        return ray.train.Result.from_path(path, plan.run.storage_filesystem).checkpoint
+        return ray.train.Result.from_path(path, spec.run.storage_filesystem).checkpoint
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return None
     except (OSError, ValueError) as error:  # a scheme that pyarrow does not know, no network

@@ -61,10 +61,10 @@ class TrainingSession:
     """
 
     def __init__(self, trainer: APRTrainer) -> None:
-        begin = find_begin(trainer.plan)
+        begin = find_begin(trainer.spec)
         self._run = trainer.start_in_host(is_gated=True)
-        self._plan = self._run.plan
-        self._folder = self._plan.folder  # a relative one is found from where this process is now
+        self._spec = self._run.spec
+        self._folder = self._spec.folder  # a relative one is found from where this process is now
         self._step = self._ordered = begin.step
         self._steps = _Rows(self.folder / "metrics.jsonl")
         self._evaluations = _Rows(self.folder / "evaluations.jsonl")
@@ -101,7 +101,7 @@ class TrainingSession:
         """
         is_count = isinstance(num_steps, int) and num_steps >= 1
         require(is_count, "num_steps", num_steps, "must be a whole number of at least 1")
-        goal = min(self._step + num_steps, self._plan.train.steps)
+        goal = min(self._step + num_steps, self._spec.train.steps)
         missing = max(0, goal - self._ordered)  # a call that was interrupted has ordered its own
         self._ordered += missing
         self._follow([None] * missing)
@@ -129,13 +129,13 @@ class TrainingSession:
             saved = self._run.result().checkpoint
             assert saved is not None, "a run ends with one"
         else:
-            storage = f"{self._plan.checkpoint_path.rstrip('/')}/{self._plan.name}"
-            saved = Checkpoint(f"{storage}/{name}", self._plan.run.storage_filesystem)
+            storage = f"{self._spec.checkpoint_path.rstrip('/')}/{self._spec.name}"
+            saved = Checkpoint(f"{storage}/{name}", self._spec.run.storage_filesystem)
         saved.to_directory(str(folder))
 
     @property
     def _has_all_steps(self) -> bool:
-        return self._ordered >= self._plan.train.steps
+        return self._ordered >= self._spec.train.steps
 
     def _follow(self, orders: Sequence[Order]) -> None:
         """Give orders, and wait until they are done; with the last step, until the run has ended.
@@ -144,7 +144,7 @@ class TrainingSession:
             APRError: What the run failed of, or that it was stopped.
         """
         if self._is_stopped:
-            raise APRError(f"the run {self._plan.name} was stopped")
+            raise APRError(f"the run {self._spec.name} was stopped")
         number = self._run.order(orders) if orders or not self._has_all_steps else None
         if self._has_all_steps or not self._run.wait(number):
             self._run.result()

@@ -22,12 +22,13 @@ from ray_apr.config import (
     Mode,
     PartialRolloutConfig,
     RolloutConfig,
+    Sections,
     TrainConfig,
-    check_placement,
-    check_together,
 )
 from ray_apr.exceptions import ConfigError
-from ray_apr.settings_files import check_code, check_model, check_prompts
+from ray_apr.run.folder import run_folder
+from ray_apr.run.model import check_model
+from ray_apr.settings_files import check_code, check_prompts
 from ray_apr.settings_yaml import check_types, read_yaml, set_override
 
 
@@ -69,7 +70,7 @@ class RunFolderSettings:
     """Where the run's figures and checkpoints go: ``<storage_path>/<name>``."""
 
     name: str | None = None
-    """None makes one of the YAML file's name, the mode and the time."""
+    """None: `load_settings` makes one of the YAML file's name, the mode and the time."""
     storage_path: str = "runs"
     """A folder, relative to where the command is started; on several nodes one that they share."""
     resume: bool = False
@@ -136,8 +137,8 @@ _KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS, "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Everything that one run needs to know."""
+class RunSettings(Sections):
+    """What a settings file says; code is named here, and imported for the run's `RunSpec`."""
 
     path: Path
     """The YAML file; relative names in it are relative to its folder."""
@@ -151,17 +152,10 @@ class RunSettings:
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     group_filter: str | None
     """Like `reward`."""
-    evaluation: EvaluationConfig | None
-    """None evaluates nothing."""
     evaluation_prompts: PromptsSettings | None
     """With an absolute path; what is evaluated."""
     objective: Mapping[str, str]
     """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
-    rollout: RolloutConfig
-    partial_rollout: PartialRolloutConfig
-    buffer: BufferConfig
-    algorithm: AlgorithmConfig
-    train: TrainConfig
     scaling: ScalingSettings
     run: RunFolderSettings
     ray: RaySettings
@@ -178,34 +172,19 @@ class RunSettings:
 
     @property
     def run_dir(self) -> Path:
-        """The run folder.
-
-        Raises:
-            ConfigError: If the run has no name yet; see `with_run_name`.
-        """
-        if self.run.name is None:
-            raise ConfigError("run.name", None, "name the run, or call with_run_name() first")
-        return Path(self.run.storage_path).expanduser().resolve() / self.run.name
-
-    def with_run_name(self, now_s: float | None = None) -> RunSettings:
-        """Return these settings with a name of the run: the given one, or file-mode-time.
-
-        Args:
-            now_s: Unix time of the default name; None takes the clock.
-        """
-        if self.run.name is not None:
-            return self
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
-        run = dataclasses.replace(self.run, name=f"{self.path.stem}-{self.mode}-{stamp}")
-        return dataclasses.replace(self, run=run)
+        """The run folder."""
+        return run_folder(self.run.storage_path, self.run.name or "")
 
 
-def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSettings:
+def load_settings(
+    path: str | Path, overrides: Sequence[str] = (), *, now_s: float | None = None
+) -> RunSettings:
     """Read a YAML file, apply overrides, and check all of it.
 
     Args:
         path: The YAML file.
         overrides: ``"train.steps=10"``, ``"mode=sync"``: dotted key and YAML value.
+        now_s: Unix time of the name of a run that is given none; None takes the clock.
 
     Raises:
         ConfigError: Names the key that is wrong, its value and the remedy.
@@ -226,10 +205,10 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> RunSetting
     if values.get("reward") is None and values.get("environment") is None:
         remedy = f"is missing; add `reward: file.py:function` to {path.name}"
         raise ConfigError("reward", None, remedy)
-    return _build(path, values)
+    return _build(path, values, now_s)
 
 
-def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
+def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSettings:
     sections = {
         name: _section(name, cls, values.get(name))
         for name, cls in _SECTIONS.items()
@@ -246,6 +225,10 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
     if sections["rollout"].engine != "vllm":
         check_code("rollout.engine", sections["rollout"].engine, path.parent)
     prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
+    if sections["run"].name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+        name = f"{path.stem}-{sections['partial_rollout'].mode}-{stamp}"
+        sections["run"] = dataclasses.replace(sections["run"], name=name)
     settings = RunSettings(
         path=path,
         model=check_model(values["model"], path.parent),
@@ -258,19 +241,8 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
         objective=objective,
         **sections,
     )
-    _check_all_together(settings)
+    settings.check(settings.scaling)
     return settings
-
-
-def _check_all_together(settings: RunSettings) -> None:
-    check_together(settings.rollout, settings.train, settings.algorithm)
-    workers = settings.scaling.num_workers
-    settings.train.check_workers(workers)
-    check_placement(settings.rollout, settings.partial_rollout, settings.train, workers)
-    if settings.scaling.use_gpu and settings.rollout.device == "cpu":
-        raise ConfigError(
-            "scaling.use_gpu", True, 'needs rollout.device "cuda" or "auto": one run, one device'
-        )
 
 
 def _section(name: str, cls: type, given: Any) -> Any:

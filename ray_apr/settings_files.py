@@ -1,4 +1,4 @@
-"""What a run's settings point at: model folder, prompts file, reward function, environment.
+"""What a run's settings point at: prompts file, reward function, environment.
 
 The checks read files and import nothing of the user's; `load_code` does, at run time.
 """
@@ -10,39 +10,14 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ray_apr.architectures import read_config
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def check_model(model: str, base_dir: Path) -> str:
-    """Return the absolute folder of a model, or a hub id ``owner/name`` as it is.
-
-    Raises:
-        ConfigError: If it is neither, or a model that cannot be trained.
-    """
-    folder = (base_dir / Path(model).expanduser()).resolve()
-    if folder.is_dir():
-        read_config(model, folder)
-        return str(folder)
-    beside = (base_dir / model.split("/")[0]).is_dir()
-    if not _HUB_ID.fullmatch(model) or beside:
-        raise ConfigError(
-            "model",
-            model,
-            f"there is no folder {folder}; make the model first, correct the path, or give a hub "
-            "id as owner/name",
-        )
-    return model
 
 
 def check_prompts(path: str, base_dir: Path, column: str) -> str:

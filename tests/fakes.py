@@ -497,13 +497,13 @@ class FakeHostedRun:
         interrupts: Whether the next wait is interrupted, as by Ctrl-C.
     """
 
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
         self.interrupts = self.is_over = False
         self.num_stops = self.num_saved = 0
         self._step = self._num_orders = 0
         self._error: BaseException | None = None
-        plan.folder.mkdir(parents=True)
+        spec.folder.mkdir(parents=True)
 
     def start(self, *, is_gated: bool) -> FakeHostedRun:
         """As `APRTrainer.start_in_host`."""
@@ -515,10 +515,10 @@ class FakeHostedRun:
         for name in orders if self._error is None else ():
             if name is not None:
                 self._save(name)
-            elif self._step < self.plan.train.steps:
+            elif self._step < self.spec.train.steps:
                 self._write("metrics.jsonl", {"step": self._step})
                 self._step += 1
-        if self._step == self.plan.train.steps and not self.is_over:
+        if self._step == self.spec.train.steps and not self.is_over:
             self.evaluate(self._step)
             self._save("last")
             self._end("ok")
@@ -540,7 +540,7 @@ class FakeHostedRun:
             raise self._error
         result = MagicMock()
         result.checkpoint.to_directory = lambda folder: shutil.copytree(
-            self.plan.folder / "last", folder
+            self.spec.folder / "last", folder
         )
         return result
 
@@ -561,16 +561,16 @@ class FakeHostedRun:
 
     def _end(self, status: str) -> None:
         self.is_over = True
-        (self.plan.folder / "final.json").write_text(json.dumps({"status": status}))
+        (self.spec.folder / "final.json").write_text(json.dumps({"status": status}))
 
     def _save(self, name: str) -> None:
-        folder = self.plan.folder / name
+        folder = self.spec.folder / name
         folder.mkdir()
         (folder / "progress.json").write_text(json.dumps({"step": self._step}))
         self.num_saved += 1
 
     def _write(self, name: str, row: Mapping[str, Any]) -> None:
-        with (self.plan.folder / name).open("a") as file:
+        with (self.spec.folder / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
@@ -621,11 +621,11 @@ class FakeSession:
     living: ClassVar[list[FakeSession]] = []
 
     def __init__(self, trainer: Any) -> None:
-        self.plan = trainer.plan
+        self.spec = trainer.spec
         self.step = 0
         self.fail: BaseException | None = None
-        if self.plan.checkpoint is not None:
-            with self.plan.checkpoint.as_directory() as folder:
+        if self.spec.checkpoint is not None:
+            with self.spec.checkpoint.as_directory() as folder:
                 self.step = json.loads((Path(folder) / PROGRESS_FILE).read_text())["step"]
         self.living.append(self)
 
@@ -634,11 +634,11 @@ class FakeSession:
         assert self in self.living
         if self.fail is not None:
             raise self.fail
-        steps = range(self.step, min(self.step + num_steps, self.plan.train.steps))
-        rate = self.plan.train.learning_rate
+        steps = range(self.step, min(self.step + num_steps, self.spec.train.steps))
+        rate = self.spec.train.learning_rate
         rows = [step_row(s, learning_rate=rate, reward_mean=s / 100 + rate) for s in steps]
         self.step += len(rows)
-        evaluation = self.plan.evaluation
+        evaluation = self.spec.evaluation
         due = [s + 1 for s in steps if evaluation is not None and evaluation.is_due(s + 1)]
         return FakeProgressed(rows, [evaluation_row(version) for version in due])
 
@@ -646,7 +646,7 @@ class FakeSession:
         """What `resume.find_begin` reads of a checkpoint."""
         progress = {"step": self.step, "policy_version": self.step}
         rollout = RolloutProgress(
-            seed=self.plan.train.seed, num_prompts=8, position=0, pending=(), counters=Counters()
+            seed=self.spec.train.seed, num_prompts=8, position=0, pending=(), counters=Counters()
         )
         (Path(folder) / PROGRESS_FILE).write_text(json.dumps(progress))
         (Path(folder) / ROLLOUT_FILE).write_text(rollout.to_json())

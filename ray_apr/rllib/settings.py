@@ -20,6 +20,7 @@ from ray_apr.config import (
     EvaluationConfig,
     PartialRolloutConfig,
     RolloutConfig,
+    Sections,
     TrainConfig,
 )
 from ray_apr.exceptions import ConfigError
@@ -98,15 +99,9 @@ _REMEDIES_OF_KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The sections of a run."""
+class Settings(Sections):
+    """The sections of a run, and its train workers."""
 
-    rollout: RolloutConfig
-    partial_rollout: PartialRolloutConfig
-    buffer: BufferConfig
-    algorithm: AlgorithmConfig
-    evaluation: EvaluationConfig | None
-    train: TrainConfig
     scaling: ray.train.ScalingConfig
 
 

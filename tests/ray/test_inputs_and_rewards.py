@@ -28,7 +28,7 @@ from ray_apr.host import is_captured
 from ray_apr.preflight import found_no_place, nodes_without, not_placed, placement_limit
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.types import Prompt, Sample
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ray
@@ -90,7 +90,7 @@ def test_train_workers_that_cannot_be_placed_end_the_run(tmp_path):
     """known fault: Ray tried again and again, without a limit."""
     from ray.train.torch import TorchTrainer
 
-    plan = run_plan(run=ray.train.RunConfig(name="app", storage_path=str(tmp_path)))
+    plan = run_spec(run=ray.train.RunConfig(name="app", storage_path=str(tmp_path)))
     scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
     trainer = TorchTrainer(lambda: None, scaling_config=scaling, run_config=plan.run_config)
     with placement_limit(2.0), pytest.raises(Exception, match="startup timed out") as raised:

@@ -33,7 +33,7 @@ _START_OF_A_RUN = """
 import sys, time, ray, ray.train
 from ray_apr.exceptions import ConfigError
 from ray_apr.preflight import make_run_folder
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 ray.init(address=sys.argv[1], log_to_driver=False)
 deadline = time.monotonic() + 60
 while len([n for n in ray.nodes() if n["Alive"]]) < 2 and time.monotonic() < deadline:
@@ -41,7 +41,7 @@ while len([n for n in ray.nodes() if n["Alive"]]) < 2 and time.monotonic() < dea
 for folder in sys.argv[2:]:
     run = ray.train.RunConfig(name="run", storage_path=folder)
     try:
-        make_run_folder(run_plan(run=run))
+        make_run_folder(run_spec(run=run))
         print("taken")
     except ConfigError as error:
         print(error)

@@ -10,9 +10,8 @@ import pytest
 
 from ray_apr.architectures import REFUSED, SUPPORTED, check_config, read_config
 from ray_apr.exceptions import ConfigError
-from ray_apr.settings_files import check_model
+from ray_apr.run.model import check_hub_model, check_model
 from tests.families import FAMILIES, architecture_of, make_family
-from tests.run_plans import run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
@@ -89,8 +88,8 @@ def test_a_hub_id_s_model_is_checked_before_its_engines_start(monkeypatch):
         "transformers.PretrainedConfig.get_config_dict", lambda model, **_: (configs[model], {})
     )
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be trained"):
-        run_plan(model="a/b").check_model()
-    run_plan(model="a/c").check_model()
+        check_hub_model("a/b")
+    check_hub_model("a/c")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -174,7 +174,7 @@ def test_what_is_resumed_has_a_name_and_may_have_a_run(
     assert begun[0].resume
     settings = load_settings(config, ["run.name=mine", "run.resume=true"])
     prompts = launch.read_prompts(settings.prompts)
-    assert launch.make_trainer(settings, prompts, None).plan.name == "mine"
+    assert launch.make_trainer(settings, prompts, None).spec.name == "mine"
     with pytest.raises(ConfigError, match="holds a run already"):
         launch.make_trainer(load_settings(config, ["run.name=mine"]), prompts, None)
 

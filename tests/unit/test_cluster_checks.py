@@ -1,16 +1,16 @@
-"""What a run wants of a cluster with GPUs (trainer.py), without one."""
+"""What a run wants of a cluster with GPUs (run/checks.py), without one."""
 
 from __future__ import annotations
 
 import pytest
 import ray.train
 
-from ray_apr import trainer
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, Sections
 from ray_apr.exceptions import ConfigError
+from ray_apr.run import checks
 from ray_apr.serve import builder
 from ray_apr.serve.spec import EngineSpec
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def check():
     """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
 
     def check(*, replicas, workers, cpus=8, use_gpu=True, **rollout):
-        trainer.check_resources(
+        checks.check_resources(
             ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
             RolloutConfig(num_replicas=replicas, **rollout),
             {"GPU": 2.0, "CPU": float(cpus)},
@@ -48,22 +48,25 @@ def test_colocated_ones_have_the_same(check):
 @pytest.mark.parametrize("given", [None, {"CPU": 2.0}])
 def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
-    plan = run_plan(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
+    plan = run_spec(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
     wanted = plan.worker_scaling.resources_per_worker
     spec = EngineSpec(model="m", device="cuda", takes_turns=plan.rollout.is_colocated)
     engine = builder._placement(spec, num_cpus=1.0)["placement_group_bundles"][1]
     assert wanted.get("CPU", 0.0) == (2.0 if given else 0.0)
     assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
     assert 2 * engine["GPU"] > 1.0, "and no second engine"
-    assert run_plan(scaling=scaling).worker_scaling is scaling
+    assert run_spec(scaling=scaling).worker_scaling is scaling
 
 
 def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():
     """It was replaced without a word."""
     scaling = ray.train.ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5})
     with pytest.raises(ConfigError, match=r"scaling\.resources_per_worker = .*leave GPU out"):
-        trainer._check_workers(scaling, TrainConfig(), RolloutConfig(placement="colocated"))
-    trainer._check_workers(scaling, TrainConfig(), RolloutConfig())
+        Sections(
+            rollout=RolloutConfig(placement="colocated"),
+            partial_rollout=PartialRolloutConfig.preset("sync"),
+        ).check(scaling)
+    Sections().check(scaling)
 
 
 def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):

@@ -10,7 +10,7 @@ from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestatio
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve.engine import make_engine
 from ray_apr.serve.spec import EngineSpec
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 from tests.scripted_backend import ScriptedBackend
 
 MINE = RolloutConfig(engine=ScriptedBackend, engine_kwargs={"num_ids": 9, "longest": 4})
@@ -64,5 +64,5 @@ def test_vllms_own_rules_are_vllms_alone():
 
 
 def test_the_run_folder_names_it():
-    described = run_plan(rollout=MINE).describe()
+    described = run_spec(rollout=MINE).describe()
     assert described["rollout"]["engine"] == "tests.scripted_backend:ScriptedBackend"

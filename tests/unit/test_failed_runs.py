@@ -21,10 +21,11 @@ from ray_apr.exceptions import APRError, StarvedError, Stopped, TrainError, Weig
 from ray_apr.final import final_figures
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.run.actors import Actors
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.types import SamplingParams
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 STATS = BufferStats(
     buffered_samples=0, buffered_tokens=5, trained_samples=12, trained_tokens=40, masked_tokens=3,
@@ -112,14 +113,14 @@ def get(answer, timeout=None):
 
 def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     monkeypatch.setattr("ray_apr.controller.ray.get", get)
-    monkeypatch.setattr("ray_apr.controller.ray.kill", lambda actor: None)
+    monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: None)
     monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
     parts = object.__new__(_Parts)
-    parts.plan = run_plan()
-    monkeypatch.setattr(type(parts.plan), "folder", tmp_path)
+    parts.spec = run_spec()
+    monkeypatch.setattr(type(parts.spec), "folder", tmp_path)
     parts._begin = Begin()
     parts._start_error = parts._evaluator = parts._setup_s = None
-    parts._started_at, parts._actors = 0.0, []
+    parts._started_at, parts._actors = 0.0, Actors(parts.spec)
     parts._buffer, parts._worker, parts.recorder = (
         actors[name] for name in ("buffer", "worker", "recorder")
     )
@@ -165,8 +166,9 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
         raise KeyError(name)
 
     monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", stop)
-    monkeypatch.setattr("ray_apr.controller.ray.kill", killed.append)
-    parts._worker, parts._actors = Handle(stop=SUMMARY), ["the recorder", "the lease"]
+    monkeypatch.setattr("ray_apr.run.actors.ray.kill", killed.append)
+    parts._worker = Handle(stop=SUMMARY)
+    parts._actors.handles = ["the recorder", "the lease"]
     with pytest.raises(KeyError):
         parts.close(None)
     assert killed == ["the lease", "the recorder"]
@@ -186,11 +188,11 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
 
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
     monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
-    monkeypatch.setattr("ray_apr.controller.ray.kill", lambda actor: is_killed.set())
+    monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: is_killed.set())
     monkeypatch.setattr("ray_apr.progress.ray.get", answer)
     parts._watch = threading.Thread(target=end_after, args=(0.3,))
     parts._watch.start()
-    parts._actors = ["the recorder"]
+    parts._actors.handles = ["the recorder"]
     with progress.follow_progress(Handle(follow=None), 8, shown.append) as stop_showing:
         stop_showing()
         parts._take_away()
@@ -209,16 +211,16 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     ],
 )
 def test_a_run_that_ends_while_its_parts_are_made_says_how(monkeypatch, tmp_path, error, status):
-    plan = run_plan(model=str(tmp_path))
-    monkeypatch.setattr(type(plan), "folder", tmp_path)
-    monkeypatch.setattr(controller, "make_run_folder", lambda plan: None)
+    spec = run_spec(model=str(tmp_path))
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    monkeypatch.setattr(controller, "make_run_folder", lambda spec: None)
 
     def parts(*_):
         raise error
 
     monkeypatch.setattr(controller, "_Parts", parts)
     with pytest.raises(Stopped if status == "stopped" else ValueError) as raised:
-        controller.run(plan, None)
+        controller.run(spec, None)
     final = json.loads((tmp_path / "final.json").read_text())
     assert (final["status"], final["steps"], final["ledger_error"]) == (status, 0, None)
     assert final["error"] == (str(raised.value) if status == "stopped" else "ValueError: no row")
@@ -275,10 +277,10 @@ def test_a_rollout_worker_that_cannot_be_reached_for_a_moment_has_not_died(monke
 
 @pytest.mark.parametrize(("summary", "stats"), [(SUMMARY, STATS), (None, STATS), (SUMMARY, None)])
 def test_final_figures_count_the_steps_that_were_recorded(summary, stats):
-    final = final_figures(run_plan(), summary, stats, 11, Counters())
+    final = final_figures(run_spec(), summary, stats, 11, Counters())
     assert final["steps"] == 11
     assert (final["ledger_error"] is None) == (summary is None or stats is None)
-    assert "steps" not in final_figures(run_plan(), summary, stats, None, Counters())
+    assert "steps" not in final_figures(run_spec(), summary, stats, None, Counters())
 
 
 def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
@@ -297,7 +299,7 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     loop = object.__new__(loop_module._TrainLoop)
     loop._control, loop._offload, loop._started_at = control, None, 0.0
     loop._progress = Progress(step=4, policy_version=4)
-    loop._train = run_plan().train
+    loop._train = run_spec().train
     loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8)
     loop._model = loop._optimizer = loop._reference = None
     loop._sampling = SamplingParams()

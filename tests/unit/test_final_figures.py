@@ -10,7 +10,7 @@ from ray_apr.final import final_figures
 from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from tests.fakes import ScriptedEngine
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 
 async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
@@ -26,6 +26,6 @@ async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
         masked_tokens=0, evicted_samples=0, evicted_tokens=0, read_ahead_max=0,
         held_groups=(),
     )  # fmt: skip
-    final = final_figures(run_plan(), summary, stats, 0, Counters())
+    final = final_figures(run_spec(), summary, stats, 0, Counters())
     assert (final["tokens_generated"], final["tokens_outside"]) == (60, 14)
     assert final["ledger_error"] == 0

@@ -16,8 +16,9 @@ from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.prompts import encode_prompt, has_chat_template
 from ray_apr.data.rows import PromptRows
 from ray_apr.exceptions import ConfigError
+from ray_apr.run.model import check_hub_model
 from ray_apr.settings import RaySettings
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 
 @pytest.fixture
@@ -141,14 +142,14 @@ def test_a_dry_run_refuses_a_model_of_the_hub_as_the_run_does(of_the_hub):
     asked = of_the_hub({"architectures": ["Gemma2ForCausalLM"]})
     rows = {"prompts": PromptRows(prompts_of("a"))}
     with pytest.raises(ConfigError, match=r"model = 'a/b'.*tanh"):
-        launch._preview(rows, run_plan(model="a/b", max_model_len=4096))
+        launch._preview(rows, run_spec(model="a/b", max_model_len=4096))
     assert asked == [True], "a dry run asks nobody"
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_as_a_setting(of_the_hub):
     asked = of_the_hub(OSError("a/b is not a local folder\nand is not a valid identifier"))
     with pytest.raises(ConfigError, match=r"model = 'a/b'.*hub.*folder and is not a valid"):
-        run_plan(model="a/b").check_model()
+        check_hub_model("a/b")
     assert asked == [False]
 
 

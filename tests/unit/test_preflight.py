@@ -10,7 +10,7 @@ import ray.train
 from ray.exceptions import ActorDiedError
 
 from ray_apr import preflight
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import Sections, TrainConfig
 from ray_apr.exceptions import ConfigError
 from ray_apr.preflight import (
     check_shared_folder,
@@ -19,9 +19,9 @@ from ray_apr.preflight import (
     other_nodes,
     placement_limit,
 )
-from ray_apr.run_plan import RESTARTS
-from ray_apr.trainer import _check_restarts, _check_workers
-from tests.run_plans import run_plan
+from ray_apr.run.checks import check_restarts
+from ray_apr.run.spec import RESTARTS
+from tests.run_specs import run_spec
 
 # -- storage ---------------------------------------------------------------------------------------
 
@@ -81,9 +81,9 @@ def test_remote_storage_is_not_looked_for_on_the_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "other_nodes", lambda _: pytest.fail("all nodes reach it"))
     storage = f"file://{tmp_path}/bucket"
-    plan = run_plan(run=ray.train.RunConfig(name="mine", storage_path=storage))
-    make_run_folder(plan)
-    assert plan.folder == tmp_path / "runs" / "mine" and plan.folder.is_dir()
+    spec = run_spec(run=ray.train.RunConfig(name="mine", storage_path=storage))
+    make_run_folder(spec)
+    assert spec.folder == tmp_path / "runs" / "mine" and spec.folder.is_dir()
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -97,15 +97,14 @@ def test_restarts_of_train_workers_are_refused_however_they_are_asked_for(name, 
     failures = ray.train.FailureConfig(**{name: value})
     run = ray.train.RunConfig(failure_config=failures)
     if value == getattr(ray.train.FailureConfig(), name):  # Ray's default, which nobody asked for
-        _check_restarts(run)
+        check_restarts(run)
         return
     with pytest.raises(ConfigError, match=rf"failure_config\.{name} = {value}: must be 0"):
-        _check_restarts(run)
+        check_restarts(run)
 
 
-@pytest.mark.parametrize("run", [None, ray.train.RunConfig()])
-def test_a_run_that_asks_for_no_restart_is_taken(run):
-    _check_restarts(run)
+def test_a_run_that_asks_for_no_restart_is_taken():
+    check_restarts(ray.train.RunConfig())
 
 
 def test_ray_train_starts_nothing_again_for_any_reason():
@@ -119,7 +118,7 @@ def test_ray_train_starts_nothing_again_for_any_reason():
     class PreemptedError(ActorDiedError):
         preempted = True
 
-    policy = DefaultFailurePolicy(run_plan().run_config.failure_config)
+    policy = DefaultFailurePolicy(run_spec().run_config.failure_config)
     for error in (
         ControllerError(WorkerGroupStartupTimeoutError(num_workers=2)),
         WorkerGroupError("a worker has died", {0: ActorDiedError()}),
@@ -131,17 +130,17 @@ def test_ray_train_starts_nothing_again_for_any_reason():
 def test_what_ray_train_gets_besides_is_the_users():
     checkpoints = ray.train.CheckpointConfig(num_to_keep=7)
     run = ray.train.RunConfig(name="mine", storage_path="/x", checkpoint_config=checkpoints)
-    config = run_plan(run=run).run_config
+    config = run_spec(run=run).run_config
     assert (config.name, config.storage_path) == ("mine", "/x")
     assert config.checkpoint_config.num_to_keep == 7
-    keep = run_plan(train=TrainConfig(num_checkpoints_to_keep=3)).run_config.checkpoint_config
+    keep = run_spec(train=TrainConfig(num_checkpoints_to_keep=3)).run_config.checkpoint_config
     assert keep.num_to_keep == 3
 
 
 def test_elastic_train_workers_are_refused():
     scaling = SimpleNamespace(num_workers=(1, 2), use_gpu=False, resources_per_worker=None)
     with pytest.raises(ConfigError, match=r"scaling\.num_workers = \(1, 2\): must be a whole"):
-        _check_workers(scaling, TrainConfig(), RolloutConfig())
+        Sections().check(scaling)
 
 
 # -- placement -------------------------------------------------------------------------------------

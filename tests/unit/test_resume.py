@@ -23,7 +23,7 @@ from ray_apr.data.resumption import (
 from ray_apr.exceptions import ConfigError
 from ray_apr.recorder import RunRecorder
 from ray_apr.resume import find_begin, hold_folder, resume_folder
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 BEFORE = Counters(
     samples_trained=8, tokens_trained=50, samples_interrupted=2, samples_resumed=1,
@@ -175,7 +175,7 @@ def checkpoint(tmp_path):
 
 def plan_of(tmp_path, **replaced):
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
-    return run_plan(run=run, train=TrainConfig(steps=4), **replaced)
+    return run_spec(run=run, train=TrainConfig(steps=4), **replaced)
 
 
 def test_a_new_run_begins_anew_or_with_the_checkpoint_that_is_given(tmp_path, checkpoint):
@@ -209,7 +209,7 @@ def test_a_run_that_has_no_checkpoint_is_begun_again(tmp_path):
 def test_what_cannot_go_on_is_refused(tmp_path, checkpoint, train, message):
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
     with pytest.raises(ConfigError, match=message):
-        find_begin(run_plan(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
+        find_begin(run_spec(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

@@ -123,12 +123,12 @@ def test_a_checkpoint_is_gone_on_with(model, tmp_path):
         algo.train()
     path = algo.save_to_path(tmp_path / "saved")
     first = algo.train()
-    name = FakeSession.living[0].plan.name
+    name = FakeSession.living[0].spec.name
     algo.stop()
     restored = APR.from_checkpoint(path)
     assert (restored.iteration, FakeSession.living) == (3, [])
     second = restored.train()
-    assert FakeSession.living[0].plan.name != name
+    assert FakeSession.living[0].spec.name != name
     kept = ("env_runners", "learners", "num_env_steps_sampled_lifetime", "training_iteration")
     assert {k: first[k] for k in kept} == {k: second[k] for k in kept}
     runs = [folder.name for folder in (tmp_path / "runs").glob("restored-*")]
@@ -265,9 +265,9 @@ def test_a_text_environment_gives_prompts_and_rewards(model, tmp_path):
     given.evaluation(evaluation_interval=1, evaluation_duration=3)
     algo = given.build_algo()
     algo.train()
-    plan = FakeSession.living[0].plan
-    assert plan.reward is None
-    assert plan.environment.prompt(3) == "below 10?"
+    spec = FakeSession.living[0].spec
+    assert spec.reward is None
+    assert spec.environment.prompt(3) == "below 10?"
     assert len(algo._trainer._prompts) == 6
     held_out = algo._trainer._held_out.slice(0, 9)
     assert [row["env_seed"] for row in held_out] == [6, 7, 8]
@@ -277,5 +277,5 @@ def test_a_text_environment_gives_prompts_and_rewards(model, tmp_path):
 def test_what_a_run_refuses_is_said_when_it_is_built(model, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.batch_size = 3"):
         build(model, tmp_path, train={"batch_size": 3}).training(train_batch_size=128).build_algo()
-    with pytest.raises(ConfigError, match="model = '/none': no such folder"):
+    with pytest.raises(ConfigError, match="model = '/none': there is no folder /none"):
         build("/none", tmp_path).build_algo()

@@ -26,7 +26,7 @@ from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.serve.server import RolloutServer
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 GROUP = {"world_size": 5, "timeout_s": 200.0}
 LIMITS_S: list[float] = []
@@ -297,19 +297,18 @@ async def test_a_pause_that_lets_requests_end_has_no_limit_of_its_own(deployment
 
 
 def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
-    from ray_apr import controller
+    from ray_apr.run import training
     from ray_apr.train.control import sync_limit_s
 
-    parts = object.__new__(controller._Parts)
-    parts.plan = run_plan(train=TrainConfig(weight_sync_timeout_s=1000.0))
-    parts._evaluator = parts._buffer = parts._worker = parts.recorder = None
-    parts._started_at, parts._begin, parts._gate = 0.0, Begin(), None
-    monkeypatch.setattr(controller, "sample_stream", lambda *_, **__: None)
+    made = run_spec(train=TrainConfig(weight_sync_timeout_s=1000.0))
+    monkeypatch.setattr(training, "sample_stream", lambda *_, **__: None)
     monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda loop, **given: (loop, given))
-    loop, given = parts._make_trainer()
+    loop, given = training.make_torch_trainer(
+        made, buffer=None, worker=None, recorder=None, started_at=0.0
+    )
     assert given["torch_config"].timeout_s > sync_limit_s(1000.0) > 600
     (spec,) = loop.args
-    assert spec.train is parts.plan.train and spec.wire_dtype == parts.plan.rollout.dtype
+    assert spec.train is made.train and spec.wire_dtype == made.rollout.dtype
 
 
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):
@@ -369,17 +368,14 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
 async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     deployment, monkeypatch
 ):
-    from ray_apr.controller import _Parts
+    from ray_apr.run.actors import Actors
 
-    parts = object.__new__(_Parts)
-    parts.plan = run_plan(
+    spec = run_spec(
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
         train=TrainConfig(weight_sync_timeout_s=77.0),
     )
-    parts._begin = Begin()
-    parts._tables, parts._buffer, parts.recorder = [], None, None
-    monkeypatch.setattr(_Parts, "_actor", lambda self, *_, **settings: settings)
-    settings = parts._make_worker()
+    monkeypatch.setattr(Actors, "make", lambda self, *_, **settings: settings)
+    settings = Actors(spec)._make_worker([], Begin(), None, None)
     assert settings["sync_timeout_s"] == 77.0, "beside the requests"
     client = settings["make_client"]()
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})

@@ -15,18 +15,18 @@ from ray_apr.exceptions import APRError, ConfigError, RewardError, Stopped, Trai
 from ray_apr.host import HostedRun, _as_value, _host
 from ray_apr.session import TrainingSession
 from tests.fakes import FakeHostedRun
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 
 
 @pytest.fixture
 def run(tmp_path):
     settings = ray.train.RunConfig(name="run", storage_path=str(tmp_path))
-    return FakeHostedRun(run_plan(train=TrainConfig(steps=5), run=settings))
+    return FakeHostedRun(run_spec(train=TrainConfig(steps=5), run=settings))
 
 
 @pytest.fixture
 def session(run):
-    return TrainingSession(types.SimpleNamespace(plan=run.plan, start_in_host=run.start))
+    return TrainingSession(types.SimpleNamespace(spec=run.spec, start_in_host=run.start))
 
 
 def test_steps_are_trained_when_they_are_asked_for_and_their_rows_come_once(session, run):
@@ -110,7 +110,7 @@ def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_p
 
         monkeypatch.setattr(host_module.controller, "run", run)
         monkeypatch.chdir(tmp_path)
-        ended = _host(run_plan(), None, None, None, False, str(tmp_path), {})
+        ended = _host(run_spec(), None, None, None, False, str(tmp_path), {})
         assert ended.error is raised
     sent = _as_value(OfTheUser("no ", "row"))
     assert isinstance(sent, APRError) and "no row" in str(sent)
@@ -119,14 +119,14 @@ def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_p
 def test_a_host_has_the_folder_and_the_variables_of_its_caller(monkeypatch, tmp_path):
     seen = {}
 
-    def run(plan, prompts, held_out, *, progress, gate):
+    def run(spec, prompts, held_out, *, progress, gate):
         seen.update(folder=os.getcwd(), variable=os.environ["VLLM_OF_THE_TEST"], gate=gate)
         return "result"
 
     monkeypatch.chdir(tmp_path.parent)
     monkeypatch.setenv("VLLM_OF_THE_TEST", "")
     monkeypatch.setattr(host_module.controller, "run", run)
-    ended = _host(run_plan(), None, None, "gate", True, str(tmp_path), {"VLLM_OF_THE_TEST": "1"})
+    ended = _host(run_spec(), None, None, "gate", True, str(tmp_path), {"VLLM_OF_THE_TEST": "1"})
     assert (ended.result, ended.error) == ("result", None)
     assert seen == {"folder": str(tmp_path), "variable": "1", "gate": "gate"}
 
@@ -137,7 +137,7 @@ def test_a_gate_that_is_gone_is_an_error_of_ours(monkeypatch):
 
     monkeypatch.setattr(host_module.ray, "get", get)
     run = object.__new__(HostedRun)
-    run.plan = run_plan()
+    run.spec = run_spec()
     run._gate = types.SimpleNamespace(order=types.SimpleNamespace(remote=lambda orders: None))
     with pytest.raises(APRError, match="the gate of app is gone"):
         run.order([None])

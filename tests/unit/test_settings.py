@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "base_model").mkdir()
     config = {"architectures": ["Qwen3ForCausalLM"]}
     (tmp_path / "base_model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "base_model" / "tokenizer.json").write_text("{}")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "prompts.json").write_text(json.dumps(rows))
@@ -56,7 +57,7 @@ def test_an_objective_is_a_preset_with_functions_of_the_user(folder: Path) -> No
     settings = load_settings(folder / "run.yaml")
     assert (settings.algorithm.loss, settings.algorithm.clip_high) == ("gspo", 0.1)
     assert settings.objective == {"advantage": "task.py:reward"}
-    plan = make_plan(settings.with_run_name(0))
+    plan = make_plan(settings)
     assert plan["run"]["objective"].startswith("gspo loss of task.py:reward advantages")
 
 
@@ -93,7 +94,7 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.prompts.limit == 1
     assert settings.rollout.engine_kwargs == {"max_num_seqs": 64}
     assert settings.scaling.resources_per_worker == {"CPU": 1.0}, "the GPU is Ray Train's default"
-    assert settings.with_run_name().run_dir == Path("runs").resolve() / "mine"
+    assert settings.run_dir == Path("runs").resolve() / "mine"
 
 
 def test_local_is_local(folder: Path) -> None:
@@ -102,10 +103,9 @@ def test_local_is_local(folder: Path) -> None:
 
 
 def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
-    settings = load_settings(folder / "run.yaml")
-    with pytest.raises(ConfigError, match=r"run\.name"):
-        _ = settings.run_dir
-    assert settings.with_run_name(0.0).run_dir.name.startswith("run-apr-19")
+    settings = load_settings(folder / "run.yaml", now_s=0.0)
+    assert settings.run.name.startswith("run-apr-19")
+    assert settings.run_dir.name == settings.run.name
 
 
 @pytest.mark.parametrize(

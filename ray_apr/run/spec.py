@@ -1,27 +1,23 @@
-"""What a run is made of, and what follows from that for its parts."""
+"""What a run is made of, and what follows from that for its parts.
+
+YAML (`settings`) and `APRTrainer` make the same `RunSpec`, which `run.checks` has checked; nothing
+in it changes any more, its name included.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray.train
 
-from ray_apr.architectures import check_config
-from ray_apr.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    EvaluationConfig,
-    PartialRolloutConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from ray_apr.config import Sections
 from ray_apr.config.common import TRAINER_GPU_SHARE
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
+from ray_apr.run.folder import run_folder
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
 """Fields of Ray Train's `FailureConfig` that start train workers again; Ray before 2.60 has not all
@@ -29,30 +25,23 @@ of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Everything that a run is made of, checked."""
+class RunSpec(Sections):
+    """Everything that a run is made of."""
 
+    name: str
+    """Name of the run; also of its folder and its Serve application."""
     model: str
-    reward: RewardFunction | None
-    environment: Environment | None
-    group_filter: GroupFilter | None
-    max_model_len: int | None
-    rollout: RolloutConfig
-    partial_rollout: PartialRolloutConfig
-    buffer: BufferConfig
-    algorithm: AlgorithmConfig
-    evaluation: EvaluationConfig | None
-    """None evaluates nothing."""
-    train: TrainConfig
+    """Folder or hub id."""
+    reward: RewardFunction | None = None
+    environment: Environment | None = None
+    group_filter: GroupFilter | None = None
+    max_model_len: int | None = None
+    """Longest prompt + response, in tokens; None: that of a model whose config is not here yet."""
     scaling: ray.train.ScalingConfig
     run: ray.train.RunConfig
+    """What the user gives Ray Train; `run_config` is what it gets."""
     checkpoint: ray.train.Checkpoint | None = None
     """What a run begins with that has no checkpoint of its own; None: with the model."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run; also of its Serve application."""
-        return self.run.name or f"apr-{self.partial_rollout.mode}-{int(time.time())}"
 
     @property
     def step_size(self) -> int:
@@ -62,8 +51,7 @@ class RunPlan:
     @property
     def folder(self) -> Path:
         """The run folder: Ray Train's own, or one under ``runs/`` if that is on remote storage."""
-        root = Path("runs" if self.remote_storage else self.run.storage_path or "runs")
-        return root.expanduser().resolve() / self.name
+        return run_folder(str(self.run.storage_path or "runs"), self.name)
 
     @property
     def checkpoint_path(self) -> str:
@@ -95,6 +83,7 @@ class RunPlan:
         known = {field.name for field in dataclasses.fields(ray.train.FailureConfig)}
         return dataclasses.replace(
             self.run,
+            name=self.name,
             storage_path=self.checkpoint_path,
             checkpoint_config=checkpoints,
             failure_config=ray.train.FailureConfig(**{n: 0 for n in RESTARTS if n in known}),
@@ -105,29 +94,6 @@ class RunPlan:
         """Of the train workers' collectives; None leaves it to Ray Train. Shards that are kept on
         the host are gathered there for checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.train.cpu_offload and self.scaling.use_gpu else None
-
-    def check_model(self, *, is_here: bool = False) -> None:
-        """Refuse a hub id's model that cannot be trained, once its config can be read; a folder's
-        was checked before.
-
-        Args:
-            is_here: Read only what is on this machine.
-
-        Raises:
-            ConfigError: If it is refused, or cannot be had.
-        """
-        if Path(self.model).is_dir():
-            return
-        from transformers import PretrainedConfig
-
-        try:
-            config = PretrainedConfig.get_config_dict(self.model, local_files_only=is_here)[0]
-        except OSError as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                "model", self.model, f"is no folder, and the hub does not give it: {reason}"
-            ) from error
-        check_config(self.model, config)
 
     def max_prompt_tokens(self, *, is_here: bool = False) -> int:
         """Longest prompt that leaves room for the response budget.

@@ -1,0 +1,180 @@
+"""The settings of a run, section by section, and what no section can check alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ray_apr.checks import is_number, require
+from ray_apr.config.algorithm import AlgorithmConfig
+from ray_apr.config.evaluation import EvaluationConfig
+from ray_apr.config.partial_rollout import PartialRolloutConfig
+from ray_apr.config.rollout import RolloutConfig
+from ray_apr.config.train import BufferConfig, TrainConfig
+
+
+class Scaling(Protocol):
+    """Train workers, as YAML and `ray.train.ScalingConfig` say them alike."""
+
+    @property
+    def num_workers(self) -> int:
+        """Train workers of the run."""
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether each has a GPU."""
+
+    @property
+    def resources_per_worker(self) -> Mapping[str, float] | None:
+        """What each reserves beside its GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """The sections that YAML, `APRTrainer` and RLlib's config fill alike."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    evaluation: EvaluationConfig | None = None
+    """None evaluates nothing."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def check(self, scaling: Scaling) -> None:
+        """Check the sections against each other and against the train workers.
+
+        Raises:
+            ConfigError: For the first that does not fit the others.
+        """
+        rollout, workers = self.rollout, scaling.num_workers
+        require(
+            isinstance(workers, int) and is_number(workers) and workers >= 1,
+            "scaling.num_workers",
+            workers,
+            "must be a whole number of at least 1",
+        )
+        check_together(rollout, self.train, self.algorithm)
+        self.train.check_workers(workers)
+        check_placement(rollout, self.partial_rollout, self.train, workers)
+        require(
+            not (scaling.use_gpu and rollout.device == "cpu"),
+            "scaling.use_gpu",
+            True,
+            'needs rollout.device "cuda" or "auto": one run, one device',
+        )
+        resources = scaling.resources_per_worker
+        require(
+            not rollout.is_colocated or "GPU" not in (resources or {}),
+            "scaling.resources_per_worker",
+            resources,
+            "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
+        )
+        longest = None if self.evaluation is None else self.evaluation.max_response_tokens
+        require(
+            (longest or 0) <= rollout.max_response_tokens,
+            "evaluation.max_response_tokens",
+            longest,
+            f"must be at most rollout.max_response_tokens = {rollout.max_response_tokens}, beside "
+            "which every prompt is known to fit",
+        )
+
+
+def check_placement(
+    rollout: RolloutConfig,
+    partial_rollout: PartialRolloutConfig,
+    train: TrainConfig,
+    num_train_workers: int,
+) -> None:
+    """Check what engines and train workers that take turns need.
+
+    Raises:
+        ConfigError: If they are not as many, or either goes on during the other's turn.
+    """
+    if not rollout.is_colocated:
+        return
+    why = 'with rollout.placement = "colocated"'
+    num_engine_workers = rollout.num_replicas * rollout.tensor_parallel_size
+    require(
+        num_engine_workers == num_train_workers,
+        "rollout.num_replicas",
+        rollout.num_replicas,
+        f"x tensor_parallel_size must be the number of train workers, {num_train_workers}, {why}: "
+        "each GPU has one of both",
+    )
+    require(
+        not partial_rollout.overlap_sync,
+        "partial_rollout.overlap_sync",
+        partial_rollout.overlap_sync,
+        f"must be false {why}: the trainer cannot go on while its weights travel",
+    )
+    require(
+        partial_rollout.sync_every == 1,
+        "partial_rollout.sync_every",
+        partial_rollout.sync_every,
+        f"must be 1 {why}: engines that slept have no weights",
+    )
+    require(
+        not train.cpu_offload,
+        "train.cpu_offload",
+        train.cpu_offload,
+        f"must be false {why}, which keeps the trainer on the host between its turns",
+    )
+
+
+def check_together(
+    rollout: RolloutConfig,
+    train: TrainConfig,
+    algorithm: AlgorithmConfig,
+) -> None:
+    """Check what no section can check alone.
+
+    Raises:
+        ConfigError: If the batch is no multiple of the group, a group of one meets an estimator
+            that compares the samples of a group, mini-batches do not fit the batch, the overlong
+            buffer exceeds the response, a loss would be without its ratio, or nothing would be left
+            to train.
+    """
+    require(
+        train.batch_size % rollout.group_size == 0,
+        "train.batch_size",
+        train.batch_size,
+        f"must be a multiple of rollout.group_size = {rollout.group_size}: groups train whole",
+    )
+    require(
+        rollout.group_size > 1 or callable(algorithm.advantage),
+        "rollout.group_size",
+        rollout.group_size,
+        f'must be at least 2 with algorithm.advantage = "{algorithm.advantage}", which compares '
+        "the samples of one prompt",
+    )
+    num_groups = train.batch_size // rollout.group_size
+    require(
+        num_groups % train.mini_batches == 0,
+        "train.mini_batches",
+        train.mini_batches,
+        f"must divide the {num_groups} groups of a batch (train.batch_size / rollout.group_size)",
+    )
+    require(
+        (algorithm.overlong_buffer_tokens or 0) < rollout.max_response_tokens,
+        "algorithm.overlong_buffer_tokens",
+        algorithm.overlong_buffer_tokens,
+        f"must be below rollout.max_response_tokens = {rollout.max_response_tokens}",
+    )
+    require(
+        algorithm.proximal == "behavior"
+        or algorithm.loss not in ("gspo", "cispo")
+        or train.num_optimizer_steps > 1,
+        "algorithm.proximal",
+        algorithm.proximal,
+        f'must be "behavior" with algorithm.loss = "{algorithm.loss}" and one optimizer step a '
+        "batch (train.mini_batches x train.epochs): the proximal policy is the current one there, "
+        "and the ratio that the loss is made of would be 1",
+    )
+    require(
+        not algorithm.overlong_filter or rollout.replay_column is None,
+        "algorithm.overlong_filter",
+        algorithm.overlong_filter,
+        "must be false with rollout.replay_column, whose responses all end at their limit",
+    )

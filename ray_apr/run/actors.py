@@ -1,0 +1,173 @@
+"""The actors of a run: how each is made of its spec. They end with the run, or with its process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_apr.data.buffer import SampleBuffer
+from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
+from ray_apr.recorder import RunRecorder
+from ray_apr.rollout.evaluation import Evaluator
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.turns import turn_rules
+from ray_apr.rollout.worker import RolloutWorker
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from ray_apr.data.resumption import Begin
+    from ray_apr.run.spec import RunSpec
+
+
+class Actors:
+    """The actors of one run.
+
+    Args:
+        spec: What the run is made of.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._run_id = uuid.uuid4().hex[:8]
+        self.handles: list[Any] = []
+        """In the order in which they were made."""
+
+    def name_of(self, part: str) -> str:
+        """Name of an actor, in Ray's tables; no two runs share one."""
+        return f"{self._spec.name}-{part}-{self._run_id}"
+
+    def make(
+        self, cls: type, *args: Any, part: str, scheduling_strategy: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start an actor that ends with this run."""
+        remote = ray.remote(cls).options(
+            name=self.name_of(part),
+            num_cpus=0,
+            max_concurrency=10_000,
+            scheduling_strategy=scheduling_strategy,
+        )
+        handle = remote.remote(*args, **kwargs)
+        self.handles.append(handle)
+        return handle
+
+    def kill(self) -> None:
+        """End them, the last one first: the lease before the recorder, which holds it."""
+        for actor in reversed(self.handles):
+            ray.kill(actor)
+
+    def make_recorder(self, begin: Begin, started_at: float) -> Any:
+        """Start what writes the run folder, on this node."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return self.make(
+            RunRecorder,
+            str(self._spec.folder),
+            started_at,
+            begin.num_rows,
+            begin.before.status,
+            part="recorder",
+            scheduling_strategy=here,
+        )
+
+    def make_pipeline(
+        self, prompts: ray.data.Dataset, begin: Begin, recorder: Any
+    ) -> tuple[Any, Any]:
+        """Start the sample buffer and the rollout worker, which feeds it; returns both."""
+        known = begin.rollout
+        tables = self._encode(prompts, "prompts", None if known is None else known.num_prompts)
+        buffer = self._make_buffer(recorder)
+        return buffer, self._make_worker(tables, begin, buffer, recorder)
+
+    def _encode(
+        self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
+    ) -> list[ray.ObjectRef]:
+        spec = self._spec
+        return encode_dataset(
+            prompts,
+            name=f"{spec.name}-{what}",
+            model=spec.model,
+            column=spec.rollout.prompt_column,
+            max_prompt_tokens=spec.max_prompt_tokens(),
+            num_prompts=num_prompts,
+        )
+
+    def _make_buffer(self, recorder: Any) -> Any:
+        spec = self._spec
+        return self.make(
+            SampleBuffer,
+            part="buffer",
+            batch_size=spec.step_size,
+            max_staleness=spec.partial_rollout.max_staleness,
+            on_stale=spec.partial_rollout.on_stale,
+            num_ranks=spec.scaling.num_workers,
+            micro_batch_tokens=spec.train.micro_batch_tokens,
+            mini_batches=spec.train.mini_batches,
+            packed=spec.train.packs("cuda" if spec.scaling.use_gpu else "cpu"),
+            config=spec.buffer,
+            recorder=recorder,
+            run=spec.name,
+        )
+
+    def _make_worker(
+        self, tables: list[ray.ObjectRef], begin: Begin, buffer: Any, recorder: Any
+    ) -> Any:
+        spec = self._spec
+        rollout, seed, progress = spec.rollout, spec.train.seed, begin.rollout
+        position, pending = (progress.position, progress.pending) if progress else (0, ())
+        reward, environment = spec.reward, spec.environment
+        max_inflight = spec.partial_rollout.max_inflight_samples(spec.step_size)
+        return self.make(
+            RolloutWorker,
+            part="rollout",
+            rollout=rollout,
+            partial_rollout=spec.partial_rollout,
+            batch_size=spec.step_size,
+            model=spec.model,
+            make_prompts=lambda: PromptSource(
+                ray.get(tables), seed=seed, position=position, pending=pending
+            ),
+            make_client=self._client_maker(
+                max_inflight=max_inflight, weight_sync_timeout_s=spec.train.weight_sync_timeout_s
+            ),
+            make_scorer=lambda: Scorer(reward, rollout, environment),
+            buffer=buffer,
+            recorder=recorder,
+            sync_timeout_s=spec.train.weight_sync_timeout_s,
+            policy_version=begin.policy_version,
+            turns=turn_rules(environment, rollout.max_turns),
+            group_filter=spec.group_filter,
+            run=spec.name,
+        )
+
+    def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
+        """Start what evaluates the policy on held-out prompts."""
+        spec, tables = self._spec, self._encode(held_out, "held_out")
+        rollout, reward, environment = spec.rollout, spec.reward, spec.environment
+        return self.make(
+            Evaluator,
+            part="evaluator",
+            rollout=rollout,
+            config=spec.evaluation,
+            model=spec.model,
+            make_prompts=lambda: held_out_prompts(ray.get(tables)),
+            make_client=self._client_maker(),
+            make_scorer=lambda: Scorer(reward, rollout, environment),
+            recorder=recorder,
+            turns=turn_rules(environment, rollout.max_turns),
+            run=spec.name,
+        )
+
+    def _client_maker(self, **limits: Any) -> Callable[[], Any]:
+        """What makes a client of the servers inside an actor; it carries nothing else there."""
+        name, rollout = self._spec.name, self._spec.rollout
+
+        def make_client() -> Any:
+            from ray_apr.serve.client import ServeRolloutClient
+
+            return ServeRolloutClient(name, rollout, **limits)
+
+        return make_client

@@ -1,0 +1,133 @@
+"""What a run is checked for before it starts, beside what its sections check (`config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
+from ray_apr.data.datasource import READ_TASK_CPUS
+from ray_apr.exceptions import ConfigError
+from ray_apr.run.model import context_of
+from ray_apr.run.spec import RESTARTS, RunSpec
+
+if TYPE_CHECKING:
+    import ray.train
+
+_DEFAULT_RESTARTS = ((-1, "controller_failure_limit"), (-1, "max_preemption_failures"))
+"""Ray's own, which nobody has asked for; the run sets them to 0."""
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Check a run as far as that is possible without a cluster.
+
+    Raises:
+        ConfigError: Names what is wrong, its value and the remedy.
+    """
+    spec.check(spec.scaling)
+    _check_code(spec)
+    _check_context(spec.rollout, context_of(spec.model))
+    check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
+    check_restarts(spec.run)
+
+
+def _check_code(spec: RunSpec) -> None:
+    """Check what the user's own code is to be, and that something gives the rewards."""
+    reward, environment, rollout = spec.reward, spec.environment, spec.rollout
+    if spec.group_filter is not None and not callable(spec.group_filter):
+        remedy = "must be a function of a group's samples that returns whether it is kept"
+        raise ConfigError("group_filter", spec.group_filter, remedy)
+    if isinstance(rollout.engine, str) and rollout.engine != "vllm":
+        remedy = 'must be "vllm" or a function here; its name is taken in YAML'
+        raise ConfigError("rollout.engine", rollout.engine, remedy)
+    if environment is not None and not callable(getattr(environment, "step", None)):
+        raise ConfigError("environment", environment, "must have a method step(sample) -> Step")
+    if environment is None and rollout.max_turns is not None:
+        raise ConfigError(
+            "rollout.max_turns",
+            rollout.max_turns,
+            "has no use without an environment; leave it out",
+        )
+    if reward is None and environment is not None:
+        return
+    if not callable(reward):
+        raise ConfigError("reward", reward, "must be a function of a Sample")
+
+
+def _check_context(rollout: RolloutConfig, context: int | None) -> None:
+    """Check that prompt and response budget fit into the model."""
+    longest, budget = rollout.max_model_len, rollout.max_response_tokens
+    if context is None:
+        return
+    if longest is not None and longest > context:
+        raise ConfigError(
+            "rollout.max_model_len", longest, f"exceeds the model's context of {context} tokens"
+        )
+    if budget >= context:
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            budget,
+            f"leaves no room for a prompt in the model's context of {context} tokens",
+        )
+
+
+def check_resources(
+    scaling: ray.train.ScalingConfig, rollout: RolloutConfig, have: Mapping[str, float]
+) -> None:
+    """Check workers and servers against what a cluster has."""
+    workers = scaling.num_workers
+    gpus = have.get("GPU", 0.0)
+    if scaling.use_gpu and gpus < 1:
+        raise ConfigError(
+            "scaling.use_gpu", True, "the cluster has no GPU; set it to false or add GPU nodes"
+        )
+    if rollout.device == "cuda" and gpus < 1:
+        raise ConfigError(
+            "rollout.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
+        )
+    on_gpu = rollout.device == "cuda" or (rollout.device == "auto" and gpus >= 1)
+    engine_gpus = rollout.num_replicas * rollout.tensor_parallel_size if on_gpu else 0
+    if rollout.is_colocated:
+        if on_gpu != bool(scaling.use_gpu):
+            raise ConfigError(
+                "scaling.use_gpu",
+                scaling.use_gpu,
+                f"must be {on_gpu} with colocated engines, which are on "
+                f"{'GPUs' if on_gpu else 'CPUs'}",
+            )
+        engine_gpus = 0  # those of the workers
+    wanted_gpus = workers * scaling.use_gpu + engine_gpus
+    if wanted_gpus > gpus:
+        raise ConfigError(
+            "scaling.num_workers",
+            workers,
+            f"workers and {rollout.num_replicas} replicas want {wanted_gpus} GPUs together, the "
+            f"cluster has {gpus:g}",
+        )
+    per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
+    per_replica = rollout.num_cpus_per_replica + rollout.tensor_parallel_size * on_gpu
+    wanted = workers * per_worker + rollout.num_replicas * per_replica
+    cpus = have.get("CPU", 0.0)
+    if wanted + workers * READ_TASK_CPUS > cpus:
+        raise ConfigError(
+            "rollout.num_replicas",
+            rollout.num_replicas,
+            f"replicas and {workers} train workers want {wanted:g} CPUs together, the cluster has "
+            f"{cpus:g}, and Ray Data needs a part of one more; lower num_cpus_per_replica or start "
+            "Ray with more (logical) CPUs",
+        )
+
+
+def check_restarts(run: ray.train.RunConfig) -> None:
+    """Check that Ray Train is not asked to start train workers again."""
+    failures = run.failure_config
+    for name in RESTARTS if failures else ():
+        value = getattr(failures, name, 0)
+        if value and (value, name) not in _DEFAULT_RESTARTS:
+            raise ConfigError(
+                f"run_config.failure_config.{name}",
+                value,
+                "must be 0: a train worker that is started again has the weights of a checkpoint, "
+                "while the sample buffer and the rollout servers have gone on from there. A run "
+                "whose train worker dies ends; go on with it by its name (docs/resume.md)",
+            )

@@ -1,0 +1,77 @@
+"""The model of a run: a folder that is here, or a hub id whose config is read once it can be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ray_apr.architectures import check_config, read_config
+from ray_apr.checks import require
+from ray_apr.exceptions import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_model(model: str, base_dir: Path = Path()) -> str:
+    """Return the absolute folder of a model, or a hub id ``owner/name`` as it is.
+
+    Args:
+        model: As the user gave it.
+        base_dir: What a relative folder is relative to.
+
+    Raises:
+        ConfigError: If it is neither, a model that cannot be trained, or one without a tokenizer.
+    """
+    folder = (base_dir / Path(model).expanduser()).resolve()
+    if folder.is_dir():
+        read_config(model, folder)
+        require(
+            any((folder / name).is_file() for name in _TOKENIZER_FILES),
+            "model",
+            model,
+            "the folder has no tokenizer; save one beside the weights "
+            "(tokenizer.save_pretrained(folder))",
+        )
+        return str(folder)
+    beside = (base_dir / model.split("/")[0]).is_dir()
+    require(
+        _HUB_ID.fullmatch(model) is not None and not beside,
+        "model",
+        model,
+        f"there is no folder {folder}; make the model first, correct the path, or give a hub "
+        "id as owner/name",
+    )
+    return model
+
+
+def context_of(model: str) -> int | None:
+    """Longest prompt + response of a model, in tokens; None for a hub id, or if it has no limit."""
+    folder = Path(model)
+    context = read_config(model, folder).get("max_position_embeddings") if folder.is_dir() else None
+    return int(context) if context else None
+
+
+def check_hub_model(model: str, *, is_here: bool = False) -> None:
+    """Refuse a hub id's model that cannot be trained, once its config can be read; a folder's was
+    checked by `check_model`.
+
+    Args:
+        model: Folder or hub id.
+        is_here: Read only what is on this machine.
+
+    Raises:
+        ConfigError: If it is refused, or cannot be had.
+    """
+    if Path(model).is_dir():
+        return
+    from transformers import PretrainedConfig
+
+    try:
+        config = PretrainedConfig.get_config_dict(model, local_files_only=is_here)[0]
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "model", model, f"is no folder, and the hub does not give it: {reason}"
+        ) from error
+    check_config(model, config)

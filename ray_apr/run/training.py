@@ -1,0 +1,65 @@
+"""Ray Train's side of a run: one train worker a rank, each with its stream of batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import ray.train
+
+from ray_apr.data.datasource import sample_stream
+from ray_apr.train.control import sync_limit_s
+from ray_apr.train.loop import train_loop_per_worker
+from ray_apr.train.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from ray_apr.run.spec import RunSpec
+
+_COLLECTIVE_TIMEOUT_S = 600
+"""Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
+is in one while it waits for its batch: all get theirs together, however long that takes."""
+
+
+def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
+    """Return the ``TorchTrainer`` of a run.
+
+    Args:
+        spec: What the run is made of.
+        buffer: Handle of the sample buffer.
+        of_worker: Further fields of `WorkerSpec` that the spec of the run does not know.
+    """
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    worker = WorkerSpec(
+        run=spec.name,
+        model=spec.model,
+        train=spec.train,
+        algorithm=spec.algorithm,
+        partial_rollout=spec.partial_rollout,
+        evaluation=spec.evaluation,
+        sampling=spec.rollout.sampling,
+        max_response_tokens=spec.rollout.max_response_tokens,
+        num_replicas=spec.rollout.num_replicas,
+        start_timeout_s=spec.rollout.start_timeout_s,
+        wire_dtype=spec.rollout.dtype,
+        takes_turns=spec.rollout.is_colocated,
+        buffer=buffer,
+        **of_worker,
+    )
+    poll_s = spec.buffer.poll_timeout_s
+    streams = {
+        f"rank{r}": sample_stream(
+            buffer, rank=r, poll_timeout_s=poll_s, name=f"{spec.name}-rank{r}"
+        )
+        for r in range(spec.scaling.num_workers)
+    }
+    limit_s = _COLLECTIVE_TIMEOUT_S + math.ceil(sync_limit_s(spec.train.weight_sync_timeout_s))
+    return TorchTrainer(
+        functools.partial(train_loop_per_worker, worker),
+        torch_config=TorchConfig(backend=spec.torch_backend, timeout_s=limit_s),
+        scaling_config=spec.worker_scaling,
+        run_config=spec.run_config,
+        datasets=streams,
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),
+    )

@@ -1,0 +1,87 @@
+"""What a run is made of (run/spec.py): once, with its name, from Python and from YAML alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import ray.train
+
+from ray_apr import trainer as trainer_module
+from ray_apr.config import EvaluationConfig, RolloutConfig, Sections, TrainConfig
+from ray_apr.data.rows import PromptRows
+from ray_apr.exceptions import ConfigError
+from ray_apr.run.checks import check_spec
+from ray_apr.run.folder import run_folder
+from ray_apr.trainer import APRTrainer
+from tests.run_specs import run_spec
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def make_trainer(model, **given):
+    rows = PromptRows([{"prompt": [1, 2]}])
+    rollout = RolloutConfig(max_response_tokens=16)
+    given = {"rollout_config": rollout, "reward": lambda sample: 1.0} | given
+    return APRTrainer(model=str(model), prompts=rows, **given)
+
+
+def test_the_name_of_a_run_is_made_once(model, monkeypatch):
+    """It was read from the clock each time that it was asked for."""
+    clock = iter([100.0, 200.0])
+    monkeypatch.setattr(trainer_module.time, "time", lambda: next(clock))
+    spec = make_trainer(model).spec
+    assert spec.name == spec.name == "apr-apr-100"
+    assert spec.folder.name == spec.run_config.name == spec.name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.name = "other"
+
+
+def test_a_run_has_the_users_name_and_the_models_context(model):
+    spec = make_trainer(model, run_config=ray.train.RunConfig(name="mine")).spec
+    assert (spec.name, spec.max_model_len, spec.model) == ("mine", 64, str(model))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "field"),
+    [
+        ({"max_response_tokens": 64}, "rollout.max_response_tokens"),
+        ({"max_response_tokens": 8, "max_model_len": 65}, "rollout.max_model_len"),
+        ({"max_response_tokens": 8, "max_turns": 2}, "rollout.max_turns"),
+    ],
+)
+def test_what_the_model_does_not_hold_is_refused(model, rollout, field):
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(model, rollout_config=RolloutConfig(**rollout))
+    assert caught.value.field == field
+
+
+def test_python_refuses_what_yaml_refuses():
+    scaling = ray.train.ScalingConfig(num_workers=1, use_gpu=True)
+    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True: needs rollout\.device"):
+        check_spec(run_spec(rollout=RolloutConfig(device="cpu"), scaling=scaling))
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"train": TrainConfig(batch_size=12)}, "train.batch_size"),
+        ({"evaluation": EvaluationConfig(max_response_tokens=2000)}, "evaluation."),
+    ],
+)
+def test_sections_are_checked_against_each_other(sections, field):
+    with pytest.raises(ConfigError, match=field):
+        Sections(**sections).check(ray.train.ScalingConfig())
+
+
+def test_a_run_folder_is_here_wherever_its_storage_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_folder("s3://bucket/x", "a") == tmp_path / "runs" / "a"
+    assert run_folder("mine", "a") == tmp_path / "mine" / "a"
