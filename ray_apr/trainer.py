@@ -103,7 +103,8 @@ class APRTrainer:
     ) -> None:
         rollout = rollout_config or RolloutConfig()
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
-        run = run_config or ray.train.RunConfig()
+        default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
+        run = run_config or ray.train.RunConfig(name=default_name)
         model = check_model(model)
         evaluates = evaluation_prompts is not None
         if evaluation_config is not None and not evaluates:
@@ -111,7 +112,7 @@ class APRTrainer:
             raise ConfigError("evaluation_config", evaluation_config, remedy)
         self._prompts, self._held_out = prompts, evaluation_prompts
         self._spec = spec = RunSpec(
-            name=run.name or f"apr-{partial_rollout.mode}-{int(time.time())}",
+            name=run.name or default_name,
             model=model,
             reward=reward,
             environment=environment,
