@@ -109,7 +109,7 @@ class _Engine(VLLMEngine):
 
     _dead_error = _Dead
 
-    async def _receive(self, policy_version, handles) -> None:
+    async def _receive(self, policy_version, notice) -> None:
         self._policy_version, self._weights_valid = policy_version, True
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import NoEngineError, RolloutError, SyncBrokenError
 from ray_apr.protocols import RolloutClient
 from ray_apr.types import WeightGroupState, WeightScores
@@ -59,10 +59,8 @@ class WeightSyncs:
         await self._engines_run.wait()
         return await self._client.weight_group_state()
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
-        """Let these replicas join the collective group of the weights."""
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
+        """Let these replicas join the group that weights arrive by."""
         await self._client.join_weight_group(group, first_ranks)
 
     async def sleep(self) -> bool:
@@ -78,17 +76,17 @@ class WeightSyncs:
         return True
 
     async def begin_sync(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+        self, policy_version: int, notice: bytes = b"", *, holds_device: bool = False
     ) -> bool:
-        """Pause the engines and let them listen for the weights of `policy_version`, or read them
-        where `handles` say.
+        """Pause the engines and let them receive the weights of `policy_version`; see
+        `WeightSync.begin`.
 
         Returns:
             False if requests have to end first: the caller calls again.
         """
         if not await self._has_drained():
             return False
-        await self._sync.begin(policy_version, handles)
+        await self._sync.begin(policy_version, notice, holds_device=holds_device)
         return True
 
     async def _has_drained(self) -> bool:
@@ -113,12 +111,12 @@ class WeightSyncs:
                 raise SyncBrokenError(f"engines could not be paused: {error}") from error
         return draining.done()
 
-    async def wait_until_read(self) -> None:
-        """Wait until the engines have read the shared weights of the sync that has begun."""
-        await self._sync.wait_until_read()
+    async def wait_until_received(self) -> None:
+        """Wait until the engines have the weights of the sync that has begun."""
+        await self._sync.wait_until_received()
 
     async def finish_sync(self, policy_version: int) -> dict[str, float]:
-        """Wait until the weights have arrived, resume, and go on under the new version.
+        """Let the engines run again, and go on under the new version.
 
         Returns:
             Seconds of the parts of the sync.

@@ -169,10 +169,9 @@ class RolloutWorker(WeightSyncs):
     async def start(self) -> None:
         """Start all loops, once the servers run; returns at once."""
         if self._main is None:
-            self._client = self._make_client()
+            self._open_syncs(self._make_client())
             _freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
-            self._open_syncs(self._client)
 
     async def stop(self) -> RolloutSummary:
         """Abort what runs, wait for it within a limit, and return the final figures."""

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import (
     SYNC_BROKEN,
     ConfigError,
@@ -518,7 +519,7 @@ class VLLMEngine:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def join_weight_group(self, group: Mapping[str, Any], first_rank: int) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_rank: int) -> None:
         """Let the workers join the group that weights arrive by.
 
         Raises:
@@ -528,8 +529,9 @@ class VLLMEngine:
         """
         from ray_apr.serve.vllm_private import WeightTransferInitRequest
 
-        request = WeightTransferInitRequest({"group": dict(group), "first_rank": first_rank})
-        self._group_timeout_s = group["timeout_s"]
+        told = {**dataclasses.asdict(group), "first_rank": first_rank}  # of plain values
+        request = WeightTransferInitRequest(told)
+        self._group_timeout_s = group.timeout_s
         self._busy_until = time.monotonic() + self._group_timeout_s
         try:
             await self._of_core(self._llm.init_weight_transfer_engine(request))
@@ -540,16 +542,14 @@ class VLLMEngine:
         finally:
             self._busy_until = 0.0
 
-    async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
-    ) -> None:
-        """Take one broadcast of all weights; the engine is paused meanwhile.
+    async def receive_weights(self, policy_version: int, notice: bytes = b"") -> None:
+        """Take all weights of a version; the engine is paused meanwhile.
 
         If it slept, the weights' memory comes back first.
 
         Args:
             policy_version: Version of the weights.
-            handles: Where to read them instead (`weights.shared`).
+            notice: What the sender says of them, for the workers' `WeightInbox`.
 
         Raises:
             SyncBrokenError: If the weights did not arrive whole.
@@ -562,14 +562,14 @@ class VLLMEngine:
             raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
         self._weights_valid = False
         # a caller that gives up must not leave vLLM's update half done: no later one could begin
-        await asyncio.shield(asyncio.create_task(self._receive(policy_version, handles)))
+        await asyncio.shield(asyncio.create_task(self._receive(policy_version, notice)))
 
-    async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+    async def _receive(self, policy_version: int, notice: bytes) -> None:
         async with self._receiving:
             self._weights_valid = False
             self._busy_until = time.monotonic() + self._group_timeout_s
             try:
-                await self._of_core(self._update(policy_version, handles))
+                await self._of_core(self._update(policy_version, notice))
             except EngineDiedError:
                 raise
             except Exception as error:
@@ -594,13 +594,13 @@ class VLLMEngine:
         (found, *_) = await self._of_core(answer)
         return dict(found)
 
-    async def _update(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+    async def _update(self, policy_version: int, notice: bytes) -> None:
         from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
 
         if self._is_asleep:
             await self._llm.wake_up(["weights"])
         await self._llm.start_weight_update()
-        update = {"policy_version": policy_version, "handles": handles}
+        update = {"policy_version": policy_version, "notice": notice}
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         if self._attests:
             await self._llm.finish_weight_update(weight_version=str(policy_version))
