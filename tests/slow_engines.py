@@ -15,11 +15,13 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError
 from ray_apr.serve import client as client_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.exchange import Mailboxes
+from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm import engine as engine_module
 from ray_apr.serve.vllm.engine import VLLMEngine
+from ray_apr.serve.vllm.weights import Weights
 from tests.fakes import FIRST_TOKEN
 
 TICK_S = 10.0
@@ -104,13 +106,11 @@ class SlowLLM:
         self.ticks.cancel()
 
 
-class _Engine(VLLMEngine):
-    """Has its weights at once."""
-
-    _dead_error = _Dead
+class _Weights(Weights):
+    """They are there at once."""
 
     async def _receive(self, policy_version, notice) -> None:
-        self._policy_version, self._weights_valid = policy_version, True
+        self.policy_version, self.are_valid = policy_version, True
 
 
 class Replica:
@@ -127,9 +127,11 @@ class Replica:
             stall_timeout_s=config.stall_timeout_s,
             engine_kwargs={"scheduler_cls": None},
         )
-        engine = self.server._engine = _Engine(spec, name)
-        self.llm = engine._llm = SlowLLM(engine._load, tokens_per_s=tokens_per_s, lengths=lengths)
-        engine._is_multimodal = engine._attests = False
+        engine = self.server._engine = VLLMEngine(spec, name)
+        engine._weights = _Weights(engine._core, name)
+        self.llm = engine._core.llm = SlowLLM(
+            engine._load, tokens_per_s=tokens_per_s, lengths=lengths
+        )
         engine._vocabulary = 200_000
         engine._activity.start()
         engine._watch()
@@ -237,6 +239,7 @@ def slow_engines(monkeypatch, config: RolloutConfig, *, tokens_per_s: float, len
     """
     serve = Serve(config, tokens_per_s=tokens_per_s, lengths=lengths)
     monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: serve)
+    monkeypatch.setattr(core_module.Core, "dead_error", _Dead)
     monkeypatch.setattr(
         engine_module,
         "vllm_params",

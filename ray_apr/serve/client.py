@@ -37,7 +37,8 @@ from ray_apr.exceptions import (
 )
 from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
-from ray_apr.serve.exchange import Exchange, none_runs, ours, translated
+from ray_apr.serve.errors import none_runs, ours, translated
+from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.types import (

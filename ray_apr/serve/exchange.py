@@ -1,6 +1,6 @@
-"""Requests to rollout servers and their outcomes, many of each in one Serve call.
+"""Requests to rollout servers and their outcomes, many of each in one Serve call: the client's end.
 
-    client                                     server
+    client                                     server (`serve.mailbox`)
     requests of a moment ─────── submit ─────► calls of the engine
     futures ◄─ all outcomes that are there ─── mailbox of this client
                       (one stream)
@@ -12,128 +12,33 @@ an interruption ends all of a replica's requests at once.
 Invariants:
     * A request has one outcome: its own, or that its replica is unavailable; then it is aborted
       where it may still run. How long it takes does not matter.
-    * A mailbox has one reader, the newest: what it hands to an older one might reach nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-)
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from ray_apr.core.messages import GenerateRequest
-from ray_apr.exceptions import (
-    APRError,
-    EngineUnavailableError,
-    NoEngineError,
-    RolloutError,
-    one_line,
-)
+from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.serve.errors import ours, without_pages
+from ray_apr.serve.mailbox import STREAM_S, Outcome
 from ray_apr.types import FinishReason, Generation
-
-Outcome = Generation | APRError
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""
-_TOGETHER_S = 0.003
-"""What ends within this time of another request travels with it."""
-_LINGER_S = 0.2
-"""A stream ends when it has owed nothing for so long."""
-_STREAM_S = 60.0
-"""It also ends when it is so old; a client that lives asks for the next one."""
-_ABANDONED_S = 900.0
-"""A client that has not asked for so long is gone."""
 _SILENT_S = 600.0
 """Limit of one Serve call to a replica that says nothing: a server ends its streams much earlier,
 and Serve replaces one that does not answer its health checks (`serve.builder`). What is given up
 before that would come out later, and be lost."""
-
-
-# -- server ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Mailbox:
-    num_owed: int = 0
-    reader: object = None
-    outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    asked_at: float = field(default_factory=time.monotonic)
-
-
-class Mailboxes:
-    """Outcomes of each client's requests, until it asks for them."""
-
-    def __init__(self) -> None:
-        self._boxes: dict[str, _Mailbox] = {}
-
-    def expect(self, client_id: str, count: int) -> None:
-        """So many more outcomes will come for a client, which has asked for them."""
-        box = self._box(client_id)
-        box.num_owed += count
-        box.asked_at = time.monotonic()
-        for other, box in list(self._boxes.items()):
-            if _is_abandoned(box) and box.num_owed == len(box.outcomes):
-                del self._boxes[other]
-
-    def put(self, client_id: str, request_id: str, outcome: Outcome) -> None:
-        """Keep an outcome for a client; those of one that is gone are dropped."""
-        box = self._box(client_id)
-        if _is_abandoned(box):
-            box.num_owed -= len(box.outcomes)
-            box.outcomes.clear()
-        box.outcomes.append((request_id, outcome))
-        box.arrived.set()
-
-    async def stream(self, client_id: str) -> AsyncIterator[list[tuple[str, Outcome]] | None]:
-        """Outcomes of a client, all that are there at a time; None once it is owed none.
-
-        Waits for: the next outcome. Unblocked by: `_STREAM_S`, or a newer stream.
-        """
-        box = self._box(client_id)
-        box.asked_at = began = time.monotonic()
-        box.reader = reader = object()
-        box.arrived.set()  # for an older reader, which ends then
-        while (left_s := began + _STREAM_S - time.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(left_s if box.num_owed else _LINGER_S):
-                    await box.arrived.wait()
-            except TimeoutError:
-                if not box.num_owed:
-                    yield None
-                    return
-            await asyncio.sleep(_TOGETHER_S)
-            if box.reader is not reader:
-                return
-            outcomes, box.outcomes = box.outcomes, []
-            box.arrived.clear()
-            box.num_owed -= len(outcomes)
-            if outcomes:
-                yield outcomes
-
-    def _box(self, client_id: str) -> _Mailbox:
-        return self._boxes.setdefault(client_id, _Mailbox())
-
-
-def _is_abandoned(box: _Mailbox) -> bool:
-    return time.monotonic() - box.asked_at > _ABANDONED_S
-
-
-# -- client ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -242,7 +147,7 @@ class Exchange:
                     handle = None
                     handle = await self._find(replica_id, there != replica_id)
                 owed = self._owed_by(replica_id)
-                async with ours(f"outcomes of {replica_id}", _STREAM_S + _SILENT_S):
+                async with ours(f"outcomes of {replica_id}", STREAM_S + _SILENT_S):
                     streamed = handle.options(stream=True).outcomes
                     async for piece in streamed.remote(self._id, replica_id):
                         there, outcomes = piece
@@ -268,7 +173,7 @@ class Exchange:
             BaseException: `broken` itself, if it ends this task from outside.
         """
         ids = [i for i in request_ids if i in self._calls]
-        error = EngineUnavailableError(_one_line(broken))
+        error = EngineUnavailableError(without_pages(broken))
         if isinstance(broken, EngineUnavailableError):
             error = broken
         for request_id in ids:
@@ -293,39 +198,3 @@ class Exchange:
             call.future.set_exception(outcome)
         else:
             call.future.set_result(outcome)
-
-
-@contextlib.asynccontextmanager
-async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
-    """A time limit, and Ray's errors as ours."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise translated(error, what) from error
-
-
-def none_runs(what: str) -> NoEngineError:
-    """The error of a call that no rollout server is there for."""
-    return NoEngineError(
-        f"{what}: no rollout server runs. Their logs say why they ended; a run with several "
-        "(rollout.num_replicas) outlives one of them"
-    )
-
-
-def translated(error: BaseException, what: str) -> APRError:
-    """The error of ours inside of a Ray error; others become a `RolloutError`."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, APRError):
-        return cause
-    if isinstance(cause, TimeoutError):
-        return RolloutError(f"{what}: no answer within the time limit")
-    if isinstance(cause, DeploymentUnavailableError):
-        return none_runs(what)
-    return EngineUnavailableError(f"{what}: {_one_line(cause)}")
-
-
-def _one_line(error: BaseException) -> str:
-    """An error without the pages that Ray adds to it."""
-    said = one_line(error)
-    return said if isinstance(error, APRError) else f"{type(error).__name__}: {said}"

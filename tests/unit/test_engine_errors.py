@@ -1,4 +1,4 @@
-"""What an engine makes of errors and silences of vLLM's core (serve/vllm/engine.py)."""
+"""What an engine makes of errors and silences of vLLM's core (serve/vllm/core.py)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import pytest
 from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm import engine as engine_module
+from ray_apr.serve.vllm.calls import Call
 from ray_apr.serve.vllm.engine import VLLMEngine
 from tests.fakes import generate_request
 
 
 class _Dead(Exception):
     """Stands for vLLM's."""
-
-
-class _Engine(VLLMEngine):
-    _dead_error = _Dead
 
 
 class Core:
@@ -57,12 +55,12 @@ async def engine(monkeypatch):
     requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
     private = SimpleNamespace(**{name: lambda *_, **__: None for name in requests})
     monkeypatch.setitem(sys.modules, "ray_apr.serve.vllm_private", private)
-    engine = _Engine(EngineSpec(model="none", device="cpu", stall_timeout_s=0.01), "engine-0")
-    engine._llm = Core()
-    engine._attests = engine._is_multimodal = False
+    monkeypatch.setattr(core_module.Core, "dead_error", _Dead)
+    engine = VLLMEngine(EngineSpec(model="none", device="cpu", stall_timeout_s=0.01), "engine-0")
+    engine._core.llm = Core()
     engine._activity.start()
     yield engine
-    engine._llm.output_handler.cancel()
+    engine._core.llm.output_handler.cancel()
     if engine._stall_task is not None:
         engine._stall_task.cancel()
 
@@ -79,8 +77,8 @@ async def engine(monkeypatch):
 )
 async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, expected):
     """known fault: weights that do not fit were sent four times."""
-    engine._llm.error = Exception(said)  # as vLLM hands on its workers' errors
-    engine._gate.clear()
+    engine._core.llm.error = Exception(said)  # as vLLM hands on its workers' errors
+    engine._calls.gate.clear()
     with pytest.raises(WeightSyncError, match="engine-0") as joined:
         await engine.join_weight_group(WeightGroup(timeout_s=5.0, endpoint=b""), 1)
     with pytest.raises(WeightSyncError, match="engine-0") as received:
@@ -90,36 +88,36 @@ async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, exp
 
 async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
     """known fault: an unexpected error ended it without a word."""
-    engine._inside["s#0"] = None
-    engine._count_inside()
-    engine._llm.error = ValueError("a bug")
+    engine._calls.inside["s#0"] = None
+    engine._count_inside(1)
+    engine._core.llm.error = ValueError("a bug")
     engine._watch()
     await asyncio.sleep(0.05)
     assert "calls that stalled are not ended" in caplog.text and "a bug" in caplog.text
-    engine._llm.error = None
+    engine._core.llm.error = None
     await asyncio.sleep(0.05)
-    assert "s#0" in engine._llm.aborted
+    assert "s#0" in engine._core.llm.aborted
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "wake"])
 async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatch, verb):
     """known fault: the pause waited without end, and everything else behind it."""
-    monkeypatch.setattr(engine_module, "_ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr(engine_module, "ANSWER_LIMIT_S", 0.05)
     hung = pytest.raises(EngineDiedError, match="did not answer")
     if verb != "pause":
         await engine.pause("abort")
-        engine._is_asleep = verb == "wake"
-    engine._llm.is_hung = True
+        engine._weights.are_away = verb == "wake"
+    engine._core.llm.is_hung = True
     asked = asyncio.create_task(engine.pause("abort") if verb == "pause" else engine.resume())
     await asyncio.sleep(0)
     behind = asyncio.create_task(engine.resume())
-    call = engine._inside["s#0"] = engine_module._Call()
+    call = engine._calls.inside["s#0"] = Call()
     call.entered.set()
     async with asyncio.timeout(5):
         for call in (asked, behind):
             with hung:
                 await call
-        assert engine._llm.aborted == ["s#0"], "it ends with what has left the core"
+        assert engine._core.llm.aborted == ["s#0"], "it ends with what has left the core"
         assert not engine.is_paused, "nobody waits at the gate"
         for call in (engine.pause("abort"), engine.receive_weights(3), engine.check_health()):
             with hung:
@@ -138,11 +136,10 @@ async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatc
 
 
 async def test_a_core_that_takes_part_in_a_sync_has_its_time(engine, monkeypatch):
-    monkeypatch.setattr(engine_module, "_ANSWER_LIMIT_S", 0.02)
-    engine._llm.is_hung = True  # the workers wait for the others
-    joining = asyncio.create_task(
-        engine.join_weight_group(WeightGroup(timeout_s=60.0, endpoint=b""), 1)
-    )
+    monkeypatch.setattr(engine_module, "ANSWER_LIMIT_S", 0.02)
+    engine._core.llm.is_hung = True  # the workers wait for the others
+    group = WeightGroup(timeout_s=60.0, endpoint=b"")
+    joining = asyncio.create_task(engine.join_weight_group(group, 1))
     await asyncio.sleep(0)
     pausing = asyncio.create_task(engine.pause("abort"))
     await asyncio.sleep(0.1)

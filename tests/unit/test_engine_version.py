@@ -11,7 +11,8 @@ import pytest
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation, installed_vllm
 from ray_apr.exceptions import ConfigError
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm import engine as engine_module
+from ray_apr.serve.vllm import core as core_module
+from ray_apr.serve.vllm.engine import VLLMEngine
 
 SERVERS = RolloutConfig()
 
@@ -75,9 +76,7 @@ async def test_an_engine_whose_vllm_does_not_tell_versions_refuses_to_start(monk
     }
     for name, members in classes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    monkeypatch.setattr(engine_module, "register", lambda: None)
-    engine = engine_module.VLLMEngine(
-        EngineSpec(model="none", device="cpu", needs_attestation=True), "engine-0"
-    )
+    monkeypatch.setattr(core_module, "register", lambda: None)
+    engine = VLLMEngine(EngineSpec(model="none", device="cpu", needs_attestation=True), "engine-0")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer"):
         await engine.start()

@@ -8,8 +8,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
-from ray_apr.serve import exchange
-from ray_apr.serve.exchange import Exchange, Mailboxes
+from ray_apr.serve import mailbox
+from ray_apr.serve.exchange import Exchange
+from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.types import FinishReason, Generation
 from tests.fakes import generate_request
 
@@ -79,7 +80,7 @@ class Server:
 
 @pytest.fixture
 def servers(monkeypatch):
-    monkeypatch.setattr(exchange, "_LINGER_S", 0.02)
+    monkeypatch.setattr(mailbox, "_LINGER_S", 0.02)
     return {name: Server(name) for name in ("a", "b")}
 
 
@@ -138,7 +139,7 @@ async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_toget
 
 
 async def test_a_replica_is_asked_again_while_it_owes_an_outcome(client, servers, monkeypatch):
-    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+    monkeypatch.setattr(mailbox, "STREAM_S", 0.01)
     future = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
     await asyncio.sleep(0.1)
@@ -156,7 +157,7 @@ async def test_errors_are_outcomes(client, servers):
 
 
 async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, servers, monkeypatch):
-    monkeypatch.setattr(exchange, "_STREAM_S", 0.01)
+    monkeypatch.setattr(mailbox, "STREAM_S", 0.01)
     dying, living = client.post("a", generate_request("x")), client.post("b", generate_request("y"))
     await asyncio.gather(*(server.until_submitted(1) for server in servers.values()))
     servers["a"].is_dead = True
@@ -181,7 +182,7 @@ async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, serve
 async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
     client, servers, finder, monkeypatch
 ):
-    monkeypatch.setattr(exchange, "_STREAM_S", 0.05)
+    monkeypatch.setattr(mailbox, "STREAM_S", 0.05)
     route = finder.known["a"] = Route(servers["a"])
     first = client.post("a", generate_request("x"))
     await servers["a"].until_submitted(1)
@@ -197,7 +198,7 @@ async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
 
 
 async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch):
-    monkeypatch.setattr(exchange, "_STREAM_S", 0.1)
+    monkeypatch.setattr(mailbox, "STREAM_S", 0.1)
     client = Exchange(finder)
     futures = []
     for i in range(40):
@@ -298,7 +299,7 @@ async def test_a_client_that_comes_back_after_a_long_time_gets_all_its_outcomes(
     mailboxes.expect("late", 1)
     mailboxes.put("late", "x", generation("x", "a"))
     assert [outcomes async for outcomes in mailboxes.stream("late")]
-    mailboxes._boxes["late"].asked_at -= 2 * exchange._ABANDONED_S
+    mailboxes._boxes["late"].asked_at -= 2 * mailbox._ABANDONED_S
     mailboxes.expect("late", 2)
     for i in range(2):
         mailboxes.put("late", f"{i}", generation(f"{i}", "a"))
@@ -311,7 +312,7 @@ async def test_outcomes_of_a_client_that_is_gone_are_not_kept(monkeypatch):
     mailboxes = Mailboxes()
     mailboxes.expect("gone", 4)
     mailboxes.put("gone", "x", generation("x", "a"))
-    monkeypatch.setattr(exchange, "_ABANDONED_S", -1.0)
+    monkeypatch.setattr(mailbox, "_ABANDONED_S", -1.0)
     for i in range(3):
         mailboxes.put("gone", f"{i}", generation(f"{i}", "a"))
     found, _ = [outcomes async for outcomes in mailboxes.stream("gone")]

@@ -40,7 +40,7 @@ async def test_an_engine_whose_core_is_killed_tells_all_who_wait_for_it(tmp_path
         joining = asyncio.create_task(engine.join_weight_group(group.to_dict(), 1))
         await asyncio.sleep(1.0)
         assert engine.status().is_paused and not joining.done()
-        (core,) = engine._llm.engine_core.resources.engine_manager.processes
+        (core,) = engine._core.llm.engine_core.resources.engine_manager.processes
         os.kill(core.pid, signal.SIGKILL)
         killed = time.monotonic()
         for waiting in (joining, inside, at_gate):

@@ -304,7 +304,7 @@ def test_aborts_at_any_moment(parts):
 @pytest.mark.parametrize("how", ["abort", "pause"])
 def test_tokens_leave_the_core_in_pieces_and_an_abort_brings_the_rest(parts, how, monkeypatch):
     run, engine, _ = parts
-    processor = engine._llm.output_processor
+    processor = engine._core.llm.output_processor
     process, pieces = processor.process_outputs, []
 
     def recorded(outputs, *args, **kwargs):
@@ -342,14 +342,14 @@ def test_tokens_leave_the_core_in_pieces_and_an_abort_brings_the_rest(parts, how
 @pytest.mark.parametrize("how", ["abort", "pause"])
 def test_a_call_on_its_way_in_is_interrupted_too(parts, how, monkeypatch, caplog):
     run, engine, _ = parts
-    add_request, reached, may_enter = engine._llm.add_request, asyncio.Event(), asyncio.Event()
+    add_request, reached, may_enter = engine._core.llm.add_request, asyncio.Event(), asyncio.Event()
 
     async def add_later(*args, **kwargs):
         reached.set()
         await may_enter.wait()
         return await add_request(*args, **kwargs)
 
-    monkeypatch.setattr(engine._llm, "add_request", add_later)
+    monkeypatch.setattr(engine._core.llm, "add_request", add_later)
 
     async def body():
         task = start(engine, max_tokens=400)
@@ -378,7 +378,7 @@ def test_a_cancelled_call_frees_the_engine(parts):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.status().num_running == 0
-        assert engine._llm.output_processor.get_num_unfinished_requests() == 0, "vLLM's own"
+        assert engine._core.llm.output_processor.get_num_unfinished_requests() == 0, "vLLM's own"
 
     run(body())
 
@@ -462,7 +462,7 @@ def test_an_engine_whose_core_stands_still_gives_its_calls_back_with_their_token
         engine._stall.limit_s = 1.5
         engine._stall_task.cancel()
         engine._watch()
-        (core,) = engine._llm.engine_core.resources.engine_manager.processes
+        (core,) = engine._core.llm.engine_core.resources.engine_manager.processes
         calls = [start(engine, sampling=FREE, max_tokens=400, name=f"still{i}") for i in range(4)]
         async with asyncio.timeout(60):
             while engine.status().tokens_made < before.tokens_made + 4 * 32:  # noqa: ASYNC110

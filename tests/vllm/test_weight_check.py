@@ -89,8 +89,8 @@ def test_a_corrupted_sync_is_caught_at_once_and_its_place_named(dense, spoil, na
 def test_a_tied_head_that_keeps_its_packed_copy_is_caught(dense):
     _, control, side = dense
     side.sync()
-    control.run(control.engine._llm.collective_rpc("keep_head"))
-    control.after_receive = lambda: control.engine._llm.collective_rpc("restore_head")
+    control.run(control.engine._core.llm.collective_rpc("keep_head"))
+    control.after_receive = lambda: control.engine._core.llm.collective_rpc("restore_head")
     try:
         with pytest.raises(WeightMismatchError, match=r"Worst: head \(by [\d.]+ %\)\. "):
             side.sync()

@@ -1,0 +1,54 @@
+"""Errors of Ray and Serve, as ours: what a call of a rollout server may end with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
+from ray_apr.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+    one_line,
+)
+
+
+@contextlib.asynccontextmanager
+async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
+    """A time limit, and Ray's errors as ours."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        raise translated(error, what) from error
+
+
+def none_runs(what: str) -> NoEngineError:
+    """The error of a call that no rollout server is there for."""
+    return NoEngineError(
+        f"{what}: no rollout server runs. Their logs say why they ended; a run with several "
+        "(rollout.num_replicas) outlives one of them"
+    )
+
+
+def translated(error: BaseException, what: str) -> APRError:
+    """The error of ours inside of a Ray error; others become a `RolloutError`."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, APRError):
+        return cause
+    if isinstance(cause, TimeoutError):
+        return RolloutError(f"{what}: no answer within the time limit")
+    if isinstance(cause, DeploymentUnavailableError):
+        return none_runs(what)
+    return EngineUnavailableError(f"{what}: {without_pages(cause)}")
+
+
+def without_pages(error: BaseException) -> str:
+    """An error without the pages that Ray adds to it."""
+    said = one_line(error)
+    return said if isinstance(error, APRError) else f"{type(error).__name__}: {said}"
