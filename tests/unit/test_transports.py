@@ -18,12 +18,14 @@ from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig, che
 from ray_apr.config.train import WeightTransport
 from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import SYNC_BROKEN, ConfigError, SyncBrokenError, WeightSyncError
+from ray_apr.settings import load_settings
 from ray_apr.settings_files import load_function
 from ray_apr.train.residency import Alternating
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.transports import TRANSPORTS, make_sender
 from ray_apr.weights.transports.base import Parcel, WeightSender
+from tests.run_plans import run_plan
 from tests.whole_runs import CONFIG
 
 EXAMPLES = CONFIG.parents[1]
@@ -60,6 +62,17 @@ def test_a_transport_that_does_not_fit_the_placement_is_refused_before_the_run(
     train = TrainConfig(weight_transport=transport)
     with pytest.raises(ConfigError, match=f'weight_transport.*placement = "{placement}"'):
         check_placement(RolloutConfig(placement=placement), PartialRolloutConfig(), train, 1)
+
+
+def test_a_transport_of_a_file_is_checked_with_the_settings_and_named_in_the_run_folder():
+    named = "train.weight_transport=../transports/folder.py:FolderSender"
+    assert load_settings(CONFIG, [named]).train.weight_transport.endswith(":FolderSender")
+    for wrong, said in (("folder.py:Nobody", "defines no Nobody"), ("nowhere.py:A", "no file")):
+        with pytest.raises(ConfigError, match=rf"train\.weight_transport.*{said}"):
+            load_settings(CONFIG, [f"train.weight_transport=../transports/{wrong}"])
+    described = run_plan(train=TrainConfig(weight_transport=WeightSender)).describe()
+    sender = "ray_apr.weights.transports.base:WeightSender"
+    assert described["train"]["weight_transport"] == sender
 
 
 def test_what_is_no_transport_is_refused():
