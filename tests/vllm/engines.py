@@ -83,14 +83,13 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         from ray_apr.weights.gathered import GatheredWeights
-        from ray_apr.weights.transports.gloo import GlooSender
+        from ray_apr.weights.transports import make_sender
 
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model: Any = model
-        self.sender = GlooSender(
-            GatheredWeights(self.model, bucket_mb=0.125, wire_dtype=wire_dtype)
-        )
+        weights = GatheredWeights(self.model, bucket_mb=0.125, wire_dtype=wire_dtype)
+        self.sender = make_sender("auto", weights, shares_device=False)
         self.collective: Any = None
 
     def change(self) -> None:
