@@ -40,6 +40,10 @@ def _check_code(spec: RunSpec) -> None:
     if isinstance(rollout.engine, str) and rollout.engine != "vllm":
         remedy = 'must be "vllm" or a function here; its name is taken in YAML'
         raise ConfigError("rollout.engine", rollout.engine, remedy)
+    transport = spec.train.weight_transport
+    if isinstance(transport, str) and ":" in transport:
+        remedy = "must be a class or function here; its name is taken in YAML"
+        raise ConfigError("train.weight_transport", transport, remedy)
     if environment is not None and not callable(getattr(environment, "step", None)):
         raise ConfigError("environment", environment, "must have a method step(sample) -> Step")
     if environment is None and rollout.max_turns is not None:

@@ -129,6 +129,8 @@ class RunSpec(Sections):
         sections["rollout"].pop("control_token")
         if callable(self.rollout.engine):
             sections["rollout"]["engine"] = _name(self.rollout.engine)
+        if callable(self.train.weight_transport):
+            sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:
             sections["evaluation"] = dataclasses.asdict(self.evaluation)
         for name in ("advantage", "loss"):

@@ -24,6 +24,7 @@ from ray_apr.rollout.worker import RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
+from ray_apr.train.residency import AlwaysThere
 from ray_apr.types import SamplingParams
 from tests.run_specs import run_spec
 
@@ -297,7 +298,7 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
 
     monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
-    loop._control, loop._offload, loop._started_at = control, None, 0.0
+    loop._control, loop._residency, loop._started_at = control, AlwaysThere(), 0.0
     loop._progress = Progress(step=4, policy_version=4)
     loop._train = run_spec().train
     loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8)
