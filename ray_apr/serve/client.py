@@ -39,7 +39,7 @@ from ray_apr.protocols import PauseMode
 from ray_apr.serve.errors import none_runs, ours, translated
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.handle import EngineHandle, engine_names, is_death
-from ray_apr.serve.scores import SCORE_LIMIT_S
+from ray_apr.serve.spec import SCORE_LIMIT_S
 from ray_apr.types import (
     Generation,
     ServerStatus,

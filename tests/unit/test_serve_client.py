@@ -21,8 +21,8 @@ from ray_apr.exceptions import (
 from ray_apr.serve import client as client_module
 from ray_apr.serve import handle as handle_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.spec import SCORE_LIMIT_S
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
 from tests.run_plans import run_plan

@@ -14,9 +14,9 @@ from ray.exceptions import ActorDiedError, RayError
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError, RolloutError, WeightMismatchError, WeightSyncError
 from ray_apr.serve import client as client_module
-from ray_apr.serve import scores as scores_module
-from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.vllm import scores as scores_module
+from ray_apr.serve.vllm.scores import WeightScorer
 from ray_apr.train import control as control_module
 from ray_apr.weights.check import (
     Limits,

@@ -40,7 +40,7 @@ class Weights:
 
     async def join_group(self, group: Mapping[str, Any], first_rank: int) -> None:
         """Let the workers join the group that weights arrive by; see `Engine`."""
-        from ray_apr.serve.vllm_private import WeightTransferInitRequest
+        from ray_apr.serve.vllm.private import WeightTransferInitRequest
 
         request = WeightTransferInitRequest({"group": dict(group), "first_rank": first_rank})
         self._group_timeout_s = group["timeout_s"]
@@ -76,7 +76,7 @@ class Weights:
             self.are_valid = True
 
     async def _update(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
-        from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
+        from ray_apr.serve.vllm.private import WeightTransferUpdateRequest
 
         llm = self._core.llm
         if self.are_away:
