@@ -78,7 +78,9 @@ class ServeRolloutClient:
         self._ready: dict[str, str] = {}
         """Replica of each engine that gets requests."""
         self._learned_at = -math.inf
-        """When they were learned; they have to be again if that is never."""
+        """When they were learned; if never, they have to be before the next request."""
+        self._asking: asyncio.Task[None] | None = None
+        """Asks the others again."""
         self._exchange = Exchange(self._engines)
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
@@ -99,10 +101,7 @@ class ServeRolloutClient:
             RolloutError: If the request is refused, or has the id of another one that is under way.
             EngineUnavailableError: If no engine takes it, or its engine ended; no fault of it.
         """
-        try:
-            await self._learn()
-        except RolloutError as error:  # also where a server does not answer in time
-            raise EngineUnavailableError(str(error)) from error
+        await self._find_ready()
         request_id = request.request_id
         if request_id in self._placed:
             raise RolloutError(f"request {request_id} is under way already")
@@ -142,13 +141,31 @@ class ServeRolloutClient:
             if replica_id in limits:
                 self._placement.set_limit(engine, limits[replica_id])
 
-    async def _learn(self) -> None:
-        """Find out which engines can take requests, if that is not known, or was not all of them a
-        while ago."""
-        if self._is_known:
+    async def _find_ready(self) -> None:
+        """See to it that some engines are known to take requests; where some others do not, ask
+        them again after a while, which nobody waits for."""
+        if self._learned_at == -math.inf:
+            try:
+                await self._learn()
+            except RolloutError as error:  # also where a server does not answer in time
+                raise EngineUnavailableError(str(error)) from error
             return
+        is_due = time.monotonic() - self._learned_at > _LEARN_AGAIN_S
+        is_asking = self._asking is not None and not self._asking.done()
+        if len(self._ready) < len(self._engines) and is_due and not is_asking:
+            self._learned_at = time.monotonic()
+            self._asking = asyncio.create_task(self._ask_again(), name="ask-engines")
+
+    async def _ask_again(self) -> None:
+        try:
+            await self._learn(again=True)
+        except RolloutError as error:
+            logger.info("engines that got no requests are not asked: %s", error)
+
+    async def _learn(self, *, again: bool = False) -> None:
+        """Find out which engines can take requests, unless somebody just has."""
         async with self._learning:
-            if self._is_known:
+            if self._learned_at != -math.inf and not again:
                 return
             running = await self._statuses(drain=False)
             # one that Serve has started again has the base model until the next sync, and one that
@@ -166,11 +183,6 @@ class ServeRolloutClient:
             if ready.keys() != self._ready.keys():
                 self._placement = Placement(ready, limit=self._max_inflight)
             self._ready, self._learned_at = ready, time.monotonic()
-
-    @property
-    def _is_known(self) -> bool:
-        are_all = len(self._ready) == len(self._engines)
-        return time.monotonic() - self._learned_at < (math.inf if are_all else _LEARN_AGAIN_S)
 
     # -- control ---------------------------------------------------------------------------------
 

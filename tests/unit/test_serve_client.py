@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -233,15 +234,24 @@ async def test_an_engine_that_comes_back_gets_requests_and_the_others_keep_their
     handle, client = deployment
     await client._learn()
     placement = client._placement
-    monkeypatch.setattr(client_module, "_LEARN_AGAIN_S", 0.0)
-    await client._learn()
+    monkeypatch.setattr(client_module, "_LEARN_AGAIN_S", -1.0)
+
+    async def find() -> int:
+        before = len(handle.called)
+        await client._find_ready()
+        await (client._asking or asyncio.sleep(0))
+        return len(handle.called) - before
+
+    assert await find() == 3
     assert client._placement is placement, "sessions stay where they are"
+    handle.error = TimeoutError("Timed out waiting for broadcast results.")
+    assert await find() == 3
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}, "nobody is told"
+    handle.error = None
     handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
-    await client._learn()
+    await find()
     assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
-    num_calls = len(handle.called)
-    await client._learn()
-    assert len(handle.called) == num_calls, "all of them are known"
+    assert await find() == 0, "all of them are known"
 
 
 async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_sample(deployment):
@@ -261,7 +271,10 @@ async def test_an_engine_that_has_stalled_gets_no_request(deployment):
     handle.statuses["a"] = stalled
     await client._learn()
     assert client._ready == {"engine-1": "b"}
-    client._learned_at, handle.statuses["b"] = -1e9, dataclasses.replace(stalled, replica_id="b")
+    client._learned_at, handle.statuses["b"] = (
+        -math.inf,
+        dataclasses.replace(stalled, replica_id="b"),
+    )
     with pytest.raises(EngineUnavailableError, match="no rollout server makes any token"):
         await client._learn()
 
