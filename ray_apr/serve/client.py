@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import (
     EngineUnavailableError,
     RolloutError,
@@ -256,19 +256,17 @@ class ServeRolloutClient:
             is_whole=self._members == set(replicas),
         )
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Make these replicas join; the first one that cannot ends the wait for the others.
 
         Raises:
             SyncBrokenError: If they do not, within the group's limit and some time to say so.
         """
         self._members = frozenset()
-        limit_s = group["timeout_s"] + _CONTROL_TIMEOUT_S
+        limit_s = group.timeout_s + _CONTROL_TIMEOUT_S
         try:
             async with ours("join_weight_group", None):
-                given = (dict(group), dict(first_ranks))
+                given = (group, dict(first_ranks))
                 took_part = await asyncio.gather(
                     *(self._joined(e, *given, timeout_s=limit_s) for e in self._engines.values())
                 )
@@ -287,13 +285,9 @@ class ServeRolloutClient:
             return False
 
     async def receive_weights(
-        self,
-        policy_version: int,
-        handles: Mapping[str, list[Any]] | None = None,
-        *,
-        resume: bool = False,
+        self, policy_version: int, notice: bytes = b"", *, resume: bool = False
     ) -> None:
-        """Receive one broadcast on all replicas of the group, or read shared weights there.
+        """Receive all weights on all replicas of the group.
 
         One that dies meanwhile does not count; the group is not whole then.
 
@@ -303,7 +297,7 @@ class ServeRolloutClient:
         members = sorted(self._members)
         try:
             received = await self._all(
-                "receive_weights", policy_version, members, handles, resume,
+                "receive_weights", policy_version, members, notice, resume,
                 timeout_s=self._weight_sync_timeout_s,
             )  # fmt: skip
         except RolloutError as error:  # none lives, or one does not answer
