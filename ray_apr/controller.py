@@ -211,7 +211,7 @@ class _Parts:
                 spec.partial_rollout,
                 max_model_len=spec.max_model_len,
                 evaluates=spec.evaluation is not None,
-                is_checked=spec.train.weight_check_every != 0,
+                weight_check_every=spec.train.weight_check_every,
             )
             start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
             self._made.wait(timeout=spec.rollout.start_timeout_s)

@@ -7,8 +7,8 @@ from typing import Any
 
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.config.common import DType
+from ray_apr.core.messages import SamplingParams
 from ray_apr.data.resumption import Begin
-from ray_apr.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

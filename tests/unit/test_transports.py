@@ -25,7 +25,7 @@ from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.transports import TRANSPORTS, make_sender
 from ray_apr.weights.transports.base import Parcel, WeightSender
-from tests.run_plans import run_plan
+from tests.run_specs import run_spec
 from tests.whole_runs import CONFIG
 
 EXAMPLES = CONFIG.parents[1]
@@ -70,7 +70,7 @@ def test_a_transport_of_a_file_is_checked_with_the_settings_and_named_in_the_run
     for wrong, said in (("folder.py:Nobody", "defines no Nobody"), ("nowhere.py:A", "no file")):
         with pytest.raises(ConfigError, match=rf"train\.weight_transport.*{said}"):
             load_settings(CONFIG, [f"train.weight_transport=../transports/{wrong}"])
-    described = run_plan(train=TrainConfig(weight_transport=WeightSender)).describe()
+    described = run_spec(train=TrainConfig(weight_transport=WeightSender)).describe()
     sender = "ray_apr.weights.transports.base:WeightSender"
     assert described["train"]["weight_transport"] == sender
 
