@@ -89,15 +89,17 @@ def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any])
     if not on_gpu:
         os.environ.update(CPU_ENVIRONMENT)
     config = RolloutConfig(
-        device="cuda" if on_gpu else "cpu",
-        dtype="bfloat16" if on_gpu else "float32",
-        engine_kwargs={"max_num_seqs": args.inflight},
+        engine={
+            "device": "cuda" if on_gpu else "cpu",
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "kwargs": {"max_num_seqs": args.inflight},
+        }
     )
     variant = ({"distributed_executor_backend": "uni"} if on_gpu else {}) | variant
     spec = dataclasses.replace(
         EngineSpec.of_run(str(model), config, max_model_len=args.context),
         kv_cache="keep",
-        engine_kwargs={**config.engine_kwargs, **variant},
+        engine_kwargs={**config.engine.kwargs, **variant},
     )
     return VLLMEngine(spec, "engine")
 

@@ -145,11 +145,13 @@ def our_steps(
                 num_replicas=1,
                 group_size=GROUP_SIZE,
                 max_response_tokens=args.longest,
-                max_model_len=args.context,
                 replay_column="lengths",
-                device="cuda" if on_gpu else "cpu",
-                dtype="bfloat16" if on_gpu else "float32",
-                engine_kwargs=engine_kwargs(args),
+                engine={
+                    "max_model_len": args.context,
+                    "device": "cuda" if on_gpu else "cpu",
+                    "dtype": "bfloat16" if on_gpu else "float32",
+                    "kwargs": engine_kwargs(args),
+                },
             ),
             partial_rollout_config=PartialRolloutConfig.preset("sync"),
             train_config=TrainConfig(

@@ -75,7 +75,7 @@ for name in "$@"; do
 			--out "$out/gpu-weight-check.json"
 		;;
 	checked) CALIBRATE='' modes checked 400 --modes apr ;;
-	sampling) learning sampling --modes apr --set rollout.temperature=0.7 --set rollout.top_k=8 ;;
+	sampling) learning sampling --modes apr --set rollout.sampling.temperature=0.7 --set rollout.sampling.top_k=8 ;;
 	learning) learning learning ;;
 	*) summary+=("$name: unknown") ;;
 	esac

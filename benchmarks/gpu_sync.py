@@ -56,14 +56,16 @@ def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     num_workers = args.gpus - 1
     config = RolloutConfig(
         num_replicas=num_workers // args.tensor_parallel,
-        tensor_parallel_size=args.tensor_parallel,
         max_response_tokens=RESPONSE_TOKENS,
-        device="cuda" if on_gpu else "cpu",
-        dtype="bfloat16" if on_gpu else "float32",
-        start_timeout_s=240.0,
-        engine_kwargs={
-            "max_num_seqs": args.inflight + NUM_CHECKED,
-            **({"gpu_memory_utilization": 0.8} if on_gpu else {}),
+        engine={
+            "tensor_parallel_size": args.tensor_parallel,
+            "device": "cuda" if on_gpu else "cpu",
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "start_timeout_s": 240.0,
+            "kwargs": {
+                "max_num_seqs": args.inflight + NUM_CHECKED,
+                **({"gpu_memory_utilization": 0.8} if on_gpu else {}),
+            },
         },
     )
     try:

@@ -94,8 +94,8 @@ def one_run(
 
 
 ON_GPUS = (
-    "rollout.device=cuda", "rollout.num_replicas=1", "rollout.dtype=bfloat16",
-    "rollout.engine_kwargs={max_num_seqs: 256}", "train.param_dtype=bfloat16",
+    "rollout.engine.device=cuda", "rollout.num_replicas=1", "rollout.engine.dtype=bfloat16",
+    "rollout.engine.kwargs={max_num_seqs: 256}", "train.param_dtype=bfloat16",
     "train.micro_batch_tokens=16384", "scaling={num_workers: 1, use_gpu: true}",
     "ray.num_cpus=16",
 )  # fmt: skip

@@ -195,17 +195,18 @@ def rollout_config(
 
     return RolloutConfig(
         num_replicas=num_gpus(args) // args.tensor_parallel if is_colocated else args.replicas,
-        placement="colocated" if is_colocated else "disaggregated",
-        tensor_parallel_size=args.tensor_parallel,
         group_size=args.group_size,
         max_response_tokens=longest,
         replay_column="lengths",
-        device="cuda" if args.gpu else "cpu",
-        dtype="bfloat16" if args.gpu else "float32",
-        reward_concurrency=args.reward_concurrency,
-        reward_timeout_s=600.0,
-        engine_seed=repeat,
-        engine_kwargs={"max_num_seqs": args.max_num_seqs},
+        engine={
+            "placement": "colocated" if is_colocated else "disaggregated",
+            "tensor_parallel_size": args.tensor_parallel,
+            "device": "cuda" if args.gpu else "cpu",
+            "dtype": "bfloat16" if args.gpu else "float32",
+            "seed": repeat,
+            "kwargs": {"max_num_seqs": args.max_num_seqs},
+        },
+        reward={"concurrency": args.reward_concurrency, "timeout_s": 600.0},
     )
 
 

@@ -24,7 +24,7 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
 	--num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$SLURM_GPUS_ON_NODE" \
 	-- env RAY_ADDRESS="$address" \
 	python -m ray_apr train examples/arithmetic/quickstart.yaml \
-	--set rollout.device=cuda \
+	--set rollout.engine.device=cuda \
 	--set rollout.num_replicas=2 \
 	--set scaling.num_workers=2 \
 	--set scaling.use_gpu=true

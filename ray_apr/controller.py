@@ -184,13 +184,13 @@ class _Parts:
         an engine measures what is free when it starts."""
         try:
             if self.spec.rollout.is_colocated:
-                limit_s = 2 * self.spec.rollout.start_timeout_s + 3 * _CALL_TIMEOUT_S
+                limit_s = 2 * self.spec.rollout.engine.start_timeout_s + 3 * _CALL_TIMEOUT_S
                 self._servers.join(timeout=limit_s)
                 if self._servers.is_alive():
                     raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
                 if self._start_error is not None:
                     raise self._start_error
-            with placement_limit(self.spec.rollout.start_timeout_s):
+            with placement_limit(self.spec.rollout.engine.start_timeout_s):
                 return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None
@@ -214,7 +214,7 @@ class _Parts:
                 weight_check_every=spec.train.weight_check_every,
             )
             start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
-            self._made.wait(timeout=spec.rollout.start_timeout_s)
+            self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
             ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
@@ -225,7 +225,7 @@ class _Parts:
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
             self._start_error = reason
-            self._made.wait(timeout=spec.rollout.start_timeout_s)
+            self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
             ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
@@ -267,7 +267,7 @@ class _Parts:
         spec = self.spec
         reason = self._first_error()
         if reason is None and found_no_place(error):
-            reason = not_placed(spec.worker_scaling, spec.rollout.start_timeout_s)
+            reason = not_placed(spec.worker_scaling, spec.rollout.engine.start_timeout_s)
         reason = reason or cause_of(error)
         log = spec.folder / ERROR_LOG
         write_error_log(log, error, reason)

@@ -98,22 +98,22 @@ def _objective(settings: RunSettings) -> str:
 
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
-    engine_cpus = rollout.num_replicas * rollout.num_cpus_per_replica
+    engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
     train_cpus = scaling.num_workers * scaling.num_cpus_per_worker
-    reward_cpus = rollout.num_reward_workers * rollout.num_cpus_per_reward
-    engine_gpus = rollout.num_replicas * rollout.tensor_parallel_size
+    reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
+    engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
     shared = ", in turns with the trainer" if rollout.is_colocated else ""
     engine_gpus_text = {"cpu": "0", "cuda": str(engine_gpus)}.get(
-        rollout.device, f"{engine_gpus} if the cluster has GPUs, else 0"
+        rollout.engine.device, f"{engine_gpus} if the cluster has GPUs, else 0"
     )
     cpus = settings.ray.num_cpus
     joined = joined_address(settings.ray)
     cluster = f"joins {joined}" if joined else f"its own, {'all' if cpus is None else cpus} CPUs"
     return {
         "Ray cluster": cluster,
-        "placement": rollout.placement,
+        "placement": rollout.engine.placement,
         "rollout replicas": rollout.num_replicas,
-        "engine": rollout.engine,
+        "engine": rollout.engine.factory,
         "train workers": scaling.num_workers,
         "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
         "GPUs of the engines": engine_gpus_text + shared,
@@ -235,7 +235,9 @@ def make_trainer(
         ConfigError: What is wrong.
         ResourceError: If engines on this machine would not find ray_apr.
     """
-    is_vllm_here = settings.rollout.engine == "vllm" and joined_address(settings.ray) is None
+    is_vllm_here = (
+        settings.rollout.engine.factory == "vllm" and joined_address(settings.ray) is None
+    )
     if is_vllm_here and (missing := why_not_loaded()):
         raise ResourceError(missing)
     folder, run_dir = settings.base_dir, settings.run_dir
@@ -253,9 +255,11 @@ def make_trainer(
         for key, spec in settings.objective.items()
     }
     rollout = settings.rollout
-    if isinstance(rollout.engine, str) and rollout.engine != "vllm":
-        engine = load_function("rollout.engine", rollout.engine, folder)
-        rollout = dataclasses.replace(rollout, engine=engine)
+    if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
+        engine = load_function("rollout.engine.factory", rollout.engine.factory, folder)
+        rollout = dataclasses.replace(
+            rollout, engine=dataclasses.replace(rollout.engine, factory=engine)
+        )
     train = settings.train
     if isinstance(train.weight_transport, str) and ":" in train.weight_transport:
         transport = load_function("train.weight_transport", train.weight_transport, folder)
@@ -340,7 +344,7 @@ def _reach(address: str | None) -> None:
 def _resources_of_cluster(settings: RunSettings) -> Mapping[str, float]:
     """What the cluster of a run has, or would have."""
     if joined_address(settings.ray) is None:
-        uses_gpus = settings.scaling.use_gpu or settings.rollout.device != "cpu"
+        uses_gpus = settings.scaling.use_gpu or settings.rollout.engine.device != "cpu"
         cpus = settings.ray.num_cpus or cpus_of_this_machine()
         return {"CPU": float(cpus), "GPU": float(_num_gpus() if uses_gpus else 0)}
     import ray

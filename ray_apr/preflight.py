@@ -174,7 +174,7 @@ def not_placed(scaling: ray.train.ScalingConfig, limit_s: float) -> ResourceErro
         else "no node has as much of them as one worker wants"
     )
     given = os.environ.get(_PLACEMENT_LIMIT)  # see `placement_limit`
-    limit = f"{limit_s:g} s (rollout.start_timeout_s)"
+    limit = f"{limit_s:g} s (rollout.engine.start_timeout_s)"
     if given is not None:
         limit = f"{given} s ({_PLACEMENT_LIMIT})"
     return ResourceError(
@@ -193,15 +193,15 @@ def check_port(rollout: RolloutConfig) -> None:
     Raises:
         ConfigError: If it cannot.
     """
-    if rollout.http_port is None:
+    if rollout.http.port is None:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((rollout.http_host, rollout.http_port))
+            probe.bind((rollout.http.host, rollout.http.port))
         except OSError as error:
             raise ConfigError(
-                "rollout.http_port",
-                rollout.http_port,
+                "rollout.http.port",
+                rollout.http.port,
                 f"cannot be opened ({error}); choose another",
             ) from error

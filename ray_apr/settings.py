@@ -8,6 +8,7 @@ that happens here; importing this module loads neither ray, torch nor vllm.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
+from ray_apr.config.renamed import renew, renew_key
 from ray_apr.exceptions import ConfigError
 from ray_apr.run.folder import run_folder
 from ray_apr.run.model import check_model
 from ray_apr.settings_files import check_code, check_prompts
 from ray_apr.settings_yaml import check_types, read_yaml, set_override
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +198,11 @@ def load_settings(
     """
     path = Path(path).expanduser().resolve()
     values = read_yaml(path)
+    if isinstance(values.get("rollout"), Mapping):
+        values["rollout"] = renew(values["rollout"], logger.warning)
     for text in overrides:
-        set_override(values, text)
+        key, equals, value = text.partition("=")
+        set_override(values, renew_key(key.strip(), value, logger.warning) + equals + value)
     for key in values:
         if key not in _KEYS:
             raise ConfigError(str(key), values[key], f"unknown key; known: {', '.join(_KEYS)}")
@@ -222,8 +229,9 @@ def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSet
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be text")
     code = {name: check_code(name, spec, path.parent) for name, spec in code.items()}
-    if sections["rollout"].engine != "vllm":
-        check_code("rollout.engine", sections["rollout"].engine, path.parent)
+    factory = sections["rollout"].engine.factory
+    if factory != "vllm":
+        check_code("rollout.engine.factory", factory, path.parent)
     if ":" in sections["train"].weight_transport:
         check_code("train.weight_transport", sections["train"].weight_transport, path.parent)
     prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)

@@ -106,7 +106,11 @@ def check_types(cls: type, section: str, values: Mapping[str, Any]) -> None:
     """
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
-        if not _fits(value, hints[key]):
+        if dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping):
+            known = {field.name for field in dataclasses.fields(hints[key])}
+            inner = {name: part for name, part in value.items() if name in known}
+            check_types(hints[key], f"{section}.{key}", inner)  # its constructor names the others
+        elif not _fits(value, hints[key]):
             raise ConfigError(f"{section}.{key}", value, f"must be {_in_words(hints[key])}")
 
 

@@ -117,7 +117,7 @@ class APRTrainer:
             reward=reward,
             environment=environment,
             group_filter=group_filter,
-            max_model_len=rollout.max_model_len or context_of(model),
+            max_model_len=rollout.engine.max_model_len or context_of(model),
             rollout=rollout,
             partial_rollout=partial_rollout,
             buffer=buffer_config or BufferConfig(),

@@ -37,7 +37,7 @@ def make_config(folder: Path) -> APRConfig:
             steps_per_iteration=2,
             train={"micro_batch_tokens": 2048, "num_threads": 1},
         )
-        .rollouts(rollout={"group_size": 4, "max_response_tokens": 96, "device": "cpu"})
+        .rollouts(rollout={"group_size": 4, "max_response_tokens": 96, "engine": {"device": "cpu"}})
         .evaluation(evaluation_prompts=held_out, evaluation_interval=1)
         .checkpointing(storage_path=str(folder / "runs"))
     )

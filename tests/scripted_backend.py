@@ -1,7 +1,7 @@
 """An engine as a user could bring one: it draws its tokens by chance, and drops its weights.
 
-A run takes it with ``rollout.engine=scripted_backend.py:ScriptedBackend``; ray_apr knows nothing of
-this file.
+A run takes it with ``rollout.engine.factory=scripted_backend.py:ScriptedBackend``; ray_apr
+knows nothing of this file.
 """
 
 from __future__ import annotations

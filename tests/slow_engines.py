@@ -125,7 +125,7 @@ class Replica:
         spec = EngineSpec(
             model="none",
             device="cpu",
-            stall_timeout_s=config.stall_timeout_s,
+            stall_timeout_s=config.engine.stall_timeout_s,
             engine_kwargs={"scheduler_cls": None},
         )
         engine = self.server._engine = VLLMEngine(spec, name)

@@ -39,8 +39,7 @@ def make_config() -> APRConfig:
             rollout={
                 "group_size": 8,
                 "max_response_tokens": 192,
-                "device": "cpu",
-                "engine_kwargs": {"max_num_seqs": 64},
+                "engine": {"device": "cpu", "kwargs": {"max_num_seqs": 64}},
             },
             partial_rollout={"max_live_batches": 3},
         )

@@ -1,8 +1,8 @@
 """A calculator for the policy of the arithmetic example, in the middle of its responses.
 
 The policy adds column by column, ``2+4+0=06;1+9+0=10,106``. Here it writes only up to each ``=``:
-there its turn ends (``rollout.stop_token_ids``), the calculator answers with the two digits, and
-the policy goes on. What the calculator wrote is read, and not trained.
+there its turn ends (``rollout.sampling.stop_token_ids``), the calculator answers with the two
+digits, and the policy goes on. What the calculator wrote is read, and not trained.
 """
 
 from __future__ import annotations

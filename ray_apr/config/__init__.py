@@ -7,24 +7,32 @@ torch, so that a bad setting is found before anything starts.
 from __future__ import annotations
 
 from ray_apr.config.algorithm import AlgorithmConfig
+from ray_apr.config.engine import EngineConfig
 from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
 from ray_apr.config.evaluation import EvaluationConfig
+from ray_apr.config.http import HttpConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig, ResumeOrder
+from ray_apr.config.reward import RewardConfig
 from ray_apr.config.rollout import RolloutConfig
+from ray_apr.config.sampling import SamplingConfig
 from ray_apr.config.sections import Sections, check_placement, check_together
 from ray_apr.config.train import BufferConfig, LoRAConfig, TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "EngineConfig",
     "EvaluationConfig",
+    "HttpConfig",
     "KVCache",
     "LoRAConfig",
     "Mode",
     "OnStale",
     "PartialRolloutConfig",
     "ResumeOrder",
+    "RewardConfig",
     "RolloutConfig",
+    "SamplingConfig",
     "Sections",
     "TrainConfig",
     "check_attestation",

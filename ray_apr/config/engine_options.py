@@ -1,4 +1,4 @@
-"""Which arguments of vLLM's engine a run may give in ``rollout.engine_kwargs``, and why no others.
+"""Which arguments of vLLM's engine a run may give in ``rollout.engine.kwargs``, and why no others.
 
 `TUNES` holds what changes speed and memory alone. What changes how many processes an engine has,
 how weights are divided or stored, which tokens are drawn or what their log-probs mean is a field of
@@ -15,7 +15,7 @@ from typing import Any
 
 from ray_apr.checks import is_number, require
 
-_FIELD = "rollout.engine_kwargs"
+_FIELD = "rollout.engine.kwargs"
 Check = tuple[Callable[[Any], bool], str]
 
 
@@ -104,20 +104,21 @@ _OURS: Mapping[str, str] = {
     "model": "is the model of the run; set model",
     "model_weights": "is the model of the run; set model",
     "revision": "is the model of the run; download that revision, and set model to its folder",
-    "dtype": "is a field of its own; set rollout.dtype",
-    "max_model_len": "is a field of its own; set rollout.max_model_len",
-    "tensor_parallel_size": "is a field of its own; set rollout.tensor_parallel_size",
+    "dtype": "is a field of its own; set rollout.engine.dtype",
+    "max_model_len": "is a field of its own; set rollout.engine.max_model_len",
+    "tensor_parallel_size": "is a field of its own; set rollout.engine.tensor_parallel_size",
     "data_parallel_size": "is not built; set rollout.num_replicas, engines of their own",
-    "seed": "is a field of its own; set rollout.engine_seed, or rollout.seed for each request's",
-    "enable_sleep_mode": 'follows from rollout.placement: set it to "colocated"',
+    "seed": "is a field of its own; set rollout.engine.seed, or rollout.sampling.seed for those of "
+    "requests",
+    "enable_sleep_mode": 'follows from rollout.engine.placement: set it to "colocated"',
     "scheduling_policy": "follows from the evaluation, whose requests go first; leave it out",
-    "logprobs_mode": "follows from what the trainer computes; set rollout.temperature and its kin",
-    "override_generation_config": "sets how tokens are drawn; set rollout.temperature and its kin",
-    "generation_config": "sets how tokens are drawn; set rollout.temperature and its kin",
+    "logprobs_mode": "follows from what the trainer computes; set rollout.sampling",
+    "override_generation_config": "sets how tokens are drawn; set rollout.sampling",
+    "generation_config": "sets how tokens are drawn; set rollout.sampling",
     "enable_lora": "is not how adapters are sent: they are merged; set train.lora",
     "download_dir": "is the engines' alone; set HF_HOME, which the trainer obeys, too",
     "hf_token": "is the engines' alone; set HF_TOKEN, which the trainer obeys, too",
-    "distributed_executor_backend": "follows from rollout.device; leave it out",
+    "distributed_executor_backend": "follows from rollout.engine.device; leave it out",
     "device_ids": "follows from what Ray places on a node; leave it out",
 }
 """What a run sets otherwise."""
@@ -130,7 +131,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "changes how an engine is divided, which the weight sync does not know; "
-        "set rollout.tensor_parallel_size or rollout.num_replicas",
+        "set rollout.engine.tensor_parallel_size or rollout.num_replicas",
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
         "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
         "data_parallel_rank data_parallel_start_rank data_parallel_size_local "
@@ -150,15 +151,15 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "changes the precision of weights, activations or the KV cache: log-probs would not be "
-        "the trainer's; set rollout.dtype",
+        "the trainer's; set rollout.engine.dtype",
         "quantization quantization_config allow_deprecated_quantization kv_cache_dtype "
         "kv_cache_dtype_skip_layers calculate_kv_scales override_attention_dtype "
         "enable_bf16x3_router_gemm mamba_cache_dtype mamba_ssm_cache_dtype "
         "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds attention_config",
     ),
     (
-        "changes which tokens are drawn, or what their log-probs mean; set rollout.temperature "
-        "and its kin",
+        "changes which tokens are drawn, or what their log-probs mean; set "
+        "rollout.sampling.temperature and its kin",
         "max_logprobs use_fp64_gumbel return_sampling_mask logits_processors speculative_config "
         "spec_method spec_model spec_tokens watermark_config diffusion_config "
         "structured_outputs_config reasoning_parser reasoning_parser_plugin reasoning_config "
@@ -178,7 +179,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "moves weights off the device, where a weight sync writes to; lower "
-        "gpu_memory_utilization, or set a larger rollout.tensor_parallel_size",
+        "gpu_memory_utilization, or set a larger rollout.engine.tensor_parallel_size",
         "offload_backend cpu_offload_gb cpu_offload_params offload_group_size "
         "offload_num_in_group offload_prefetch_step offload_params sleep_mode_offload_cudagraph "
         "sleep_preserve_parameter_names enable_cumem_allocator",

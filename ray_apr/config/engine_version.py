@@ -53,7 +53,7 @@ def check_attestation(
         ConfigError: If they do not, where it differs within a call.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
-    if rollout.engine != "vllm" or numbers is None:
+    if rollout.engine.factory != "vllm" or numbers is None:
         return
     if not goes_on_across_syncs(partial_rollout, rollout):
         return

@@ -59,10 +59,10 @@ class Sections:
         self.train.check_workers(workers)
         check_placement(rollout, self.partial_rollout, self.train, workers)
         require(
-            not (scaling.use_gpu and rollout.device == "cpu"),
+            not (scaling.use_gpu and rollout.engine.device == "cpu"),
             "scaling.use_gpu",
             True,
-            'needs rollout.device "cuda" or "auto": one run, one device',
+            'needs rollout.engine.device "cuda" or "auto": one run, one device',
         )
         resources = scaling.resources_per_worker
         require(
@@ -94,16 +94,17 @@ def check_placement(
             to travel by what does not fit.
     """
     unfit = ("nccl", "gloo") if rollout.is_colocated else ("shared",)
+    placement = rollout.engine.placement
     require(
         train.weight_transport not in unfit,
         "train.weight_transport",
         train.weight_transport,
-        f'must not be {" or ".join(unfit)} with rollout.placement = "{rollout.placement}"',
+        f'must not be {" or ".join(unfit)} with rollout.engine.placement = "{placement}"',
     )
     if not rollout.is_colocated:
         return
-    why = 'with rollout.placement = "colocated"'
-    num_engine_workers = rollout.num_replicas * rollout.tensor_parallel_size
+    why = 'with rollout.engine.placement = "colocated"'
+    num_engine_workers = rollout.num_replicas * rollout.engine.tensor_parallel_size
     require(
         num_engine_workers == num_train_workers,
         "rollout.num_replicas",

@@ -134,9 +134,9 @@ class TrainConfig:
     about one report in two seconds, and makes a faster worker wait."""
     weight_transport: str | Callable[..., Any] = "auto"
     """How weights travel: "nccl" between GPUs, "gloo" on CPU, "shared" where engines and train
-    workers have the same devices (rollout.placement); auto takes the one that fits. Or a transport
-    of the user's, what makes a `WeightSender` of `GatheredWeights` (docs/transports.md); in YAML as
-    "package.module:Class" or "file.py:Class"."""
+    workers have the same devices (rollout.engine.placement); auto takes the one that fits. Or a
+    transport of the user's, what makes a `WeightSender` of `GatheredWeights` (docs/transports.md);
+    in YAML as "package.module:Class" or "file.py:Class"."""
     weight_bucket_mb: float = 256.0
     """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
@@ -151,7 +151,7 @@ class TrainConfig:
     num_threads: int | None = None
     """CPU threads of one train worker; None divides the cores among engines and workers."""
     seed: int = 0
-    """Seed of the prompt order and of the trainer; that of the requests is ``rollout.seed``."""
+    """Seed of the prompt order and of the trainer; that of requests: ``rollout.sampling.seed``."""
 
     def __post_init__(self) -> None:
         s = "train"

@@ -249,7 +249,8 @@ class ServerStatus:
     tokens_made: int = 0
     """Tokens that the engine has made since the start, those of calls under way included."""
     is_stalled: bool = False
-    """Whether it has made no token for ``rollout.stall_timeout_s`` although it has requests."""
+    """Whether it has made no token for ``rollout.engine.stall_timeout_s``, although it has requests
+    to make them for."""
     tokens_evaluated: int = 0
     """Tokens handed out to evaluations; `tokens_generated` does not count them."""
     tokens_outside: int = 0

@@ -93,12 +93,12 @@ class Environment(Protocol):
     """What the policy talks to between its turns: a tool, a user, a game.
 
     A turn ends where the engine stops by itself: at the end-of-sequence token, at one of
-    ``rollout.stop_token_ids``, or with one of ``rollout.stop_strings``. Then `step` answers, and
-    the policy goes on or is done. Both methods may be ``async``. They run in CPU worker processes,
-    each call perhaps in another one, and a call is made again after a failure: all that a call
-    needs to know is in the sample (``row``, ``turn_text``, ``turn_ids``, ``segments``,
-    ``num_turns``, ``environment_state``), never in ``self``. So an answer is the same whether the
-    sample was interrupted or not.
+    ``rollout.sampling.stop_token_ids``, or with one of ``rollout.sampling.stop_strings``. Then
+    `step` answers, and the policy goes on or is done. Both methods may be ``async``. They run in
+    CPU worker processes, each call perhaps in another one, and a call is made again after a
+    failure: all that a call needs to know is in the sample (``row``, ``turn_text``, ``turn_ids``,
+    ``segments``, ``num_turns``, ``environment_state``), never in ``self``. So an
+    answer is the same whether the sample was interrupted or not.
 
     Example:
         >>> from ray_apr.core.user import Step

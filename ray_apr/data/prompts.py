@@ -229,7 +229,8 @@ def check_lengths(
                 f"{name}[{row}].{column}",
                 f"{length} tokens",
                 f"at most {most} leave room for the response budget in the model's context; drop "
-                "such prompts, lower rollout.max_response_tokens, or raise rollout.max_model_len",
+                "such prompts, lower rollout.max_response_tokens, or raise "
+                "rollout.engine.max_model_len",
             )
 
 

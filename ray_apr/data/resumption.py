@@ -1,6 +1,7 @@
 """What a checkpoint says of a run beside weights and optimizer: prompts, and figures that count on.
 
-Seeds of requests are no state: each follows from ``rollout.seed``, the sample's id and its tokens.
+Seeds of requests are no state: each follows from ``rollout.sampling.seed``, the sample's id
+and its tokens.
 
 Pure: no ray, no torch.
 """

@@ -279,7 +279,7 @@ def llm_judge(
         maximum: Greatest number of a verdict.
         timeout_s: Limit of one try, in seconds.
         max_retries: Further tries after a time-out, a broken connection, or HTTP 408, 409, 425,
-            429 and 5xx. All tries and pauses must fit in ``rollout.reward_timeout_s``.
+            429 and 5xx. All tries and pauses must fit in ``rollout.reward.timeout_s``.
         backoff_s: Pause before the second try, in seconds; it doubles with each further one, is
             shortened by up to a half at random, follows ``Retry-After``, and is 30 s at most.
 

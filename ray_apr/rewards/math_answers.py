@@ -97,7 +97,7 @@ def math_equal(
 
     It needs the package math-verify: ``pip install 'ray_apr[rewards]'``. What math-verify can
     neither parse nor compare counts as not equal. Its time limits are off, as they need the main
-    thread; ``rollout.reward_timeout_s`` bounds the call, and a call that hangs in SymPy costs its
+    thread; ``rollout.reward.timeout_s`` bounds the call, and a call that hangs in SymPy costs its
     worker process.
 
     Args:

@@ -282,7 +282,7 @@ def code_tests(
         file_name: The program's file, in the working directory.
         time_limit_s: Wall time of one pair, or of all assert statements, in seconds.
         total_time_limit_s: Wall time of all pairs, in seconds; those that are left then do not
-            pass. Keep it below ``rollout.reward_timeout_s``.
+            pass. Keep it below ``rollout.reward.timeout_s``.
         cpu_limit_s: CPU time of each process, in whole seconds.
         memory_mb: Address space of each process, in MiB.
         max_processes: Processes and threads of a program.

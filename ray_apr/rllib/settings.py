@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,15 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
+from ray_apr.config.renamed import renew
 from ray_apr.exceptions import ConfigError
 from ray_apr.rllib.environment import check_spaces, is_text_environment
 from ray_apr.rllib_private import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 if TYPE_CHECKING:
     from ray_apr.rllib.config import APRConfig
+
+logger = logging.getLogger(__name__)
 
 CALLBACKS = (
     "on_algorithm_init",
@@ -61,8 +65,9 @@ _OF_TUNE = frozenset({STDOUT_FILE, STDERR_FILE, TRIAL_INFO})
 _REMEDIES = {
     "gamma": "must be 1: a reward is that of a whole response, and nothing is discounted",
     "grad_clip_by": 'must be "global_norm"',
-    "explore": "must be true: set rollout.temperature, top_p and top_k with .rollouts(rollout=...)",
-    "exploration_config": "leave it out: rollout.temperature, top_p and top_k say how responses "
+    "explore": "must be true: set rollout.sampling, its temperature, top_p and top_k, with "
+    ".rollouts(rollout=...)",
+    "exploration_config": "leave it out: rollout.sampling says how responses "
     "are drawn, with .rollouts(rollout=...)",
     "replay_buffer_config": "leave it out: .rollouts(buffer=..., partial_rollout=...) says what is "
     "kept, and for how long",
@@ -73,11 +78,11 @@ _REMEDIES = {
     "evaluation_duration_unit": 'must be "episodes": an episode is a response',
     "evaluation_num_env_runners": "must be 0: evaluations run on the servers of the run",
     "evaluation_config": "leave it out: set evaluation_settings, and evaluation_prompts",
-    "num_envs_per_env_runner": "must be 1: set max_num_seqs among rollout.engine_kwargs",
+    "num_envs_per_env_runner": "must be 1: set max_num_seqs among rollout.engine.kwargs",
     "rollout_fragment_length": "leave it out: responses are whole; rollout.max_response_tokens "
     "limits them",
-    "sample_timeout_s": "leave it out: rollout.stall_timeout_s and buffer.wait_timeout_s limit "
-    "waits",
+    "sample_timeout_s": "leave it out: rollout.engine.stall_timeout_s and buffer.wait_timeout_s "
+    "limit waits",
     "torch_compile_learner": "leave it out: set compile with .training(train=...)",
     "env_runner_cls": "leave it out: responses are made by rollout servers",
     "policies": "leave it out: there is one policy",
@@ -288,13 +293,13 @@ def _rollout(config: APRConfig) -> dict[str, tuple[str, Any]]:
         found["num_replicas"] = ("num_env_runners", config.num_env_runners or 1)
     if _is_set(config, "num_cpus_per_env_runner"):
         cpus = config.num_cpus_per_env_runner
-        found["num_cpus_per_replica"] = ("num_cpus_per_env_runner", cpus)
+        found["engine.num_cpus_per_replica"] = ("num_cpus_per_env_runner", cpus)
     gpus = config.num_gpus_per_env_runner
     if gpus:
         remedy = "must be a whole number: the GPUs of one rollout server"
         require(gpus == int(gpus), "num_gpus_per_env_runner", gpus, remedy)
-        found["tensor_parallel_size"] = ("num_gpus_per_env_runner", int(gpus))
-        found["device"] = ("num_gpus_per_env_runner", "cuda")
+        found["engine.tensor_parallel_size"] = ("num_gpus_per_env_runner", int(gpus))
+        found["engine.device"] = ("num_gpus_per_env_runner", "cuda")
     return found
 
 
@@ -375,19 +380,33 @@ def _section(
     """
     given, of_rllib = {} if given is None else given, of_rllib or {}
     require(isinstance(given, cls | Mapping), name, given, f"must be a {cls.__name__} or a mapping")
-    default = {f.name: f.default for f in fields(cls)}
-    for field, (theirs, value) in of_rllib.items():
-        if isinstance(given, Mapping):
-            is_other = field in given and given[field] != value
-        else:
-            is_other = getattr(given, field) not in (default[field], value)
+    if cls is RolloutConfig and isinstance(given, Mapping):
+        given = renew(given, logger.warning)
+    default = cls()
+    for path, (theirs, value) in of_rllib.items():
+        mine = _find(given, path)
+        allowed = (None, value) if isinstance(given, Mapping) else (_find(default, path), value)
         remedy = f"is also said by {theirs}, to be {value!r}; leave one of them out"
-        mine = given[field] if isinstance(given, Mapping) and is_other else None
-        require(not is_other, f"{name}.{field}", mine or getattr(given, field, None), remedy)
-    values = {field: value for field, (_, value) in of_rllib.items()}
+        require(mine in allowed, f"{name}.{path}", mine, remedy)
+        given = _with(given, path, value)
     if not isinstance(given, Mapping):
-        return replace(given, **values)
-    values = {**given, **values}
-    if preset in values:
+        return given
+    if preset in given:
+        values = dict(given)
         return cls.preset(values.pop(preset), **values)  # type: ignore[attr-defined]
-    return from_mapping(cls, name, values)
+    return from_mapping(cls, name, given)
+
+
+def _find(given: Any, path: str) -> Any:
+    """What a config or a mapping has at a dotted path; None if it is not given."""
+    for part in path.split("."):
+        given = given.get(part) if isinstance(given, Mapping) else getattr(given, part, None)
+    return given
+
+
+def _with(given: Any, path: str, value: Any) -> Any:
+    """The same with another value at a dotted path."""
+    part, _, rest = path.partition(".")
+    if rest:
+        value = _with(_find(given, part) or {}, rest, value)
+    return {**given, part: value} if isinstance(given, Mapping) else replace(given, **{part: value})

@@ -7,7 +7,7 @@ Invariants, kept by `Evaluator`:
     * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
       one waits for its turn.
     * A response that could not be made or scored is counted as failed, and is in no mean. One whose
-      engine is gone waits for another, for ``rollout.stall_timeout_s`` at most.
+      engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Evaluator:
             temperature=1.0 if greedy else config.temperature,
             top_p=config.top_p,
             top_k=1 if greedy else 0,
-            stop_token_ids=rollout.stop_token_ids,
-            stop_strings=rollout.stop_strings,
-            min_tokens=min(rollout.min_response_tokens, self._max_response_tokens),
+            stop_token_ids=rollout.sampling.stop_token_ids,
+            stop_strings=rollout.sampling.stop_strings,
+            min_tokens=min(rollout.sampling.min_tokens, self._max_response_tokens),
             origin=Origin.EVALUATION,
         )
 
@@ -231,7 +231,7 @@ class Evaluator:
                 )
             except EngineUnavailableError:  # no fault of the sample
                 waits_since = waits_since or time.monotonic()
-                if time.monotonic() - waits_since >= self._rollout.stall_timeout_s:
+                if time.monotonic() - waits_since >= self._rollout.engine.stall_timeout_s:
                     raise
                 await asyncio.sleep(_ENGINE_PAUSE_S)
                 continue

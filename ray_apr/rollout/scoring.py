@@ -144,9 +144,9 @@ class Scorer:
         self._config = config
         self._has_reward = reward is not None
         self._make_worker = make_worker or (lambda: _start_worker(reward, config, environment))
-        self._workers = [self._make_worker() for _ in range(config.num_reward_workers)]
-        self._load = [0] * config.num_reward_workers
-        self._slots = asyncio.Semaphore(config.reward_concurrency)
+        self._workers = [self._make_worker() for _ in range(config.reward.num_workers)]
+        self._load = [0] * config.reward.num_workers
+        self._slots = asyncio.Semaphore(config.reward.concurrency)
 
     async def score(self, sample: Sample) -> RewardResult:
         """Return the reward of a finished sample, which the environment gives if no function does.
@@ -187,7 +187,7 @@ class Scorer:
         return step
 
     async def _call(self, what: Call, sample: Sample) -> RewardResult | Step:
-        for tries_left in range(self._config.reward_retries, -1, -1):
+        for tries_left in range(self._config.reward.retries, -1, -1):
             try:
                 async with self._slots:
                     return await self._try(what, sample)
@@ -199,8 +199,8 @@ class Scorer:
 
     async def _try(self, what: Call, sample: Sample) -> RewardResult | Step:
         """One try; calls that died with a worker that another call blocked are made again."""
-        failure, limit_s = _ERRORS[what], self._config.reward_timeout_s
-        for _ in range(1 + self._config.reward_concurrency):
+        failure, limit_s = _ERRORS[what], self._config.reward.timeout_s
+        for _ in range(1 + self._config.reward.concurrency):
             index = min(range(len(self._workers)), key=self._load.__getitem__)
             worker = self._workers[index]
             self._load[index] += 1
@@ -239,8 +239,8 @@ class Scorer:
 def _start_worker(
     reward: RewardFunction | None, config: RolloutConfig, environment: Environment | None
 ) -> Any:
-    threads = min(config.reward_concurrency, 32 + (os.cpu_count() or 1))
+    threads = min(config.reward.concurrency, 32 + (os.cpu_count() or 1))
     actor: Any = ray.remote(
-        num_cpus=config.num_cpus_per_reward, max_concurrency=config.reward_concurrency + 8
+        num_cpus=config.reward.num_cpus_per_worker, max_concurrency=config.reward.concurrency + 8
     )(RewardWorker)
     return actor.remote(reward, threads, environment)

@@ -363,7 +363,7 @@ class RolloutWorker(WeightSyncs):
         """
         sample_id = sample.sample_id
         request = GenerateRequest.of_sample(
-            sample, self._config.sampling, number=self._num_calls, seed=self._seed(sample)
+            sample, self._config.sampling_params, number=self._num_calls, seed=self._seed(sample)
         )
         self._requests[sample_id] = request.request_id
         self._num_calls += 1
@@ -537,9 +537,9 @@ class RolloutWorker(WeightSyncs):
 
     def _seed(self, sample: Sample) -> int | None:
         """Seed of one request: siblings and continuations draw differently."""
-        if self._config.seed is None:
+        if self._config.sampling.seed is None:
             return None
-        source = f"{self._config.seed}/{sample.sample_id}/{sample.num_tokens}"
+        source = f"{self._config.sampling.seed}/{sample.sample_id}/{sample.num_tokens}"
         return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
 
 

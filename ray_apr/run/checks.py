@@ -37,9 +37,9 @@ def _check_code(spec: RunSpec) -> None:
     if spec.group_filter is not None and not callable(spec.group_filter):
         remedy = "must be a function of a group's samples that returns whether it is kept"
         raise ConfigError("group_filter", spec.group_filter, remedy)
-    if isinstance(rollout.engine, str) and rollout.engine != "vllm":
+    if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
         remedy = 'must be "vllm" or a function here; its name is taken in YAML'
-        raise ConfigError("rollout.engine", rollout.engine, remedy)
+        raise ConfigError("rollout.engine.factory", rollout.engine.factory, remedy)
     transport = spec.train.weight_transport
     if isinstance(transport, str) and ":" in transport:
         remedy = "must be a class or function here; its name is taken in YAML"
@@ -60,12 +60,14 @@ def _check_code(spec: RunSpec) -> None:
 
 def _check_context(rollout: RolloutConfig, context: int | None) -> None:
     """Check that prompt and response budget fit into the model."""
-    longest, budget = rollout.max_model_len, rollout.max_response_tokens
+    longest, budget = rollout.engine.max_model_len, rollout.max_response_tokens
     if context is None:
         return
     if longest is not None and longest > context:
         raise ConfigError(
-            "rollout.max_model_len", longest, f"exceeds the model's context of {context} tokens"
+            "rollout.engine.max_model_len",
+            longest,
+            f"exceeds the model's context of {context} tokens",
         )
     if budget >= context:
         raise ConfigError(
@@ -85,12 +87,12 @@ def check_resources(
         raise ConfigError(
             "scaling.use_gpu", True, "the cluster has no GPU; set it to false or add GPU nodes"
         )
-    if rollout.device == "cuda" and gpus < 1:
+    if rollout.engine.device == "cuda" and gpus < 1:
         raise ConfigError(
-            "rollout.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
+            "rollout.engine.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
         )
-    on_gpu = rollout.device == "cuda" or (rollout.device == "auto" and gpus >= 1)
-    engine_gpus = rollout.num_replicas * rollout.tensor_parallel_size if on_gpu else 0
+    on_gpu = rollout.engine.device == "cuda" or (rollout.engine.device == "auto" and gpus >= 1)
+    engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size if on_gpu else 0
     if rollout.is_colocated:
         if on_gpu != bool(scaling.use_gpu):
             raise ConfigError(
@@ -109,7 +111,7 @@ def check_resources(
             f"cluster has {gpus:g}",
         )
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
-    per_replica = rollout.num_cpus_per_replica + rollout.tensor_parallel_size * on_gpu
+    per_replica = rollout.engine.num_cpus_per_replica + rollout.engine.tensor_parallel_size * on_gpu
     wanted = workers * per_worker + rollout.num_replicas * per_replica
     cpus = have.get("CPU", 0.0)
     if wanted + workers * READ_TASK_CPUS > cpus:

@@ -126,9 +126,9 @@ class RunSpec(Sections):
             name: dataclasses.asdict(getattr(self, name))
             for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
         }
-        sections["rollout"].pop("control_token")
-        if callable(self.rollout.engine):
-            sections["rollout"]["engine"] = _name(self.rollout.engine)
+        sections["rollout"]["http"].pop("control_token")
+        if callable(self.rollout.engine.factory):
+            sections["rollout"]["engine"]["factory"] = _name(self.rollout.engine.factory)
         if callable(self.train.weight_transport):
             sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:

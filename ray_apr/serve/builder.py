@@ -49,15 +49,15 @@ def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Applicat
         health_check_period_s=5.0,
         health_check_timeout_s=60.0,
         ray_actor_options={
-            "num_cpus": config.num_cpus_per_replica,
+            "num_cpus": config.engine.num_cpus_per_replica,
             "runtime_env": {"env_vars": env},
         },
-        **_placement(spec, config.num_cpus_per_replica),
+        **_placement(spec, config.engine.num_cpus_per_replica),
     )
     names = engine_names(config.num_replicas)
     others = [deployment.options(name=name).bind(spec) for name in names[1:]]
     servers = deployment.options(name=names[0]).bind(spec, *others)  # so that Serve starts them
-    if config.http_port is None:
+    if config.http.port is None:
         return servers
     return build_ingress(servers, config, spec.max_model_len)
 
@@ -97,17 +97,17 @@ def start_rollout_servers(
     if spec.device == "cpu":
         config.check_on_cpu()
     app = build_rollout_app(spec, config)
-    if config.http_port is None:
+    if config.http.port is None:
         serve.start(http_options=HTTPOptions(location="NoServer"))
     else:
-        serve.start(http_options=HTTPOptions(host=config.http_host, port=config.http_port))
-    route = None if config.http_port is None else "/"
+        serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+    route = None if config.http.port is None else "/"
     serve.run_many(
         [serve.RunTarget(target=app, name=app_name, route_prefix=route)],
         wait_for_applications_running=False,
     )
     try:
-        _wait_until_running(app_name, config.start_timeout_s, cancelled or threading.Event())
+        _wait_until_running(app_name, config.engine.start_timeout_s, cancelled or threading.Event())
     except ResourceError:
         stop_rollout_servers(app_name)
         raise
@@ -127,7 +127,8 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
             raise ResourceError(f"the rollout servers cannot start: {message}")
         if time.monotonic() > deadline:
             raise ResourceError(
-                f"the rollout servers are not ready after {timeout_s:g} s (rollout.start_timeout_s)"
+                f"the rollout servers are not ready after {timeout_s:g} s "
+                f"(rollout.engine.start_timeout_s)"
                 f": {message or 'Serve gives no reason'}; does the cluster hold what they ask for?"
             )
         if cancelled.wait(_POLL_S):

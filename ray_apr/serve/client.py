@@ -248,7 +248,7 @@ class ServeRolloutClient:
 
     async def weight_group_state(self) -> WeightGroupState:
         """Which replicas run; they get ranks in order of their ids, from 1 on."""
-        size = self._config.tensor_parallel_size
+        size = self._config.engine.tensor_parallel_size
         replicas = [status.replica_id for status in await self.status(drain=False)]
         return WeightGroupState(
             first_ranks={replica: 1 + i * size for i, replica in enumerate(replicas)},

@@ -1,7 +1,7 @@
 """What a rollout server asks of its engine; vLLM's is one, a user may bring another.
 
 An engine lives in the process of its server (`serve.server`), one in each replica. It is made by a
-factory of its spec and its replica's id, ``rollout.engine``, and started once.
+factory of its spec and its replica's id, ``rollout.engine.factory``, and started once.
 
 Invariants, which every engine keeps:
     * Nothing is generated while it is paused, asleep, or has received weights only in part: calls
@@ -134,12 +134,12 @@ def make_engine(spec: EngineSpec, replica_id: str) -> Any:
 
         return VLLMEngine(spec, replica_id)
     if isinstance(spec.factory, str):
-        raise ConfigError("rollout.engine", spec.factory, 'must be "vllm", or a function')
+        raise ConfigError("rollout.engine.factory", spec.factory, 'must be "vllm", or a function')
     engine = spec.factory(spec, replica_id)
     verbs = [name for name in _verbs(Engine) if not callable(getattr(engine, name, None))]
     if verbs:
         raise ConfigError(
-            "rollout.engine",
+            "rollout.engine.factory",
             type(engine).__name__,
             f"lacks {', '.join(verbs)} of ray_apr.serve.engine.Engine",
         )

@@ -177,7 +177,7 @@ def build_ingress(
     def make() -> FastAPI:
         """Runs in the replica."""
         client = ServeRolloutClient(serve.get_replica_context().app_name, config)
-        return make_api(client, token=config.control_token, max_model_len=max_model_len)
+        return make_api(client, token=config.http.control_token, max_model_len=max_model_len)
 
     deployment = serve.deployment(
         serve.ingress(make)(),

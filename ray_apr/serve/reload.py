@@ -75,7 +75,7 @@ def check_kernels(model: nn.Module, device: torch.device) -> None:
             if base.__name__ != "FusedMoEExperts":
                 raise WeightSyncError(
                     f"{name} computes with vLLM's {type(experts).__name__}, which processes its "
-                    "weights once and not after a reload; set rollout.engine_kwargs.moe_backend "
+                    "weights once and not after a reload; set rollout.engine.kwargs.moe_backend "
                     'to another one, e.g. "triton"'
                 )
             break

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on_across_syncs
 from ray_apr.config.common import DType
-from ray_apr.config.rollout import Device
+from ray_apr.config.engine import Device
 
 SCORE_LIMIT_S = 20.0
 """Longest that an engine which goes on may take to score; the calls that wait do so as long."""
@@ -75,18 +75,18 @@ class EngineSpec:
         across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
         return cls(
             model=model,
-            factory=rollout.engine,
-            device=rollout.device,
-            dtype=rollout.dtype,
-            tensor_parallel_size=rollout.tensor_parallel_size,
+            factory=rollout.engine.factory,
+            device=rollout.engine.device,
+            dtype=rollout.engine.dtype,
+            tensor_parallel_size=rollout.engine.tensor_parallel_size,
             max_model_len=max_model_len,
-            seed=rollout.engine_seed,
-            support_size=rollout.sampling.support_size,
+            seed=rollout.engine.seed,
+            support_size=rollout.sampling_params.support_size,
             kv_cache="recompute" if partial_rollout is None else partial_rollout.kv_cache,
             needs_attestation=across,
             takes_turns=rollout.is_colocated,
             evaluates=evaluates,
             weight_check_every=weight_check_every,
-            stall_timeout_s=rollout.stall_timeout_s,
-            engine_kwargs=rollout.engine_kwargs,
+            stall_timeout_s=rollout.engine.stall_timeout_s,
+            engine_kwargs=rollout.engine.kwargs,
         )

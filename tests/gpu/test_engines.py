@@ -28,9 +28,10 @@ def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
     mark, env = marked_environment()
     env |= {"VLLM_CACHE_ROOT": str(tmp_path)}
     config = RolloutConfig(
-        num_replicas=2, device="cuda", max_response_tokens=8,
-        engine_kwargs={"max_num_seqs": 8, "gpu_memory_utilization": 0.2},
-    )  # fmt: skip
+        num_replicas=2,
+        max_response_tokens=8,
+        engine={"device": "cuda", "kwargs": {"max_num_seqs": 8, "gpu_memory_utilization": 0.2}},
+    )
 
     async def answers() -> set[str]:
         client = ServeRolloutClient(APP, config)

@@ -23,9 +23,10 @@ from tests.whole_runs import command, fail_by_killing, running_cluster, start_ru
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 ON_GPUS = (
-    "rollout.device=cuda", "rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: true}",
+    "rollout.engine.device=cuda", "rollout.num_replicas=1",
+    "scaling={num_workers: 1, use_gpu: true}",
     "train.steps=1000", "train.compile=false", "train.weight_sync_timeout_s=30",
-    "rollout.engine_kwargs={max_num_seqs: 64, enforce_eager: true, gpu_memory_utilization: 0.2,"
+    "rollout.engine.kwargs={max_num_seqs: 64, enforce_eager: true, gpu_memory_utilization: 0.2,"
     " kv_cache_memory_bytes: 2000000000}",
 )  # fmt: skip
 VICTIMS = {"RayTrainWorker": 1, "ServeReplica": 1, "EngineCore": 20}
@@ -104,7 +105,7 @@ def test_engines_and_train_workers_take_turns_on_all_gpus(tmp_path):
     mark, env = marked_environment()
     before, gpus = used_memory(), torch.cuda.device_count()
     turns = (
-        *ON_GPUS, "mode=sync", "rollout.placement=colocated", f"rollout.num_replicas={gpus}",
+        *ON_GPUS, "mode=sync", "rollout.engine.placement=colocated", f"rollout.num_replicas={gpus}",
         f"scaling={{num_workers: {gpus}, use_gpu: true}}", "train.steps=4",
         "train.checkpoint_every=2", "ray.num_cpus=16",
     )  # fmt: skip

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 BACKEND = Path(__file__).parents[1] / "scripted_backend.py"
 SMALL = (
-    f"rollout.engine={BACKEND}:ScriptedBackend", f"reward={BACKEND}:reward",
-    "rollout.engine_kwargs={num_ids: 17, longest: 48}", "train.steps=3", "train.batch_size=16",
+    f"rollout.engine.factory={BACKEND}:ScriptedBackend", f"reward={BACKEND}:reward",
+    "rollout.engine.kwargs={num_ids: 17, longest: 48}", "train.steps=3", "train.batch_size=16",
     "rollout.group_size=4", "rollout.max_response_tokens=64",
     "scaling={num_workers: 1, use_gpu: false}",
 )  # fmt: skip
@@ -38,7 +38,7 @@ def test_a_run_is_served_by_an_engine_of_the_users(tmp_path, marked, mode):
     assert len(final["engines"]) == 2
     assert {engine["policy_version"] for engine in final["engines"]} == {2}, "each got both syncs"
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["rollout"]["engine"].endswith(":ScriptedBackend")
+    assert config["rollout"]["engine"]["factory"].endswith(":ScriptedBackend")
 
 
 def test_an_engine_that_cannot_score_is_refused_while_weights_are_checked(tmp_path, marked):

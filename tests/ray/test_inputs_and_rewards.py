@@ -60,7 +60,12 @@ def make(model, prompts, *, rollout=None, train=None, scaling=None, run=None, re
         prompts=prompts,
         reward=reward,
         rollout_config=RolloutConfig(
-            **{"group_size": 2, "max_response_tokens": 16, "device": "cpu", **(rollout or {})}
+            **{
+                "group_size": 2,
+                "max_response_tokens": 16,
+                "engine": {"device": "cpu"},
+                **(rollout or {}),
+            }
         ),
         train_config=TrainConfig(**{"batch_size": 4, "steps": 1, **(train or {})}),
         scaling_config=ray.train.ScalingConfig(**(scaling or {"num_workers": 1})),
@@ -165,8 +170,10 @@ def test_a_response_budget_that_fills_the_context(model, prompts):
     context = config["max_position_embeddings"]
     with pytest.raises(ConfigError, match=r"max_response_tokens.*no room for a prompt"):
         make(model, prompts, rollout={"max_response_tokens": context})
-    with pytest.raises(ConfigError, match=r"rollout\.max_model_len.*exceeds the model's context"):
-        make(model, prompts, rollout={"max_model_len": context + 1})
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.max_model_len.*exceeds the model's context"
+    ):
+        make(model, prompts, rollout={"engine": {"device": "cpu", "max_model_len": context + 1}})
 
 
 def test_a_model_folder_without_tokenizer_or_config(model, prompts, tmp_path):
@@ -187,13 +194,13 @@ def test_a_port_in_use(model, prompts):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"rollout\.http_port = {port}.*choose another"):
-            make(model, prompts, rollout={"http_port": port})
+        with pytest.raises(ConfigError, match=rf"rollout\.http\.port = {port}.*choose another"):
+            make(model, prompts, rollout={"http": {"port": port}})
 
 
 def test_gpus_where_there_are_none(model, prompts):
-    with pytest.raises(ConfigError, match=r"rollout\.device = 'cuda'.*no GPU"):
-        make(model, prompts, rollout={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.device = 'cuda'.*no GPU"):
+        make(model, prompts, rollout={"engine": {"device": "cuda"}})
     with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True.*no GPU"):
         make(model, prompts, scaling={"num_workers": 1, "use_gpu": True})
 
@@ -231,7 +238,7 @@ def sample(number: int) -> Sample:
 
 
 async def score_all(reward, count, **config):
-    scorer = Scorer(reward, RolloutConfig(**config))
+    scorer = Scorer(reward, RolloutConfig(reward=config))
     try:
         async with asyncio.timeout(100):
             return await asyncio.gather(
@@ -247,7 +254,7 @@ def test_one_call_that_never_returns_costs_neither_the_others_nor_the_run():
             time.sleep(0.1)
         return float(sample.row["number"])
 
-    results = asyncio.run(score_all(reward, 6, reward_timeout_s=3.0, reward_retries=0))
+    results = asyncio.run(score_all(reward, 6, timeout_s=3.0, retries=0))
     assert isinstance(results[0], RewardError)
     assert results[0].kind == "timeout"
     assert [r.reward for r in results[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -272,6 +279,6 @@ def test_failures_keep_their_kind_across_processes():
             raise KeyError("answer")
         return float("nan")
 
-    raised, invalid = asyncio.run(score_all(reward, 2, reward_retries=0))
+    raised, invalid = asyncio.run(score_all(reward, 2, retries=0))
     assert (raised.kind, invalid.kind) == ("raised", "invalid")
     assert "KeyError" in str(raised)

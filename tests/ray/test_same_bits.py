@@ -13,8 +13,8 @@ from tests.whole_runs import CONFIG, command
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(420)]
 
 ONE_BY_ONE = (
-    "train.steps=3", "train.batch_size=16", "rollout.seed=7",
-    "rollout.engine_kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
+    "train.steps=3", "train.batch_size=16", "rollout.sampling.seed=7",
+    "rollout.engine.kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
 )  # fmt: skip
 """Each request alone in its engine: then its log-probs do not depend on who else is there."""
 
@@ -51,5 +51,5 @@ def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked, tr
 
 def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync):
     _, env = marked
-    turns = ("mode=sync", "rollout.placement=colocated", "train.checkpoint_every=2")
+    turns = ("mode=sync", "rollout.engine.placement=colocated", "train.checkpoint_every=2")
     assert trained_weights(tmp_path, env, *turns) == trained_in_sync

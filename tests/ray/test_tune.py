@@ -60,9 +60,9 @@ def make(
         model=model,
         prompts=PromptRows([{"prompt": f"{i}+1="} for i in range(16)]),
         reward=given.pop("reward", lambda sample: float(len(sample.response_text))),
-        rollout_config=RolloutConfig(
-            group_size=2, max_response_tokens=8, device="cpu", num_replicas=1,
-            max_consecutive_failures=4, engine_kwargs={"max_num_seqs": 8},
+        rollout_config=RolloutConfig(group_size=2, max_response_tokens=8, num_replicas=1,
+            max_consecutive_failures=4,
+            engine={"device": "cpu", "kwargs": {"max_num_seqs": 8}},
         ),
         train_config=TrainConfig(
             steps=steps, batch_size=4, micro_batch_tokens=1024, num_threads=1, report_every=1

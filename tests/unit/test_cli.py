@@ -76,7 +76,7 @@ GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1
     [
         ("rollout.num_replicas=40", "want 41 CPUs together, the cluster has 4"),
         ("rollout.max_response_tokens=4000", "no room for a prompt in the model's context of 256"),
-        ("rollout.http_port={port}", "cannot be opened"),
+        ("rollout.http.port={port}", "cannot be opened"),
         ("reward=broken.py:reward", "raised ModuleNotFoundError: No module named 'no_such"),
         ("environment=broken.py:Tools", "raised ModuleNotFoundError"),
         ("ray={{address: '127.0.0.1:{closed}'}}", "no Ray cluster can be joined there"),

@@ -17,10 +17,10 @@ from tests.run_specs import run_spec
 def check():
     """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
 
-    def check(*, replicas, workers, cpus=8, use_gpu=True, **rollout):
+    def check(*, replicas, workers, cpus=8, use_gpu=True, **engine):
         checks.check_resources(
             ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
-            RolloutConfig(num_replicas=replicas, **rollout),
+            RolloutConfig(num_replicas=replicas, engine=engine),
             {"GPU": 2.0, "CPU": float(cpus)},
         )
 
@@ -48,7 +48,7 @@ def test_colocated_ones_have_the_same(check):
 @pytest.mark.parametrize("given", [None, {"CPU": 2.0}])
 def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
-    plan = run_spec(rollout=RolloutConfig(placement="colocated"), scaling=scaling)
+    plan = run_spec(rollout=RolloutConfig(engine={"placement": "colocated"}), scaling=scaling)
     wanted = plan.worker_scaling.resources_per_worker
     spec = EngineSpec(model="m", device="cuda", takes_turns=plan.rollout.is_colocated)
     engine = builder._placement(spec, num_cpus=1.0)["placement_group_bundles"][1]
@@ -63,7 +63,7 @@ def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():
     scaling = ray.train.ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5})
     with pytest.raises(ConfigError, match=r"scaling\.resources_per_worker = .*leave GPU out"):
         Sections(
-            rollout=RolloutConfig(placement="colocated"),
+            rollout=RolloutConfig(engine={"placement": "colocated"}),
             partial_rollout=PartialRolloutConfig.preset("sync"),
         ).check(scaling)
     Sections().check(scaling)

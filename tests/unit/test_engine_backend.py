@@ -13,7 +13,7 @@ from ray_apr.serve.spec import EngineSpec
 from tests.run_specs import run_spec
 from tests.scripted_backend import ScriptedBackend
 
-MINE = RolloutConfig(engine=ScriptedBackend, engine_kwargs={"num_ids": 9, "longest": 4})
+MINE = RolloutConfig(engine={"factory": ScriptedBackend, "kwargs": {"num_ids": 9, "longest": 4}})
 
 
 def refusal(spec: EngineSpec) -> ConfigError:
@@ -46,23 +46,29 @@ def test_what_it_cannot_do_is_refused_by_name():
     error = refusal(dataclasses.replace(across, factory=Silent))
     assert error.field == "partial_rollout.interrupt" and "attests_versions" in str(error)
     error = refusal(dataclasses.replace(spec, factory=Half))
-    assert error.field == "rollout.engine" and "lacks start, generate, abort" in str(error)
+    assert error.field == "rollout.engine.factory" and "lacks start, generate, abort" in str(error)
 
 
 @pytest.mark.parametrize("engine", ["sglang", 3, None])
 def test_what_makes_no_engine_is_refused(engine):
-    with pytest.raises(ConfigError, match=r"rollout\.engine"):
-        RolloutConfig(engine=engine)
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.factory"):
+        RolloutConfig(engine={"factory": engine})
 
 
 def test_vllms_own_rules_are_vllms_alone():
     check_attestation(PartialRolloutConfig.preset("in_flight"), MINE, "0.26.0")
-    RolloutConfig(engine=ScriptedBackend, device="cpu", seed=1,
-                  engine_kwargs={"enable_chunked_prefill": True})  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rollout\.placement"):
-        RolloutConfig(engine=ScriptedBackend, placement="colocated")
+    RolloutConfig(
+        engine={
+            "factory": ScriptedBackend,
+            "device": "cpu",
+            "kwargs": {"enable_chunked_prefill": True},
+        },
+        sampling={"seed": 1},
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.placement"):
+        RolloutConfig(engine={"factory": ScriptedBackend, "placement": "colocated"})
 
 
 def test_the_run_folder_names_it():
     described = run_spec(rollout=MINE).describe()
-    assert described["rollout"]["engine"] == "tests.scripted_backend:ScriptedBackend"
+    assert described["rollout"]["engine"]["factory"] == "tests.scripted_backend:ScriptedBackend"

@@ -16,30 +16,30 @@ from ray_apr.serve.vllm.arguments import engine_arguments
 
 def refusal(**options) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        RolloutConfig(engine_kwargs=options)
+        RolloutConfig(engine={"kwargs": options})
     return caught.value
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("tensor_parallel_size", 2, "rollout.tensor_parallel_size"),
-        ("pipeline_parallel_size", 2, "rollout.tensor_parallel_size"),
+        ("tensor_parallel_size", 2, "rollout.engine.tensor_parallel_size"),
+        ("pipeline_parallel_size", 2, "rollout.engine.tensor_parallel_size"),
         ("data_parallel_size", 2, "rollout.num_replicas"),
         ("enable_expert_parallel", True, "weight sync does not know"),
-        ("quantization", "fp8", "rollout.dtype"),
+        ("quantization", "fp8", "rollout.engine.dtype"),
         ("kv_cache_dtype", "fp8", "precision"),
-        ("dtype", "float16", "rollout.dtype"),
-        ("logprobs_mode", "processed_logits", "rollout.temperature"),
+        ("dtype", "float16", "rollout.engine.dtype"),
+        ("logprobs_mode", "processed_logits", "rollout.sampling"),
         ("speculative_config", {"method": "ngram"}, "which tokens are drawn"),
-        ("seed", 1, "rollout.engine_seed"),
-        ("max_model_len", 64, "rollout.max_model_len"),
-        ("enable_sleep_mode", False, "rollout.placement"),
+        ("seed", 1, "rollout.engine.seed"),
+        ("max_model_len", 64, "rollout.engine.max_model_len"),
+        ("enable_sleep_mode", False, "rollout.engine.placement"),
         ("enable_lora", True, "train.lora"),
         ("trust_remote_code", True, "code of the checkpoint"),
         ("scheduler_cls", "mine.Scheduler", "ray_apr has its own"),
         ("worker_cls", "mine.Worker", "ray_apr has its own"),
-        ("distributed_executor_backend", "mp", "rollout.device"),
+        ("distributed_executor_backend", "mp", "rollout.engine.device"),
         ("hf_overrides", {}, "another one"),
         ("kv_offloading_size", 4.0, "outlive a weight sync"),
         ("cpu_offload_gb", 4, "off the device"),
@@ -49,14 +49,14 @@ def refusal(**options) -> ConfigError:
 )
 def test_an_engine_argument_that_changes_what_is_trained_is_refused(name, value, remedy):
     error = refusal(**{name: value})
-    assert error.field == f"rollout.engine_kwargs.{name}"
+    assert error.field == f"rollout.engine.kwargs.{name}"
     assert remedy in error.remedy
 
 
 def test_an_unknown_engine_argument_is_refused_with_its_like():
     assert "did you mean max_num_seqs" in refusal(max_num_seq=64).remedy
     assert "did you mean" not in refusal(zzz=1).remedy
-    assert refusal(**{"": 1}).field == "rollout.engine_kwargs."
+    assert refusal(**{"": 1}).field == "rollout.engine.kwargs."
 
 
 @pytest.mark.parametrize(
@@ -79,29 +79,29 @@ def test_the_value_of_an_engine_argument_is_checked(name, value):
 
 
 def test_the_kernel_of_experts_may_be_chosen_as_the_refusal_of_one_says():
-    RolloutConfig(engine_kwargs={"moe_backend": "triton"})
+    RolloutConfig(engine={"kwargs": {"moe_backend": "triton"}})
 
 
 def test_what_compiles_only_tunes():
-    RolloutConfig(engine_kwargs={"compilation_config": {"cudagraph_mode": "FULL"}})
+    RolloutConfig(engine={"kwargs": {"compilation_config": {"cudagraph_mode": "FULL"}}})
     error = refusal(compilation_config={"pass_config": {"fuse_act_quant": True}})
-    assert error.field == "rollout.engine_kwargs.compilation_config.pass_config"
+    assert error.field == "rollout.engine.kwargs.compilation_config.pass_config"
 
 
 def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu(monkeypatch):
     """vLLM turns the generators of such requests back, and those of the CPU have no offset."""
     kwargs = {"enable_chunked_prefill": True}
     with pytest.raises(ConfigError, match="ends vLLM on CPU") as caught:
-        RolloutConfig(device="cpu", seed=1, engine_kwargs=kwargs)
-    assert caught.value.field == "rollout.engine_kwargs.enable_chunked_prefill"
-    auto = RolloutConfig(seed=1, engine_kwargs=kwargs)
+        RolloutConfig(engine={"device": "cpu", "kwargs": kwargs}, sampling={"seed": 1})
+    assert caught.value.field == "rollout.engine.kwargs.enable_chunked_prefill"
+    auto = RolloutConfig(sampling={"seed": 1}, engine={"kwargs": kwargs})
     spec = EngineSpec.of_run("m", auto)
     monkeypatch.setattr("ray.cluster_resources", dict)
     with pytest.raises(ConfigError, match="ends vLLM on CPU"):
         start_rollout_servers("app", spec, auto)
     on_cuda = engine_arguments(dataclasses.replace(spec, device="cuda"))
     assert on_cuda["enable_chunked_prefill"]
-    RolloutConfig(device="cpu", engine_kwargs=kwargs)
+    RolloutConfig(engine={"device": "cpu", "kwargs": kwargs})
 
 
 def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():

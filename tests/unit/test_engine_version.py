@@ -48,7 +48,7 @@ def test_without_attested_versions_a_sync_leaves_no_evaluation_in_the_engines():
 
 
 def test_engines_that_sleep_hold_no_requests():
-    colocated = RolloutConfig(placement="colocated")
+    colocated = RolloutConfig(engine={"placement": "colocated"})
     check_attestation(PartialRolloutConfig.preset("in_flight"), colocated, "0.26.0")
 
 

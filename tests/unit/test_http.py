@@ -131,18 +131,18 @@ async def test_an_engine_that_cannot_answer_is_a_503(http):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node-7"])
 def test_a_host_that_others_reach_needs_a_token(host):
     with pytest.raises(ConfigError, match="which others than this machine reach") as caught:
-        RolloutConfig(http_host=host, http_port=8000)
-    assert caught.value.field == "rollout.control_token"
-    RolloutConfig(http_host=host, http_port=8000, control_token=TOKEN)
-    RolloutConfig(http_host=host)
+        RolloutConfig(http={"host": host, "port": 8000})
+    assert caught.value.field == "rollout.http.control_token"
+    RolloutConfig(http={"host": host, "port": 8000, "control_token": TOKEN})
+    RolloutConfig(http={"host": host})
 
 
 def test_loopback_needs_no_token_and_an_empty_one_is_none():
     for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
-        RolloutConfig(http_host=host, http_port=8000)
+        RolloutConfig(http={"host": host, "port": 8000})
     for token in ("", "two words", "schlüssel"):
         with pytest.raises(ConfigError, match="visible ASCII") as caught:
-            RolloutConfig(control_token=token)
+            RolloutConfig(http={"control_token": token})
         assert "schl" not in str(caught.value), "a secret is not repeated"
 
 

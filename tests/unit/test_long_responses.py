@@ -132,7 +132,10 @@ def test_a_stalled_engine_is_noticed_and_its_samples_go_on_elsewhere_with_their_
     caplog.set_level(logging.WARNING)
 
     async def work() -> None:
-        rollout, loop = config(num_replicas=2, stall_timeout_s=100.0), asyncio.get_running_loop()
+        rollout, loop = (
+            config(num_replicas=2, engine={"stall_timeout_s": 100.0}),
+            asyncio.get_running_loop(),
+        )
         with slow_engines(
             monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: 20_000
         ) as (serve, client):
@@ -168,7 +171,7 @@ def test_a_stalled_engine_is_noticed_and_its_samples_go_on_elsewhere_with_their_
 
 def test_a_starved_trainer_learns_what_has_not_moved(monkeypatch):
     async def work() -> None:
-        rollout = config(stall_timeout_s=1e6)
+        rollout = config(engine={"stall_timeout_s": 1e6})
         with slow_engines(
             monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: LONG
         ) as (serve, client):
@@ -192,7 +195,7 @@ def test_a_starved_trainer_learns_what_has_not_moved(monkeypatch):
 
 def test_a_run_whose_only_engine_stalled_ends_with_that(monkeypatch):
     async def work() -> None:
-        rollout = config(stall_timeout_s=100.0)
+        rollout = config(engine={"stall_timeout_s": 100.0})
         with slow_engines(
             monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: LONG
         ) as (serve, client):

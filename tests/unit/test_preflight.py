@@ -162,7 +162,7 @@ def test_train_workers_without_a_place_say_what_the_cluster_lacks(monkeypatch, f
         num_workers=2, use_gpu=True, resources_per_worker={"CPU": 3.0}
     )
     text = str(not_placed(scaling, 600.0))
-    assert reason in text and "within 600 s (rollout.start_timeout_s)" in text
+    assert reason in text and "within 600 s (rollout.engine.start_timeout_s)" in text
     assert f"6 CPU (free: {free['CPU']:g} of 8)" in text
     assert f"2 GPU (free: {free.get('GPU', 0):g} of 2)" in text
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "7")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 
 import gymnasium
@@ -55,9 +56,17 @@ def test_nothing_said_is_a_run_of_defaults():
             {"CPU": 3},
         ),
         (lambda c: c.env_runners(num_env_runners=4), "rollout.num_replicas", 4),
-        (lambda c: c.env_runners(num_cpus_per_env_runner=2), "rollout.num_cpus_per_replica", 2),
-        (lambda c: c.env_runners(num_gpus_per_env_runner=2), "rollout.tensor_parallel_size", 2),
-        (lambda c: c.env_runners(num_gpus_per_env_runner=2), "rollout.device", "cuda"),
+        (
+            lambda c: c.env_runners(num_cpus_per_env_runner=2),
+            "rollout.engine.num_cpus_per_replica",
+            2,
+        ),
+        (
+            lambda c: c.env_runners(num_gpus_per_env_runner=2),
+            "rollout.engine.tensor_parallel_size",
+            2,
+        ),
+        (lambda c: c.env_runners(num_gpus_per_env_runner=2), "rollout.engine.device", "cuda"),
         (lambda c: c.rollouts(rollout=RolloutConfig(group_size=4)), "rollout.group_size", 4),
         (
             lambda c: c.rollouts(partial_rollout={"mode": "sync"}),
@@ -74,8 +83,7 @@ def test_nothing_said_is_a_run_of_defaults():
     ],
 )
 def test_a_setting_of_rllib_is_one_of_ours(set_it, path, value):
-    section, _, name = path.partition(".")
-    assert getattr(getattr(resolve(set_it(config())), section), name) == value
+    assert operator.attrgetter(path)(resolve(set_it(config()))) == value
 
 
 def evaluated(**settings) -> EvaluationConfig | None:

@@ -53,7 +53,10 @@ def test_a_run_has_the_users_name_and_the_models_context(model):
     ("rollout", "field"),
     [
         ({"max_response_tokens": 64}, "rollout.max_response_tokens"),
-        ({"max_response_tokens": 8, "max_model_len": 65}, "rollout.max_model_len"),
+        (
+            {"max_response_tokens": 8, "engine": {"max_model_len": 65}},
+            "rollout.engine.max_model_len",
+        ),
         ({"max_response_tokens": 8, "max_turns": 2}, "rollout.max_turns"),
     ],
 )
@@ -65,8 +68,8 @@ def test_what_the_model_does_not_hold_is_refused(model, rollout, field):
 
 def test_python_refuses_what_yaml_refuses():
     scaling = ray.train.ScalingConfig(num_workers=1, use_gpu=True)
-    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True: needs rollout\.device"):
-        check_spec(run_spec(rollout=RolloutConfig(device="cpu"), scaling=scaling))
+    with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True: needs rollout\.engine"):
+        check_spec(run_spec(rollout=RolloutConfig(engine={"device": "cpu"}), scaling=scaling))
 
 
 @pytest.mark.parametrize(

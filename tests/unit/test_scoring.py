@@ -55,7 +55,7 @@ def score(monkeypatch):
             return made[-1]
 
         async def main():
-            scorer = Scorer(reward, RolloutConfig(**config), make_worker=make)
+            scorer = Scorer(reward, RolloutConfig(reward=config), make_worker=make)
             try:
                 return await scorer.score(SAMPLE)
             except RewardError as error:
@@ -91,7 +91,7 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
         calls.append(sample.sample_id)
         raise KeyError("answer")
 
-    error, _ = score(reward, reward_retries=2)
+    error, _ = score(reward, retries=2)
     assert (error.kind, len(calls)) == ("raised", 3)
     assert "KeyError" in str(error)
 
@@ -100,7 +100,7 @@ def test_a_reward_error_of_the_function_is_passed_on_as_it_is(score):
     def reward(sample):
         raise RewardError(sample.sample_id, "invalid", "its row has no answer")
 
-    error, _ = score(reward, reward_retries=0)
+    error, _ = score(reward, retries=0)
     assert error.args == ("g0-0", "invalid", "its row has no answer")
 
 
@@ -113,14 +113,14 @@ def test_a_second_try_that_works_counts(score):
             raise OSError("flaky judge")
         return 1.0
 
-    assert score(reward, reward_retries=1)[0].reward == 1.0
+    assert score(reward, retries=1)[0].reward == 1.0
 
 
 def test_an_async_call_over_its_limit_is_cancelled_in_place(score):
     async def never(sample):
         await asyncio.Event().wait()
 
-    error, workers = score(never, reward_timeout_s=0.05, reward_retries=1)
+    error, workers = score(never, timeout_s=0.05, retries=1)
     assert (error.kind, workers) == ("timeout", 1)
 
 
@@ -132,7 +132,7 @@ def test_a_call_that_does_not_return_costs_its_worker(score):
 
     begin = time.monotonic()
     threading.Timer(3.0, release.set).start()  # lets the pool's threads end with the test
-    error, workers = score(never, reward_timeout_s=0.05, reward_retries=1)
+    error, workers = score(never, timeout_s=0.05, retries=1)
     assert (error.kind, workers) == ("timeout", 3)
     assert time.monotonic() - begin < 10
 
@@ -166,7 +166,7 @@ def ask(what, answer, sample):
     worker = InProcessWorker(None, Game(answer))
 
     async def main():
-        config = RolloutConfig(reward_retries=0)
+        config = RolloutConfig(reward={"retries": 0})
         scorer = Scorer(None, config, Game(answer), make_worker=lambda: worker)
         try:
             return await getattr(scorer, what)(sample)

@@ -29,7 +29,7 @@ from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
 from tests.run_specs import run_spec
 
-CONFIG = RolloutConfig(tensor_parallel_size=2, num_replicas=3)
+CONFIG = RolloutConfig(num_replicas=3, engine={"tensor_parallel_size": 2})
 GROUP = WeightGroup(timeout_s=200.0, endpoint=b"opaque")
 LIMITS_S: list[float] = []
 """Of all calls."""
@@ -299,7 +299,7 @@ def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
     )
     assert given["torch_config"].timeout_s > sync_limit_s(1000.0) > 600
     (spec,) = loop.args
-    assert spec.train is made.train and spec.wire_dtype == made.rollout.dtype
+    assert spec.train is made.train and spec.wire_dtype == made.rollout.engine.dtype
 
 
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):

@@ -82,9 +82,9 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     overrides = [
         "train.seed=1",
         "prompts.limit=1",
-        "rollout.engine_kwargs.max_num_seqs=64",
+        "rollout.engine.kwargs.max_num_seqs=64",
         "scaling.use_gpu=true",
-        "rollout.max_model_len=null",
+        "rollout.engine.max_model_len=null",
         "train.betas=[0.8, 0.9]",
         "run.name=mine",
     ]
@@ -92,7 +92,7 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.train.seed == 1
     assert settings.train.betas == (0.8, 0.9)
     assert settings.prompts.limit == 1
-    assert settings.rollout.engine_kwargs == {"max_num_seqs": 64}
+    assert settings.rollout.engine.kwargs == {"max_num_seqs": 64}
     assert settings.scaling.resources_per_worker == {"CPU": 1.0}, "the GPU is Ray Train's default"
     assert settings.run_dir == Path("runs").resolve() / "mine"
 
@@ -124,14 +124,18 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("train.learning_rate=fast", "train.learning_rate", "a number"),
         ("train.betas=[0.9, x]", "train.betas", "a list"),
         ("train.activation_checkpointing=2", "train.activation_checkpointing", "true or false"),
-        ("rollout.engine_kwargs=[1]", "rollout.engine_kwargs", "section"),
+        ("rollout.engine.kwargs=[1]", "rollout.engine.kwargs", "section"),
         ("train.lora=8", "train.lora", "section"),
         ("train.lora.rank=many", "train.lora.rank", "whole number"),
         ("train.lora.ranks=8", "train.lora.ranks", "known: rank"),
         ("rollout.prompt_column=5", "rollout.prompt_column", "text"),
         ("rollout.prompt_column=question", "rollout.prompt_column", "only prompt, answer"),
-        ("rollout.max_model_len=long", "rollout.max_model_len", "whole number or null"),
-        ("rollout.device=tpu", "rollout.device", "auto, cpu, cuda"),
+        (
+            "rollout.engine.max_model_len=long",
+            "rollout.engine.max_model_len",
+            "whole number or null",
+        ),
+        ("rollout.engine.device=tpu", "rollout.engine.device", "auto, cpu, cuda"),
         ("rollout=3", "rollout", "section"),
         ("algorithm.clip_low=2", "algorithm.clip_low", r"\(0, 1\]"),
         ("algorithm.preset=ppo", "algorithm.preset", "grpo, dapo"),

@@ -34,10 +34,10 @@ def sample(*ids, budget=16):
 
 def test_more_end_ids_than_vllm_has_room_for_are_refused_with_least_tokens():
     """vLLM's GPU worker raised, and the engine was dead."""
-    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids.*at most 100 ids"):
-        RolloutConfig(stop_token_ids=tuple(range(101)), min_response_tokens=1)
-    RolloutConfig(stop_token_ids=tuple(range(101)))
-    RolloutConfig(stop_token_ids=tuple(range(100)), min_response_tokens=1)
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop_token_ids.*at most 100 ids"):
+        RolloutConfig(sampling={"stop_token_ids": tuple(range(101)), "min_tokens": 1})
+    RolloutConfig(sampling={"stop_token_ids": tuple(range(101))})
+    RolloutConfig(sampling={"stop_token_ids": tuple(range(100)), "min_tokens": 1})
 
 
 def test_each_call_has_the_rest_of_the_least_tokens_and_carries_its_turn():
@@ -71,7 +71,7 @@ async def test_the_worker_says_what_earlier_calls_made(monkeypatch):
         return await generate(request)
 
     engine.generate = watched
-    rollout = {"min_response_tokens": 4, "stop_strings": ("ab",)}
+    rollout = {"sampling": {"min_tokens": 4, "stop_strings": ("ab",)}}
     async with running(engine, rollout=rollout, max_staleness=2, oversampling_factor=1.0) as run:
         await until(lambda: len(engine.running) == 4)
         engine.advance(3)

@@ -33,7 +33,7 @@ def test_a_support_that_ties_have_cut_short_is_refused():
     """20 ids tie with the last one within top_k, and vLLM tells of 4: the trainer's distribution
     would be on these alone."""
     told = dict.fromkeys(range(4), -math.log(20))
-    with pytest.raises(RolloutError, match=r"rollout\.top_k.*bfloat16.*float32"):
+    with pytest.raises(RolloutError, match=r"rollout\.sampling\.top_k.*bfloat16.*float32"):
         segments_of(output(3, told), 0, with_support=True)
     with pytest.raises(RolloutError, match="than the 5 that"):
         segments_of(output(17, told), 0, with_support=True)

@@ -61,7 +61,9 @@ def test_a_transport_that_does_not_fit_the_placement_is_refused_before_the_run(
 ):
     train = TrainConfig(weight_transport=transport)
     with pytest.raises(ConfigError, match=f'weight_transport.*placement = "{placement}"'):
-        check_placement(RolloutConfig(placement=placement), PartialRolloutConfig(), train, 1)
+        check_placement(
+            RolloutConfig(engine={"placement": placement}), PartialRolloutConfig(), train, 1
+        )
 
 
 def test_a_transport_of_a_file_is_checked_with_the_settings_and_named_in_the_run_folder():

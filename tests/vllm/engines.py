@@ -37,7 +37,9 @@ def make_engine(
     from ray_apr.serve.spec import EngineSpec
     from ray_apr.serve.vllm.engine import VLLMEngine
 
-    config = RolloutConfig(device=device, top_k=64)  # any top_k may be asked for
+    config = RolloutConfig(
+        engine={"device": device}, sampling={"top_k": 64}
+    )  # any top_k may be asked for
     if device == "cuda":
         engine_kwargs = ON_CUDA | engine_kwargs
     else:

@@ -171,7 +171,7 @@ def test_a_truncated_distribution_is_the_trainer_s_on_the_ids_that_the_engine_na
         {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_response_tokens": 20},
         {"temperature": 0.7, "top_k": 64, "top_p": 0.9},
     ):
-        sampling = RolloutConfig(stop_token_ids=(1, 2, 3), **settings).sampling
+        sampling = RolloutConfig(**settings, sampling={"stop_token_ids": (1, 2, 3)}).sampling_params
         sample = run(body(sampling))
         sizes = [len(ids) // 4 for ids in sample.support]
         assert len(sizes) == sample.num_tokens and max(sizes) <= settings["top_k"]
@@ -477,10 +477,10 @@ def test_an_engine_whose_core_stands_still_gives_its_calls_back_with_their_token
             assert engine.status().tokens_generated == before.tokens_generated + made
             assert engine.status().is_stalled
             with pytest.raises(
-                EngineUnavailableError, match=r"for 1.5 s \(rollout.stall_timeout_s"
+                EngineUnavailableError, match=r"for 1.5 s \(rollout.engine.stall_timeout_s"
             ):
                 await engine.check_health()
-            with pytest.raises(EngineUnavailableError, match=r"rollout.stall_timeout_s"):
+            with pytest.raises(EngineUnavailableError, match=r"rollout.engine.stall_timeout_s"):
                 await generate(engine)
         finally:
             os.kill(core.pid, signal.SIGCONT)

@@ -69,9 +69,11 @@ def model(tmp_path_factory):
 def servers(mark, model):
     """(run, client, config) of two replicas behind HTTP."""
     config = RolloutConfig(
-        num_replicas=2, device="cpu", max_response_tokens=256, http_port=free_port(),
-        control_token=TOKEN, engine_kwargs={"max_num_seqs": 64}, start_timeout_s=200,
-    )  # fmt: skip
+        num_replicas=2,
+        max_response_tokens=256,
+        engine={"device": "cpu", "kwargs": {"max_num_seqs": 64}, "start_timeout_s": 200},
+        http={"port": free_port(), "control_token": TOKEN},
+    )
     spec = EngineSpec.of_run(model, config, max_model_len=512)
     start_rollout_servers(APP, spec, config)
     with asyncio.Runner() as runner:
@@ -216,7 +218,7 @@ def http(config, method, path, body=None, token=None):
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     call = urllib.request.Request(
-        f"http://127.0.0.1:{config.http_port}{path}", method=method, headers=headers,
+        f"http://127.0.0.1:{config.http.port}{path}", method=method, headers=headers,
         data=None if body is None else json.dumps(body).encode(),
     )  # fmt: skip
     try:
@@ -367,7 +369,7 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, 
 
 def test_a_start_that_fails_says_why_and_leaves_no_application(mark, model):
     too_few = {"max_num_batched_tokens": 8}
-    config = RolloutConfig(device="cpu", start_timeout_s=150, engine_kwargs=too_few)
+    config = RolloutConfig(engine={"device": "cpu", "start_timeout_s": 150, "kwargs": too_few})
     with pytest.raises(ResourceError, match="max_num_batched_tokens"):
         start_rollout_servers("broken", EngineSpec.of_run(model, config), config)
     assert "broken" not in serve.status().applications

@@ -105,7 +105,7 @@ class Core:
                 self.llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (TypeError, ValueError) as error:
             given = dict(self._spec.engine_kwargs)
-            raise ConfigError("rollout.engine_kwargs", given, str(error)) from error
+            raise ConfigError("rollout.engine.kwargs", given, str(error)) from error
         except Exception as error:
             raise EngineUnavailableError(
                 f"{self._replica_id} cannot start: {reason() or error}"

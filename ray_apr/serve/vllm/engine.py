@@ -362,7 +362,7 @@ class VLLMEngine:
 
     def _stalled(self) -> str:
         limit_s = self._stall.limit_s
-        return f"{self.replica_id} made no token for {limit_s:g} s (rollout.stall_timeout_s)"
+        return f"{self.replica_id} made no token for {limit_s:g} s (rollout.engine.stall_timeout_s)"
 
     def _watch(self) -> None:
         self._stall_task = asyncio.create_task(self._end_stalled(), name="stall-watch")

@@ -86,9 +86,10 @@ def _columns(flat: Any, with_support: bool) -> tuple[tuple[float, ...], tuple[by
         known = sum(map(math.exp, drawable.values()))
         if known < _WHOLE:
             raise RolloutError(
-                f"rollout.top_k: more ids tie with the last one in it than the {len(drawable)} "
+                f"rollout.sampling.top_k: more ids tie with the last one in it than the "
+                f"{len(drawable)} "
                 f"that vLLM tells, which have {known:.4f} of the probability; in bfloat16 ties "
-                'are common: set rollout.dtype to "float32", another rollout.top_k, or none'
+                'are common: set rollout.engine.dtype to "float32", another top_k, or none'
             )
         support.append(pack_ids(drawable))
     return tuple(flat.logprobs[begin] for begin in flat.start_indices), tuple(support)

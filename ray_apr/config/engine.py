@@ -1,0 +1,78 @@
+"""Settings of one engine, which all engines of a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ray_apr.checks import at_least, of_type, one_of, positive, require, whole, whole_or_none
+from ray_apr.config.common import DType, Placement
+from ray_apr.config.engine_options import check_engine_options
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What engines are made by, where they run, and how long they may take."""
+
+    factory: str | Callable[..., Any] = "vllm"
+    """What engines are made by: "vllm", or a function or class of the user's that takes an
+    `EngineSpec` and a replica's id and gives an `Engine` (`serve.engine`); in YAML as
+    "package.module:name" or "file.py:name"."""
+    device: Device = "auto"
+    """Where the engines run; auto takes CUDA when the cluster has GPUs."""
+    dtype: DType = "float32"
+    """Data type of the engine's weights."""
+    tensor_parallel_size: int = 1
+    """GPUs of one engine."""
+    placement: Placement = "disaggregated"
+    """disaggregated: engines and train workers have GPUs of their own; colocated: they have the
+    same ones in turns, one engine worker and one train worker each. The engines sleep while a batch
+    is trained, the train workers' memory is on the host while responses are generated."""
+    num_cpus_per_replica: float = 1.0
+    """Ray CPUs that a replica reserves."""
+    max_model_len: int | None = None
+    """Longest prompt + response of the engine, in tokens; None takes the model's own limit."""
+    seed: int = 0
+    """Seed of the random state of each engine, from which requests without seeds draw."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``: those that change speed
+    and memory alone (`config.engine_options`); of another engine whatever it takes."""
+    start_timeout_s: float = 600.0
+    """Limit for all servers to become ready, and for the train workers to find a place."""
+    stall_timeout_s: float = 300.0
+    """Longest time without a new token of an engine that has requests, pauses left out; then its
+    requests end with the tokens that they have, and the engine is replaced. However long a request
+    takes, it goes on while its engine does."""
+
+    def __post_init__(self) -> None:
+        s = "rollout.engine"
+        whole(s, self, "tensor_parallel_size", "seed")
+        at_least(s, self, 1, "tensor_parallel_size")
+        at_least(s, self, 0, "num_cpus_per_replica", "seed")
+        positive(s, self, "start_timeout_s", "stall_timeout_s")
+        one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
+        of_type(s, self, Mapping, "a mapping", "kwargs")
+        whole_or_none(s, self, 1, "max_model_len")
+        if self.factory == "vllm":
+            check_engine_options(self.kwargs)
+            return
+        require(
+            callable(self.factory) or ":" in str(self.factory),
+            f"{s}.factory",
+            self.factory,
+            'must be "vllm", a function that makes an engine, or in YAML "file.py:name"',
+        )
+        require(
+            not self.is_colocated,
+            f"{s}.placement",
+            self.placement,
+            f'must be "disaggregated" where {s}.factory is your own: vLLM alone sleeps and wakes',
+        )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines and train workers have the same GPUs in turns."""
+        return self.placement == "colocated"
