@@ -83,6 +83,9 @@ def run(
     signals = StopSignals()
     with signals.listen():
         check_hub_model(spec.model)
+        if not ray.is_initialized():
+            ray.init()
+        spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
         with hold_folder(spec.folder):
             begin, started_at = find_begin(spec), time.time()

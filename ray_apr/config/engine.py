@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray_apr.checks import at_least, of_type, one_of, positive, require, whole, whole_or_none
-from ray_apr.config.common import DType, Placement
+from ray_apr.config.common import AutoDType, Placement
 from ray_apr.config.engine_options import check_engine_options
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -23,8 +23,9 @@ class EngineConfig:
     "package.module:name" or "file.py:name"."""
     device: Device = "auto"
     """Where the engines run; auto takes CUDA when the cluster has GPUs."""
-    dtype: DType = "float32"
-    """Data type of the engine's weights."""
+    dtype: AutoDType = "auto"
+    """Data type of the engine's weights, and of those on their way to it; auto: bfloat16 on CUDA,
+    float32 on CPU."""
     tensor_parallel_size: int = 1
     """GPUs of one engine."""
     placement: Placement = "disaggregated"
@@ -53,7 +54,7 @@ class EngineConfig:
         at_least(s, self, 1, "tensor_parallel_size")
         at_least(s, self, 0, "num_cpus_per_replica", "seed")
         positive(s, self, "start_timeout_s", "stall_timeout_s")
-        one_of(s, self, {"device": Device, "dtype": DType, "placement": Placement})
+        one_of(s, self, {"device": Device, "dtype": AutoDType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "kwargs")
         whole_or_none(s, self, 1, "max_model_len")
         if self.factory == "vllm":

@@ -18,7 +18,7 @@ from ray_apr.checks import (
     whole,
     whole_or_none,
 )
-from ray_apr.config.common import DType
+from ray_apr.config.common import AutoDType, DType, dtype_on
 
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -118,8 +118,8 @@ class TrainConfig:
     shard_ranks: int | None = None
     """Train workers that share one copy of the model (HSDP); a divisor of their number, best those
     of one node. None shards over all of them (FSDP)."""
-    param_dtype: DType = "float32"
-    """Data type of the forward and backward pass."""
+    param_dtype: AutoDType = "auto"
+    """Data type of the forward and backward pass; auto: bfloat16 on CUDA, float32 on CPU."""
     master_dtype: DType = "float32"
     """Data type of the weights that the optimizer steps, and of its states. In bfloat16 a small
     step may round to none."""
@@ -174,7 +174,7 @@ class TrainConfig:
             'in YAML as "file.py:Class"',
         )
         one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
-        one_of(s, self, {"param_dtype": DType, "master_dtype": DType, "reduce_dtype": DType})
+        one_of(s, self, {"param_dtype": AutoDType, "master_dtype": DType, "reduce_dtype": DType})
         if self.activation_checkpointing != "selective":
             words = 'true or false, or "selective"'
             of_type(s, self, bool, words, "activation_checkpointing")
@@ -231,6 +231,10 @@ class TrainConfig:
         if self.compile == "auto":
             return device == "cuda" and self.activation_checkpointing != "selective"
         return self.compile
+
+    def dtype_on(self, device: str) -> DType:
+        """Data type of the forward and backward pass on a device, ``"cpu"`` or ``"cuda"``."""
+        return dtype_on(device, self.param_dtype)
 
     def packs(self, device: str) -> bool:
         """Whether samples are packed on a device, ``"cpu"`` or ``"cuda"``."""

@@ -7,14 +7,15 @@ in it changes any more, its name included.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray.train
 
 from ray_apr.config import Sections
-from ray_apr.config.common import TRAINER_GPU_SHARE
+from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
+from ray_apr.config.engine import Device
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import Environment, GroupFilter, RewardFunction
 from ray_apr.run.folder import run_folder
@@ -42,6 +43,24 @@ class RunSpec(Sections):
     """What the user gives Ray Train; `run_config` is what it gets."""
     checkpoint: ray.train.Checkpoint | None = None
     """What a run begins with that has no checkpoint of its own; None: with the model."""
+
+    def on_devices(self, *, has_gpus: bool) -> RunSpec:
+        """The same with devices and data types that were left to the cluster.
+
+        Args:
+            has_gpus: Whether the cluster has any.
+        """
+        engine, train = self.rollout.engine, self.train
+        device: Device = engine.device
+        if device == "auto":
+            device = "cuda" if has_gpus else "cpu"
+        engine = replace(engine, device=device, dtype=dtype_on(device, engine.dtype))
+        of_train = train.dtype_on("cuda" if self.scaling.use_gpu else "cpu")
+        return replace(
+            self,
+            rollout=replace(self.rollout, engine=engine),
+            train=replace(train, param_dtype=of_train),
+        )
 
     @property
     def step_size(self) -> int:

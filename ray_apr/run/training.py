@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
+from ray_apr.config.common import dtype_on
 from ray_apr.data.datasource import sample_stream
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
@@ -42,7 +43,7 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         max_response_tokens=spec.rollout.max_response_tokens,
         num_replicas=spec.rollout.num_replicas,
         start_timeout_s=spec.rollout.engine.start_timeout_s,
-        wire_dtype=spec.rollout.engine.dtype,
+        wire_dtype=dtype_on(spec.rollout.engine.device, spec.rollout.engine.dtype),
         takes_turns=spec.rollout.is_colocated,
         buffer=buffer,
         **of_worker,

@@ -17,6 +17,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from ray_apr.config import RolloutConfig
+from ray_apr.config.common import dtype_on
+from ray_apr.config.engine import Device
 from ray_apr.exceptions import ResourceError
 from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
@@ -93,7 +95,9 @@ def start_rollout_servers(
     """
     if spec.device == "auto":
         has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
-        spec = dataclasses.replace(spec, device="cuda" if has_gpus else "cpu")
+        device: Device = "cuda" if has_gpus else "cpu"
+        dtype = dtype_on(device, config.engine.dtype)
+        spec = dataclasses.replace(spec, device=device, dtype=dtype)
     if spec.device == "cpu":
         config.check_on_cpu()
     app = build_rollout_app(spec, config)

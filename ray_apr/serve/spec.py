@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on_across_syncs
-from ray_apr.config.common import DType
+from ray_apr.config.common import DType, dtype_on
 from ray_apr.config.engine import Device
 
 SCORE_LIMIT_S = 20.0
@@ -77,7 +77,7 @@ class EngineSpec:
             model=model,
             factory=rollout.engine.factory,
             device=rollout.engine.device,
-            dtype=rollout.engine.dtype,
+            dtype=dtype_on(rollout.engine.device, rollout.engine.dtype),
             tensor_parallel_size=rollout.engine.tensor_parallel_size,
             max_model_len=max_model_len,
             seed=rollout.engine.seed,

@@ -78,7 +78,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         ConfigError: If the model is none that can be trained (`architectures`), or an adapter has
             no layer or a tied one.
     """
-    dtype = _DTYPES[train.param_dtype]
+    dtype = _DTYPES[train.dtype_on(device.type)]
     attention = attention_name(device, dtype, packed=train.packs(device.type))
     loaded = _load(model, _DTYPES[train.master_dtype], attention)
     if train.lora is not None:
@@ -94,7 +94,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         for layer in decoder_layers(loaded):
             layer.forward = compile_for_all_sizes(layer.forward)  # type: ignore[method-assign]
     offloads = train.cpu_offload and device.type != "cpu"
-    is_uniform = train.param_dtype == train.master_dtype == train.reduce_dtype
+    is_uniform = train.dtype_on(device.type) == train.master_dtype == train.reduce_dtype
     if dist.get_world_size() == 1 and is_uniform and not offloads:
         loaded.to(device)
     else:
@@ -105,12 +105,12 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
 
 def _shard(model: nn.Module, train: TrainConfig, device: torch.device, *, offloads: bool) -> None:
     """Have FSDP2 shard a model in place."""
-    dtype = _DTYPES[train.param_dtype]
+    dtype = _DTYPES[train.dtype_on(device.type)]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_DTYPES[train.reduce_dtype])
     sharding: dict[str, Any] = {
         "mesh": _mesh(train.shard_ranks, device),
         "mp_policy": policy,
-        "reshard_after_forward": not fits_whole(model, train.param_dtype, device),
+        "reshard_after_forward": not fits_whole(model, train.dtype_on(device.type), device),
     }
     if offloads:
         sharding["offload_policy"] = CPUOffloadPolicy()
@@ -213,7 +213,7 @@ class StepSync:
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
         self._model = model
         self._defers = fits_whole(model, train.reduce_dtype, device)
-        self._keeps = fits_whole(model, train.param_dtype, device)
+        self._keeps = fits_whole(model, train.dtype_on(device.type), device)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Prepare for one micro-batch: gradients of the last one are reduced."""

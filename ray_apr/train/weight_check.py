@@ -211,7 +211,8 @@ class WeightCheck:
             )
 
     def _checked(self, record: _Record, scores: WeightScores, control: RunControl) -> Comparison:
-        dtypes = (self._train.param_dtype, scores.dtype)
+        device = compute_device(self._model).type
+        dtypes = (self._train.dtype_on(device), scores.dtype)
         tolerance = self._train.weight_check_tolerance
         limits = Limits.of(
             dtypes, num_layers=len(self._layers), ours=record.logprobs, tolerance=tolerance

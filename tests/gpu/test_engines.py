@@ -30,7 +30,11 @@ def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
     config = RolloutConfig(
         num_replicas=2,
         max_response_tokens=8,
-        engine={"device": "cuda", "kwargs": {"max_num_seqs": 8, "gpu_memory_utilization": 0.2}},
+        engine={
+            "device": "cuda",
+            "dtype": "float32",
+            "kwargs": {"max_num_seqs": 8, "gpu_memory_utilization": 0.2},
+        },
     )
 
     async def answers() -> set[str]:

@@ -51,7 +51,7 @@ def one_rank(tmp_path):
 
 def test_offloaded_weights_train_and_travel_like_others(tmp_path, one_rank):
     folder = str(make_tiny_model(tmp_path / "model", hidden_size=64))
-    config = TrainConfig(learning_rate=1e-3, packing="padded", compile=False)
+    config = TrainConfig(learning_rate=1e-3, packing="padded", compile=False, param_dtype="float32")
     found = {}
     for offload in (False, True):
         train = replace(config, cpu_offload=offload)

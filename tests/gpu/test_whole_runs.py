@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 ON_GPUS = (
     "rollout.engine.device=cuda", "rollout.num_replicas=1",
+    "rollout.engine.dtype=float32", "train.param_dtype=float32",
     "scaling={num_workers: 1, use_gpu: true}",
     "train.steps=1000", "train.compile=false", "train.weight_sync_timeout_s=30",
     "rollout.engine.kwargs={max_num_seqs: 64, enforce_eager: true, gpu_memory_utilization: 0.2,"

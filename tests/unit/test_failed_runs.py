@@ -215,6 +215,8 @@ def test_a_run_that_ends_while_its_parts_are_made_says_how(monkeypatch, tmp_path
     spec = run_spec(model=str(tmp_path))
     monkeypatch.setattr(type(spec), "folder", tmp_path)
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: None)
+    monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(controller.ray, "cluster_resources", lambda: {"CPU": 2.0})
 
     def parts(*_):
         raise error

@@ -88,3 +88,34 @@ def test_a_run_folder_is_here_wherever_its_storage_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_folder("s3://bucket/x", "a") == tmp_path / "runs" / "a"
     assert run_folder("mine", "a") == tmp_path / "mine" / "a"
+
+
+@pytest.mark.parametrize(
+    ("has_gpus", "use_gpu", "engine", "of_engine", "of_train"),
+    [
+        (False, False, {}, ("cpu", "float32"), "float32"),
+        (True, True, {}, ("cuda", "bfloat16"), "bfloat16"),
+        (True, False, {}, ("cuda", "bfloat16"), "float32"),
+        (True, True, {"device": "cpu"}, ("cpu", "float32"), "bfloat16"),
+        (True, True, {"dtype": "float32"}, ("cuda", "float32"), "bfloat16"),
+    ],
+)
+def test_data_types_follow_from_the_devices(has_gpus, use_gpu, engine, of_engine, of_train):
+    scaling = ray.train.ScalingConfig(use_gpu=use_gpu)
+    spec = run_spec(rollout=RolloutConfig(engine=engine), scaling=scaling)
+    assert (spec.rollout.engine.dtype, spec.train.param_dtype) == (
+        engine.get("dtype", "auto"),
+        "auto",
+    )
+    known = spec.on_devices(has_gpus=has_gpus)
+    assert (known.rollout.engine.device, known.rollout.engine.dtype) == of_engine
+    assert known.train.param_dtype == of_train
+    described = known.describe()
+    assert described["rollout"]["engine"]["dtype"] == of_engine[1]
+    assert described["train"]["param_dtype"] == of_train
+    assert known.on_devices(has_gpus=False) == known
+
+
+def test_a_data_type_that_is_given_stays():
+    spec = run_spec(train=TrainConfig(param_dtype="bfloat16"))
+    assert spec.on_devices(has_gpus=False).train.param_dtype == "bfloat16"

@@ -37,9 +37,8 @@ def make_engine(
     from ray_apr.serve.spec import EngineSpec
     from ray_apr.serve.vllm.engine import VLLMEngine
 
-    config = RolloutConfig(
-        engine={"device": device}, sampling={"top_k": 64}
-    )  # any top_k may be asked for
+    engine = {"device": device, "dtype": "float32"}
+    config = RolloutConfig(engine=engine, sampling={"top_k": 64})  # any top_k may be asked for
     if device == "cuda":
         engine_kwargs = ON_CUDA | engine_kwargs
     else:
@@ -249,7 +248,8 @@ class SyncingTrainer:
         from ray_apr.weights.transports import make_sender
 
         self.control = control
-        self.config = TrainConfig(weight_bucket_mb=0.125, weight_check_every=1, **train)
+        settings = {"weight_bucket_mb": 0.125, "weight_check_every": 1, "param_dtype": "float32"}
+        self.config = TrainConfig(**settings | train)
         self.model: Any = build_model(str(folder), self.config, torch.device(device))
         weights = GatheredWeights(self.model, bucket_mb=0.125, wire_dtype=dtype)
         self.sender = make_sender("auto", weights, shares_device=False)
