@@ -12,8 +12,8 @@ Invariants, which every transport keeps:
       again from `prepare` on, as a rule with a new endpoint, until `release`.
     * No wait is longer than the endpoint's limit. What another try may mend is a `SyncBrokenError`,
       or in an engine worker an `OSError` or a `RuntimeError`; any other error ends the run.
-    * After `release` nothing of the weights is left; those of this package leave nothing behind when a
-      process dies, either.
+    * After `release` nothing of the weights is left; the transports of this package leave nothing
+      behind when a process dies, either.
 """
 
 from __future__ import annotations
