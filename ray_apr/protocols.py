@@ -6,61 +6,29 @@ is the Serve client in a run and a scripted engine in unit tests.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from ray_apr.core.messages import GenerateRequest, WeightGroup
-from ray_apr.types import (
+from ray_apr.core.messages import (
+    GenerateRequest,
     Generation,
-    RewardResult,
-    Sample,
     ServerStatus,
-    Step,
+    WeightGroup,
     WeightGroupState,
     WeightScores,
 )
+from ray_apr.core.user import Environment, GroupFilter, RewardFunction
+
+__all__ = [
+    "Environment",
+    "GroupFilter",
+    "PauseMode",
+    "Recorder",
+    "RewardFunction",
+    "RolloutClient",
+]
 
 PauseMode = Literal["abort", "keep", "wait"]
-
-RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
-"""A reward reads `sample.response_text`, `sample.row` and whatever else it needs."""
-
-GroupFilter = Callable[[Sequence[Sample]], bool]
-"""Whether a scored group may be trained. It runs inside the rollout worker and must be quick."""
-
-
-class Environment(Protocol):
-    """What the policy talks to between its turns: a tool, a user, a game.
-
-    A turn ends where the engine stops by itself: at the end-of-sequence token, at one of
-    ``rollout.stop_token_ids``, or with one of ``rollout.stop_strings``. Then `step` answers, and
-    the policy goes on or is done. Both methods may be ``async``. They run in CPU worker processes,
-    each call perhaps in another one, and a call is made again after a failure: all that a call
-    needs to know is in the sample (``row``, ``turn_text``, ``turn_ids``, ``segments``,
-    ``num_turns``, ``environment_state``), never in ``self``. So an answer is the same whether the
-    sample was interrupted or not.
-
-    Example:
-        >>> from ray_apr.types import Step
-        >>> class Echo(Environment):
-        ...     def step(self, sample):
-        ...         if sample.num_turns == 2 or sample.finish_reason:
-        ...             return Step(done=True, reward=1.0)
-        ...         return Step(text=sample.turn_text)
-    """
-
-    def reset(self, sample: Sample) -> Step | Awaitable[Step | None] | None:
-        """Say what comes before the first turn; None, as without this method: nothing does."""
-        return None
-
-    def step(self, sample: Sample) -> Step | Awaitable[Step]:
-        """Answer the last turn of `sample`.
-
-        In a run without a reward function it is also called for a sample that ended by itself
-        (``sample.finish_reason`` is LENGTH: its budget or its turns are spent), and must then give
-        the reward, in a step that is done.
-        """
-        ...
 
 
 class RolloutClient(Protocol):

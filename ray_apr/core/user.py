@@ -1,0 +1,123 @@
+"""What users implement, and what it gives back: rewards, filters, environments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ray_apr.core.sample import Sample
+
+MAX_REWARD_METRICS = 64
+"""Most figures beside a reward, and most names of them in a step's row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """A reward with figures worth logging beside it."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Finite numbers by name, at most `MAX_REWARD_METRICS`; the run folder has their mean, least
+    and greatest of each step."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"reward must be a finite number, got {self.reward!r}")
+        if len(self.metrics) > MAX_REWARD_METRICS:
+            raise ValueError(
+                f"a reward has {len(self.metrics)} metrics; at most {MAX_REWARD_METRICS} are kept"
+            )
+        metrics = {name: _finite(name, value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not isinstance(name, str) or not math.isfinite(number):
+        raise ValueError(f"metric {name!r} of a reward must be a finite number, got {value!r}")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment says after a turn: more to read, or that the sample is done.
+
+    What is read is given as `token_ids`, as `text`, or as chat `messages`, which are rendered as
+    the model's template continues a conversation. Only this is encoded; what the policy generated
+    stays as it is.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    done: bool = False
+    """The sample ends with its last turn; nothing more can be read then."""
+    reward: float | RewardResult | None = None
+    """Of a sample that is done; None leaves it to the reward function."""
+    state: Mapping[str, Any] | None = None
+    """New `Sample.environment_state`, small and picklable; None keeps the old one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", tuple(self.token_ids))
+        object.__setattr__(self, "messages", tuple(self.messages))
+        said = [name for name in ("token_ids", "text", "messages") if getattr(self, name)]
+        if len(said) > 1:
+            raise ValueError(f"a step says one thing, not {' and '.join(said)}")
+        if self.done and said:
+            raise ValueError(f"a step that is done has no {said[0]}: nobody would read them")
+        if self.reward is not None:
+            if not self.done:
+                raise ValueError("a reward belongs to the step that is done")
+            if not isinstance(self.reward, RewardResult):
+                object.__setattr__(self, "reward", RewardResult(reward=float(self.reward)))
+
+    @property
+    def result(self) -> RewardResult | None:
+        """The reward with its figures; None leaves it to the reward function."""
+        return self.reward if isinstance(self.reward, RewardResult) else None
+
+
+RewardFunction = Callable[[Sample], float | RewardResult | Awaitable[float | RewardResult]]
+"""A reward reads `sample.response_text`, `sample.row` and whatever else it needs."""
+
+GroupFilter = Callable[[Sequence[Sample]], bool]
+"""Whether a scored group may be trained. It runs inside the rollout worker and must be quick."""
+
+
+class Environment(Protocol):
+    """What the policy talks to between its turns: a tool, a user, a game.
+
+    A turn ends where the engine stops by itself: at the end-of-sequence token, at one of
+    ``rollout.stop_token_ids``, or with one of ``rollout.stop_strings``. Then `step` answers, and
+    the policy goes on or is done. Both methods may be ``async``. They run in CPU worker processes,
+    each call perhaps in another one, and a call is made again after a failure: all that a call
+    needs to know is in the sample (``row``, ``turn_text``, ``turn_ids``, ``segments``,
+    ``num_turns``, ``environment_state``), never in ``self``. So an answer is the same whether the
+    sample was interrupted or not.
+
+    Example:
+        >>> from ray_apr.core.user import Step
+        >>> class Echo(Environment):
+        ...     def step(self, sample):
+        ...         if sample.num_turns == 2 or sample.finish_reason:
+        ...             return Step(done=True, reward=1.0)
+        ...         return Step(text=sample.turn_text)
+    """
+
+    def reset(self, sample: Sample) -> Step | Awaitable[Step | None] | None:
+        """Say what comes before the first turn; None, as without this method: nothing does."""
+        return None
+
+    def step(self, sample: Sample) -> Step | Awaitable[Step]:
+        """Answer the last turn of `sample`.
+
+        In a run without a reward function it is also called for a sample that ended by itself
+        (``sample.finish_reason`` is LENGTH: its budget or its turns are spent), and must then give
+        the reward, in a step that is done.
+        """
+        ...
