@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, results are indexed, and no page names a file that is not there."""
+"""The pages: links lead somewhere, results are indexed, and named results exist."""
 
 from __future__ import annotations
 
