@@ -3,7 +3,7 @@
     python benchmarks/gpu.py sync --shape 4B --gpus 2 --out sync.json
 
 First torch.distributed broadcasts as many bytes between bare processes on the same GPUs: the raw
-figure. Then a trainer (`WeightSender`, `RunControl`) syncs to rollout servers with CUDA graphs that
+figure. Then a trainer (`make_sender`, `RunControl`) syncs to rollout servers with CUDA graphs that
 keep `--inflight` requests each under way. Every sync sends other random weights; afterwards the
 servers' log-probs of a greedy response must be those of the trainer's model.
 """
@@ -179,13 +179,13 @@ def bucket_sizes(model: Path, bucket_mb: float) -> list[int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ray_apr.weights.gathered import GatheredWeights
     from ray_apr.weights.plan import plan_buckets
-    from ray_apr.weights.sender import WeightSender
 
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    params = WeightSender(empty, bucket_mb=bucket_mb, wire_dtype=dtype).params
+    params = GatheredWeights(empty, bucket_mb=bucket_mb, wire_dtype=dtype).params
     return [bucket.num_bytes for bucket in plan_buckets(params, int(bucket_mb * 2**20))]
 
 
@@ -224,13 +224,15 @@ class Trainer:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from ray_apr.weights.sender import WeightSender
+        from ray_apr.weights.gathered import GatheredWeights
+        from ray_apr.weights.transports import make_sender
 
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self._model.to(self._device)
-        self._sender = WeightSender(self._model, bucket_mb=bucket_mb)
+        weights = GatheredWeights(self._model, bucket_mb=bucket_mb)
+        self._sender = make_sender("auto", weights, shares_device=False)
 
     def connect(self, driver: Any) -> None:
         """Form the group."""
@@ -255,16 +257,16 @@ class Trainer:
         began = time.perf_counter()
         self._sender.gather()
         gathered = time.perf_counter()
-        send, times = self._sender.send, {}
+        deliver, times = self._sender.deliver, {}
 
         def timed_send() -> None:
             started = time.perf_counter()
-            send()
+            deliver()
             times["send_s"] = time.perf_counter() - started
 
-        self._sender.send = timed_send  # type: ignore[method-assign]
+        self._sender.deliver = timed_send  # type: ignore[method-assign]
         times |= self._control.broadcast(self._sender, version)
-        self._sender.send = send  # type: ignore[method-assign]
+        self._sender.deliver = deliver  # type: ignore[method-assign]
         return {"gather_s": gathered - began, **times}
 
     def check(self, responses: list[tuple[list[int], list[float]]]) -> dict[str, float]:
@@ -352,13 +354,17 @@ class Driver:
         """As the rollout worker does."""
         return await self._client.weight_group_state()
 
-    async def join_weight_group(self, group: dict[str, Any], first_ranks: dict[str, int]) -> None:
+    async def join_weight_group(self, group: Any, first_ranks: dict[str, int]) -> None:
         """As the rollout worker does."""
         await self._client.join_weight_group(group, first_ranks)
 
-    async def begin_sync(self, policy_version: int, handles: None = None) -> None:
+    async def begin_sync(self, policy_version: int, notice: bytes, *, holds_device: bool) -> None:
         """As the rollout worker does."""
-        await self._syncs[self._mode].begin(policy_version, handles)
+        await self._syncs[self._mode].begin(policy_version, notice, holds_device=holds_device)
+
+    async def wait_until_received(self) -> None:
+        """As the rollout worker does."""
+        await self._syncs[self._mode].wait_until_received()
 
     async def finish_sync(self, policy_version: int) -> dict[str, float]:
         """As the rollout worker does."""

@@ -255,6 +255,10 @@ def make_trainer(
     if isinstance(rollout.engine, str) and rollout.engine != "vllm":
         engine = load_function("rollout.engine", rollout.engine, folder)
         rollout = dataclasses.replace(rollout, engine=engine)
+    train = settings.train
+    if isinstance(train.weight_transport, str) and ":" in train.weight_transport:
+        transport = load_function("train.weight_transport", train.weight_transport, folder)
+        train = dataclasses.replace(train, weight_transport=transport)
     import ray.train
 
     from ray_apr.trainer import APRTrainer
@@ -271,7 +275,7 @@ def make_trainer(
         evaluation_prompts=held_out,
         evaluation_config=settings.evaluation,
         algorithm_config=dataclasses.replace(settings.algorithm, **objective),
-        train_config=settings.train,
+        train_config=train,
         scaling_config=ray.train.ScalingConfig(
             num_workers=settings.scaling.num_workers,
             use_gpu=settings.scaling.use_gpu,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.types import (
     Generation,
     RewardResult,
@@ -102,21 +102,15 @@ class RolloutClient(Protocol):
         """Which replicas run, and whether just these have joined the group."""
         ...
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
-        """Make these replicas' workers join the collective group that weights arrive by."""
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
+        """Make these replicas' workers join the group that weights arrive by."""
         ...
 
     async def receive_weights(
-        self,
-        policy_version: int,
-        handles: Mapping[str, list[Any]] | None = None,
-        *,
-        resume: bool = False,
+        self, policy_version: int, notice: bytes = b"", *, resume: bool = False
     ) -> None:
-        """Receive one broadcast of all weights in the group, or read them where `handles` say
-        (`weights.shared`); from then on its members' tokens carry `policy_version`.
+        """Receive all weights in the group, as `notice` tells the workers (`weights.inbox`); from
+        then on its members' tokens carry `policy_version`.
 
         With `resume` each engine goes on as soon as it has them, others than members at once; if
         this raises, some may have to be resumed yet.

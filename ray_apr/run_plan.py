@@ -163,6 +163,8 @@ class RunPlan:
         sections["rollout"].pop("control_token")
         if callable(self.rollout.engine):
             sections["rollout"]["engine"] = _name(self.rollout.engine)
+        if callable(self.train.weight_transport):
+            sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:
             sections["evaluation"] = dataclasses.asdict(self.evaluation)
         for name in ("advantage", "loss"):

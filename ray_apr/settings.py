@@ -245,6 +245,8 @@ def _build(path: Path, values: Mapping[str, Any]) -> RunSettings:
     code = {name: check_code(name, spec, path.parent) for name, spec in code.items()}
     if sections["rollout"].engine != "vllm":
         check_code("rollout.engine", sections["rollout"].engine, path.parent)
+    if ":" in sections["train"].weight_transport:
+        check_code("train.weight_transport", sections["train"].weight_transport, path.parent)
     prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
     settings = RunSettings(
         path=path,

@@ -125,6 +125,9 @@ class APRTrainer:
         if isinstance(rollout.engine, str) and rollout.engine != "vllm":
             remedy = 'must be "vllm" or a function here; its name is taken in YAML'
             raise ConfigError("rollout.engine", rollout.engine, remedy)
+        if isinstance(train.weight_transport, str) and ":" in train.weight_transport:
+            remedy = "must be a class or function here; its name is taken in YAML"
+            raise ConfigError("train.weight_transport", train.weight_transport, remedy)
         check_attestation(partial_rollout, rollout, installed_vllm())
         _check_restarts(run_config)
         check_port(rollout)

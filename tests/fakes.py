@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
 
-from ray_apr.core.messages import GenerateRequest, PromptInput
+from ray_apr.core.messages import GenerateRequest, PromptInput, WeightGroup
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
 from ray_apr.protocols import PauseMode
@@ -132,7 +132,7 @@ class ScriptedEngine:
         self.is_paused = False
         self.weights_valid = True
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
-        self.groups: list[Mapping[str, Any]] = []
+        self.groups: list[WeightGroup] = []
         self.fail: dict[str, list[BaseException]] = {}
         self.fail_next_sync: BaseException | None = None
         self.tokens_generated = 0
@@ -259,17 +259,15 @@ class ScriptedEngine:
             is_whole=bool(self.groups),
         )
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Remember the group."""
         del first_ranks
-        self.groups.append(dict(group))
+        self.groups.append(group)
 
     async def receive_weights(
         self,
         policy_version: int,
-        handles: Mapping[str, list[Any]] | None = None,
+        notice: bytes = b"",
         *,
         resume: bool = False,
     ) -> None:

@@ -116,13 +116,13 @@ class ScriptedBackend:
     async def join_weight_group(self, group, first_rank: int) -> None:
         await asyncio.to_thread(self._inbox.join, group, first_rank)
 
-    async def receive_weights(self, policy_version: int, handles=None) -> None:
+    async def receive_weights(self, policy_version: int, notice: bytes = b"") -> None:
         self._is_broken = True
-        await asyncio.to_thread(self._drop)
+        await asyncio.to_thread(self._drop, notice)
         self._version, self._is_broken = policy_version, False
 
-    def _drop(self) -> None:
-        assert {name for name, _ in self._inbox.receive()} >= {"model.norm.weight"}
+    def _drop(self, notice: bytes) -> None:
+        assert {name for name, _ in self._inbox.receive(notice)} >= {"model.norm.weight"}
 
     def status(self, *, drain: bool = True) -> ServerStatus:
         made = self._tokens + sum(len(call.made) for call in self._calls.values())

@@ -109,7 +109,7 @@ class SlowLLM:
 class _Weights(Weights):
     """They are there at once."""
 
-    async def _receive(self, policy_version, handles) -> None:
+    async def _receive(self, policy_version, notice) -> None:
         self.policy_version, self.are_valid = policy_version, True
 
 

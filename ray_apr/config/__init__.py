@@ -43,8 +43,16 @@ def check_placement(
     """Check what engines and train workers that take turns need.
 
     Raises:
-        ConfigError: If they are not as many, or either goes on during the other's turn.
+        ConfigError: If they are not as many, either goes on during the other's turn, or weights are
+            to travel by what does not fit.
     """
+    unfit = ("nccl", "gloo") if rollout.is_colocated else ("shared",)
+    require(
+        train.weight_transport not in unfit,
+        "train.weight_transport",
+        train.weight_transport,
+        f'must not be {" or ".join(unfit)} with rollout.placement = "{rollout.placement}"',
+    )
     if not rollout.is_colocated:
         return
     why = 'with rollout.placement = "colocated"'

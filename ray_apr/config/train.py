@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from ray_apr.checks import (
     at_least,
@@ -22,6 +22,7 @@ from ray_apr.config.common import DType
 
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
+WeightTransport = Literal["auto", "nccl", "gloo", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,11 @@ class TrainConfig:
     """Steps between reports to Ray Train, and through it to Ray Tune; the last step is always
     reported, and the run folder has every step. 1 reports each step: Ray Train's controller takes
     about one report in two seconds, and makes a faster worker wait."""
+    weight_transport: str | Callable[..., Any] = "auto"
+    """How weights travel: "nccl" between GPUs, "gloo" on CPU, "shared" where engines and train
+    workers have the same devices (rollout.placement); auto takes the one that fits. Or a transport
+    of the user's, what makes a `WeightSender` of `GatheredWeights` (docs/transports.md); in YAML as
+    "package.module:Class" or "file.py:Class"."""
     weight_bucket_mb: float = 256.0
     """Size of one broadcast of the weight sync, in MiB. An engine on a GPU keeps three of them."""
     weight_sync_timeout_s: float = 120.0
@@ -159,6 +165,14 @@ class TrainConfig:
             at_least(s, self, 0, "weight_check_every")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
+        transport = self.weight_transport
+        require(
+            callable(transport) or ":" in str(transport) or transport in get_args(WeightTransport),
+            f"{s}.weight_transport",
+            transport,
+            f"must be one of {', '.join(get_args(WeightTransport))}, or a transport of your own, "
+            'in YAML as "file.py:Class"',
+        )
         one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
         one_of(s, self, {"param_dtype": DType, "master_dtype": DType, "reduce_dtype": DType})
         if self.activation_checkpointing != "selective":

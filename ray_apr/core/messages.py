@@ -110,3 +110,14 @@ def _request(
         session_id=session_id,
         min_policy_version=min_policy_version,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroup:
+    """The trainer and all engine workers that run, as those who join are told (`weights.inbox`)."""
+
+    timeout_s: float
+    """Limit for all to come, and later for one sync."""
+    endpoint: bytes
+    """What the workers need to know, pickled: an `Endpoint` of `weights.transports`. A process that
+    only hands it on knows nothing of it."""

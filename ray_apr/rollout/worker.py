@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +29,8 @@ from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.exceptions import (
     APRError,
     EngineUnavailableError,
-    NoEngineError,
     RolloutError,
     StepError,
-    SyncBrokenError,
     UserCodeError,
     one_line,
 )
@@ -46,6 +43,7 @@ from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.roster import DispatcherCounts
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules
+from ray_apr.rollout.syncs import WeightSyncs
 from ray_apr.rollout.turns import encode_step
 from ray_apr.types import (
     Prompt,
@@ -54,16 +52,12 @@ from ray_apr.types import (
     SampleMeta,
     ServerStatus,
     Step,
-    WeightGroupState,
-    WeightScores,
 )
-from ray_apr.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _RETRY_PAUSE_S = 1.0
-_DRAIN_CALL_S = 20.0
 _STOP_PAUSE_S = 0.5
 _STOP_TRIES = 40
 
@@ -87,7 +81,7 @@ class RolloutSummary:
     """As they were when they were last asked."""
 
 
-class RolloutWorker:
+class RolloutWorker(WeightSyncs):
     """Async actor around the dispatcher.
 
     Args:
@@ -125,6 +119,7 @@ class RolloutWorker:
         group_filter: GroupFilter | None = None,
         run: str = "",
     ) -> None:
+        super().__init__(partial_rollout, sync_timeout_s)
         self._config = rollout
         self._partial_rollout = partial_rollout
         self._dispatcher = Dispatcher(
@@ -141,11 +136,9 @@ class RolloutWorker:
         self._scorer = make_scorer()
         self._buffer = buffer
         self._recorder = recorder
-        self._sync_timeout_s = sync_timeout_s
         self._wake = asyncio.Event()
         self._generated = asyncio.Event()
         """Set while nothing generates; only looked at where rewards do not overlap."""
-        self._started = asyncio.Event()
         self._stopping = asyncio.Event()
         self._has_weights = asyncio.Event()
         """Set from the first sync on, before which engines may have none, or those of another
@@ -153,7 +146,6 @@ class RolloutWorker:
         if policy_version == 0 and not rollout.is_colocated:
             self._has_weights.set()
         self._main: asyncio.Task[None] | None = None
-        self._draining: asyncio.Task[None] | None = None
         self._on_their_way: set[str] = set()
         """Prompts of groups that the buffer does not have yet."""
         self._num_calls = 0
@@ -177,23 +169,16 @@ class RolloutWorker:
     async def start(self) -> None:
         """Start all loops, once the servers run; returns at once."""
         if self._main is None:
-            self._client = self._make_client()
-            self._sync = WeightSync(
-                self._client,
-                pause_mode=self._partial_rollout.pause_mode,
-                timeout_s=self._sync_timeout_s,
-            )
+            self._open_syncs(self._make_client())
             _freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
-            self._started.set()
 
     async def stop(self) -> RolloutSummary:
         """Abort what runs, wait for it within a limit, and return the final figures."""
         counts = self._dispatcher.counts()
         self._stopping.set()
         self._wake.set()
-        if self._draining is not None:
-            self._draining.cancel()
+        self._close_syncs()
         if self._main is not None:
             await self._abort_until_done(self._main)
             await self._engines.read_last(self._client)
@@ -533,6 +518,12 @@ class RolloutWorker:
             self._stopping.set()  # not raised: cancelled calls would lose their tokens
             self._wake.set()
 
+    async def _on_weights(self, policy_version: int) -> None:
+        """Go on under a new version."""
+        self._has_weights.set()
+        await self._abort(self._state.on_version(policy_version))
+        self._wake.set()
+
     async def _abort(self, sample_ids: Sequence[str]) -> None:
         """Abort the generate calls of these samples; those that have ended meanwhile are left, and
         those of an engine that does not answer end when Serve replaces it."""
@@ -550,97 +541,6 @@ class RolloutWorker:
             return None
         source = f"{self._config.seed}/{sample.sample_id}/{sample.num_tokens}"
         return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
-
-    # -- weight sync -----------------------------------------------------------------------------
-
-    async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run, and whether just these are in the weight group."""
-        await self._started.wait()
-        return await self._client.weight_group_state()
-
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
-        """Let these replicas join the collective group of the weights."""
-        await self._client.join_weight_group(group, first_ranks)
-
-    async def sleep(self) -> bool:
-        """Have the engines leave their devices to the train workers, until the next sync.
-
-        Returns:
-            False if requests have to end first: the caller calls again.
-        """
-        await self._started.wait()
-        if not await self._has_drained():
-            return False
-        await self._client.sleep("wait" if self._partial_rollout.drain else "abort")
-        return True
-
-    async def begin_sync(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
-    ) -> bool:
-        """Pause the engines and let them listen for the weights of `policy_version`, or read them
-        where `handles` say.
-
-        Returns:
-            False if requests have to end first: the caller calls again.
-        """
-        if not await self._has_drained():
-            return False
-        await self._sync.begin(policy_version, handles)
-        return True
-
-    async def _has_drained(self) -> bool:
-        """Let requests in flight end where the settings say so, in calls of a limited time.
-
-        Waits for: the engines. Unblocked by: the end of all requests; `_DRAIN_CALL_S`. A request
-        whose engine makes no progress is ended there.
-        """
-        if not self._partial_rollout.drain:
-            return True
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._client.pause("wait"), name="drain")
-        draining = self._draining
-        await asyncio.wait({draining}, timeout=_DRAIN_CALL_S)
-        if draining.done():
-            self._draining = None
-            try:
-                draining.result()
-            except NoEngineError:
-                raise
-            except RolloutError as error:
-                raise SyncBrokenError(f"engines could not be paused: {error}") from error
-        return draining.done()
-
-    async def wait_until_read(self) -> None:
-        """Wait until the engines have read the shared weights of the sync that has begun."""
-        await self._sync.wait_until_read()
-
-    async def finish_sync(self, policy_version: int) -> dict[str, float]:
-        """Wait until the weights have arrived, resume, and go on under the new version.
-
-        Returns:
-            Seconds of the parts of the sync.
-        """
-        times = await self._sync.finish()
-        self._has_weights.set()
-        await self._abort(self._state.on_version(policy_version))
-        self._wake.set()
-        return dataclasses.asdict(times)
-
-    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Have the engines score sequences once they have the weights of a version."""
-        await self._client.expect_scores(policy_version, sequences)
-
-    async def weight_scores(self) -> list[WeightScores]:
-        """What the engines have scored since `expect_scores`."""
-        return await self._client.weight_scores()
-
-    async def probe_weights(
-        self, replica_id: str, token_ids: Sequence[int]
-    ) -> Mapping[str, list[list[float]]]:
-        """What each module of one engine's model computes."""
-        return await self._client.probe_weights(replica_id, token_ids)
 
 
 def _freeze_heap() -> None:

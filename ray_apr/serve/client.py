@@ -28,7 +28,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.serve.exceptions import RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
@@ -250,21 +250,17 @@ class ServeRolloutClient:
             is_whole=self._members == set(replicas),
         )
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Make these replicas join; the first one that cannot ends the wait for the others.
 
         Raises:
             SyncBrokenError: If they do not, within the group's limit and some time to say so.
         """
         self._members = frozenset()
-        limit_s = group["timeout_s"] + _CONTROL_TIMEOUT_S
+        limit_s = group.timeout_s + _CONTROL_TIMEOUT_S
         try:
             async with ours("join_weight_group", None):
-                response = self._handle.broadcast(
-                    "join_weight_group", dict(group), dict(first_ranks)
-                )
+                response = self._handle.broadcast("join_weight_group", group, dict(first_ranks))
                 took_part = await response.results_async(timeout_s=limit_s)
         except RolloutError as error:  # one is dead, or does not answer
             raise SyncBrokenError(str(error)) from error
@@ -273,13 +269,9 @@ class ServeRolloutClient:
         self._members = frozenset(first_ranks)
 
     async def receive_weights(
-        self,
-        policy_version: int,
-        handles: Mapping[str, list[Any]] | None = None,
-        *,
-        resume: bool = False,
+        self, policy_version: int, notice: bytes = b"", *, resume: bool = False
     ) -> None:
-        """Receive one broadcast on all replicas of the group, or read shared weights there.
+        """Receive all weights on all replicas of the group.
 
         One that dies meanwhile does not count; the group is not whole then.
 
@@ -289,7 +281,7 @@ class ServeRolloutClient:
         members = sorted(self._members)
         try:
             received = await self._all(
-                "receive_weights", policy_version, members, handles, resume,
+                "receive_weights", policy_version, members, notice, resume,
                 timeout_s=self._weight_sync_timeout_s,
             )  # fmt: skip
         except RolloutError as error:  # none lives, or one does not answer

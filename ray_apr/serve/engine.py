@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import ConfigError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.spec import EngineSpec
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Go on; harmless when the engine is not paused."""
         ...
 
-    async def join_weight_group(self, group: Mapping[str, Any], first_rank: int) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_rank: int) -> None:
         """Join the group that weights arrive by, as rank `first_rank` and the following ones where
         the engine has several workers. `weights.inbox.WeightInbox` does it.
 
@@ -77,14 +77,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
-    ) -> None:
-        """Take one broadcast of all weights, while paused; an engine may drop them.
+    async def receive_weights(self, policy_version: int, notice: bytes = b"") -> None:
+        """Take all weights of a version, while paused; an engine may drop them.
 
         Args:
             policy_version: Version of the weights, and of what is generated from now on.
-            handles: Where to read them instead (`weights.shared`), on a shared device.
+            notice: What the sender says of them, for `WeightInbox.receive`.
 
         Raises:
             SyncBrokenError: If they did not arrive whole; nothing is generated until they do.

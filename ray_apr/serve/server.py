@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any
 
 from ray import serve
 
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import APRError, RolloutError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.engine import make_engine
@@ -112,9 +111,7 @@ class RolloutServer:
         """Figures of this moment; see `Engine.status`."""
         return self._engine.status(drain=drain)
 
-    async def join_weight_group(
-        self, group: Mapping[str, Any], first_ranks: Mapping[str, int]
-    ) -> bool:
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> bool:
         """Join the weight group as the rank that belongs to this replica.
 
         Returns:
@@ -133,7 +130,7 @@ class RolloutServer:
         self,
         policy_version: int,
         members: Collection[str],
-        handles: Mapping[str, list[Any]] | None = None,
+        notice: bytes = b"",
         resume: bool = False,
     ) -> bool:
         """Take one set of weights, if this replica is a member, and go on if `resume` says so; see
@@ -145,7 +142,7 @@ class RolloutServer:
         is_member = self._engine.replica_id in members
         num_pauses = self._num_pauses
         if is_member:
-            await self._engine.receive_weights(policy_version, handles)
+            await self._engine.receive_weights(policy_version, notice)
         if resume and self._num_pauses == num_pauses:  # else the next sync has begun
             await self._engine.resume()
         return is_member

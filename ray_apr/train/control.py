@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+import ray.cloudpickle
 import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
+from ray_apr.core.messages import WeightGroup
 from ray_apr.data.resumption import Begin, RolloutProgress
 from ray_apr.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
 from ray_apr.metrics import Metrics
@@ -22,7 +24,7 @@ from ray_apr.metrics import Metrics
 if TYPE_CHECKING:
     from ray_apr.types import WeightGroupState, WeightScores
     from ray_apr.weights.check import Probes
-    from ray_apr.weights.sender import WeightSender
+    from ray_apr.weights.transports.base import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +163,13 @@ class RunControl:
         """
         state = self._group_state(timeout_s)
         host = ray.util.get_node_ip_address()
-        group = sender.open_group(state.num_workers, host=host, timeout_s=timeout_s)
-        joined = self._worker.join_weight_group.remote(group.to_dict(), state.first_ranks)
+        endpoint = sender.open(state.num_workers, host=host, timeout_s=timeout_s)
+        pickled = ray.cloudpickle.dumps(endpoint)  # by value where it is of a file of the user's
+        group = WeightGroup(timeout_s=timeout_s, endpoint=pickled)
+        joined = self._worker.join_weight_group.remote(group, state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
-            sender.connect(group, is_hopeless=lambda: _has_failed(joined))
+            sender.connect(endpoint, is_hopeless=lambda: _has_failed(joined))
         except SyncBrokenError:
             answer_of(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
             raise
@@ -178,24 +182,24 @@ class RunControl:
         The rollout worker resumes its engines by itself if this process dies in between.
         """
         limit = self._sync_timeout_s + _CALL_TIMEOUT_S
-        whom = f"rollout servers, to resume with version {policy_version}"
+        notice = ray.cloudpickle.dumps(sender.prepare())
         self._until_drained(
-            lambda: self._worker.begin_sync.remote(policy_version, sender.handles),
+            lambda: self._worker.begin_sync.remote(
+                policy_version, notice, holds_device=sender.holds_device
+            ),
             f"rollout servers, to pause for the weights of version {policy_version}",
             limit,
         )
         try:
-            sender.send()
+            sender.deliver()
         except SyncBrokenError as error:
             # the servers decide: one that has died breaks our end, and those that live may have
             # all; their error says more than ours
             logger.warning("%s", error)
-        if sender.handles is not None:
-            reading = self._worker.wait_until_read.remote()
-            answer_of(
-                reading, f"rollout servers, to read the weights of version {policy_version}", limit
-            )
-            sender.release()
+        whom = f"rollout servers, to receive the weights of version {policy_version}"
+        answer_of(self._worker.wait_until_received.remote(), whom, limit)
+        sender.release()
+        whom = f"rollout servers, to resume with version {policy_version}"
         times = answer_of(self._worker.finish_sync.remote(policy_version), whom, limit)
         last_version, self._last_version = self._last_version, policy_version
         evaluation = self._evaluation if policy_version else None  # 0 is evaluated at the start

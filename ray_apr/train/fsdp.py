@@ -38,7 +38,7 @@ from ray_apr.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.head import attach_response_logprobs
-from ray_apr.weights.gather import local_tensor
+from ray_apr.train.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 

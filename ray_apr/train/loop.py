@@ -53,12 +53,14 @@ from ray_apr.train.gate import GateClient
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
+from ray_apr.train.residency import Alternating, AlwaysThere, Residency
 from ray_apr.train.span import Span
 from ray_apr.train.step import check_batch, train_step
+from ray_apr.train.tensors import compute_device
 from ray_apr.train.weight_check import WeightCheck
 from ray_apr.types import SamplingParams
-from ray_apr.weights.sender import WeightSender
-from ray_apr.weights.shared import SharedWeightSender
+from ray_apr.weights.gathered import GatheredWeights
+from ray_apr.weights.transports import make_sender
 
 logger = logging.getLogger(__name__)
 
@@ -164,50 +166,39 @@ class _TrainLoop:
                     entropy_gradients=settings["algorithm"].entropy_coef > 0,
                     sampling=self._sampling,
                 )
-        self._offload: Offload | None = None
-        if settings.get("takes_turns", False):
-            models = [self._model] if self._reference is None else [self._model, self._reference]
-            self._offload = Offload(models, self._optimizer)
-        if self._offload is not None or settings["partial_rollout"].drain:
-            # ranks wait for the engines: not on the GPU, which these have then, and for longer
-            limit = datetime.timedelta(seconds=_turn_limit_s(settings))
-            self._turns = dist.new_group(backend="gloo", timeout=limit)
+        # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
+        limit = datetime.timedelta(seconds=_wait_limit_s(settings))
+        self._ranks = dist.new_group(backend="gloo", timeout=limit)
+        self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._progress = self._restore()
 
+    def _make_residency(self) -> Residency:
+        if not self._settings.get("takes_turns", False):
+            return AlwaysThere()
+        models = [self._model] if self._reference is None else [self._model, self._reference]
+        return Alternating(Offload(models, self._optimizer), self._control, self._ranks)
+
     def _make_publisher(self) -> WeightPublisher:
-        settings, partial_rollout = self._settings, self._settings["partial_rollout"]
-        bucket_mb, wire_dtype = self._train.weight_bucket_mb, settings.get("wire_dtype")
-        if self._offload is None:
-            sender = WeightSender(self._model, bucket_mb=bucket_mb, wire_dtype=wire_dtype)
-        else:
-            sender = SharedWeightSender(
-                self._model, bucket_mb=bucket_mb, wire_dtype=wire_dtype, group=self._turns
-            )
+        partial_rollout, train = self._settings["partial_rollout"], self._train
+        weights = GatheredWeights(
+            self._model,
+            bucket_mb=train.weight_bucket_mb,
+            wire_dtype=self._settings.get("wire_dtype"),
+            device=compute_device(self._model),
+            ranks=self._ranks,
+        )
+        shares_device = self._residency.shares_device
         return WeightPublisher(
-            sender,
+            make_sender(train.weight_transport, weights, shares_device=shares_device),
             self._control,
             sync_every=partial_rollout.sync_every,
             overlaps=partial_rollout.overlap_sync,
-            timeout_s=self._train.weight_sync_timeout_s,
-            after_gather=None if self._offload is None else self._end_turn,
-            meet=(lambda: dist.barrier(self._turns)) if partial_rollout.drain else None,
-            check=WeightCheck(self._model, self._train) if self._train.weight_check_every else None,
+            timeout_s=train.weight_sync_timeout_s,
+            after_gather=self._residency.leave,
+            meet=(lambda: dist.barrier(self._ranks)) if partial_rollout.drain else None,
+            check=WeightCheck(self._model, train) if train.weight_check_every else None,
         )
-
-    def _begin_turn(self) -> None:
-        """Have the device from the engines, on all ranks."""
-        if self._control is not None:
-            self._control.sleep_engines()
-        dist.barrier(self._turns)
-        if self._offload is not None:
-            self._offload.to_device()
-
-    def _end_turn(self) -> None:
-        """Leave the device to the engines, on all ranks."""
-        if self._offload is not None:
-            self._offload.to_host()
-        dist.barrier(self._turns)
 
     def _restore(self) -> Progress:
         begin = self._settings.get("begin", Begin())
@@ -222,7 +213,7 @@ class _TrainLoop:
         """Train all steps that are left."""
         if self._progress.step >= self._train.steps:
             return
-        if self._progress.policy_version > 0 or self._offload is not None:
+        if self._progress.policy_version > 0 or self._residency.shares_device:
             # the servers start with the base model or asleep, and perhaps they are not there yet
             limit_s = self._settings["start_timeout_s"]
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
@@ -243,10 +234,9 @@ class _TrainLoop:
             name = self._gate.next()
             if name is None:
                 return
-            if self._offload is not None:
-                self._begin_turn()
+            self._residency.enter()
             self._checkpoint(self._row, name=name)
-            if self._offload is not None:
+            if self._residency.shares_device:
                 limit_s = self._train.weight_sync_timeout_s
                 self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
 
@@ -262,9 +252,7 @@ class _TrainLoop:
     def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
         """One turn of the loop."""
         batch, wait_s = self._next_batch(rows)
-        if self._offload is not None:
-            with self._span("switch"):
-                self._begin_turn()
+        self._residency.enter()
         with self._span("train") as trained:
             figures = train_step(
                 self._model,
@@ -294,14 +282,14 @@ class _TrainLoop:
             "trainer_step_s": trained.duration_s,
             **NO_SYNC,
         }
-        if self._offload is not None:  # after the sync there is nothing here to save
+        if self._residency.shares_device:  # after the sync there is nothing here to save
             self._report(row, is_last=is_last)
         try:
             row |= self._publisher.after_step(self._progress.step, version, is_last=is_last)
         finally:  # it was trained, whatever becomes of its weights
             if self._control is not None:
                 self._control.record_step(row)
-        if self._offload is None:
+        if not self._residency.shares_device:
             self._report(row, is_last=is_last)
         self._row = row
 
@@ -362,7 +350,7 @@ def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
     return replace(sampling, stop_token_ids=tuple(sorted(ends)))
 
 
-def _turn_limit_s(settings: LoopSettings) -> float:
+def _wait_limit_s(settings: LoopSettings) -> float:
     """Longest that a rank may wait for rank 0, which waits for engines: their start, an evaluation,
     what a sync may take. Where a sync waits for responses to end, rank 0's own waits are the limit;
     a rank that dies ends the others' wait at once."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ray_apr.train.fsdp import drop_gathered
-from ray_apr.weights.gather import local_tensor
+from ray_apr.train.tensors import local_tensor
 
 
 class Offload:

@@ -1,6 +1,6 @@
 """Weight syncs of a train worker: which steps have one, and who waits for whom.
 
-    optimizer step k ─► gather (all ranks) ─┬─► pause ─► broadcast ─► resume     (rank 0)
+    optimizer step k ─► gather (all ranks) ─┬─► pause ─► deliver ─► resume       (rank 0)
                                             └─► step k + 1, if the sync overlaps
 
 Invariants, kept by `WeightPublisher`:
@@ -30,7 +30,7 @@ from ray_apr.train.span import Span
 if TYPE_CHECKING:
     from ray_apr.train.control import RunControl
     from ray_apr.train.weight_check import WeightCheck
-    from ray_apr.weights.sender import WeightSender
+    from ray_apr.weights.transports.base import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class WeightPublisher:
         sync_every: int,
         overlaps: bool,
         timeout_s: float,
-        after_gather: Callable[[], None] | None = None,
+        after_gather: Callable[[], None] = lambda: None,
         meet: Callable[[], None] | None = None,
         check: WeightCheck | None = None,
     ) -> None:
@@ -151,8 +151,7 @@ class WeightPublisher:
             self._sender.gather()
             if self._check is not None:
                 self._check.record(policy_version)
-            if self._after_gather is not None:
-                self._after_gather()
+            self._after_gather()
         return gathered
 
     def _begin(self, policy_version: int) -> dict[str, float] | None:
@@ -204,8 +203,8 @@ class WeightPublisher:
             try:
                 return self._broadcast_once(control, policy_version, timeout_s)
             except SyncBrokenError as error:
-                if time.monotonic() > deadline or not self._sender.staged:
-                    raise  # engines that share its device have read it, and it was freed
+                if time.monotonic() > deadline or not self._sender.has_weights:
+                    raise  # the engines had it, and it was freed
                 logger.warning("try %d of %d: %s; once more", number, _TRIES, error)
                 self._is_connected = False  # this group may be broken, though all of it lives
         return self._broadcast_once(control, policy_version, timeout_s)

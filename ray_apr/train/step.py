@@ -43,8 +43,8 @@ from ray_apr.train.objective import (
     correction,
     frozen_policies,
 )
+from ray_apr.train.tensors import compute_device
 from ray_apr.types import SamplingParams
-from ray_apr.weights.gather import compute_device
 
 if TYPE_CHECKING:
     from ray_apr.data.batch import RankBatch

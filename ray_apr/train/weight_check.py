@@ -32,6 +32,7 @@ from ray_apr.exceptions import RolloutError, WeightMismatchError, WeightSyncErro
 from ray_apr.train.fsdp import decoder_layers
 from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
 from ray_apr.train.span import Span
+from ray_apr.train.tensors import compute_device
 from ray_apr.types import FinishReason, Prompt, Sample, Segment
 from ray_apr.weights.check import (
     Comparison,
@@ -42,7 +43,6 @@ from ray_apr.weights.check import (
     follows,
     worst_modules,
 )
-from ray_apr.weights.gather import compute_device
 from ray_apr.weights.probes import one_expert_each, probe_input, projections
 
 if TYPE_CHECKING:

@@ -22,22 +22,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ray_apr.weights.adapters import MergedParameter
-from ray_apr.weights.collective import as_tensor, byte_buffer
+from ray_apr.weights.buffers import as_tensor, byte_buffer
 from ray_apr.weights.plan import ITEM_BYTES, Bucket, Slice, aligned
 from ray_apr.weights.wire import WireTensor, wire_tensors
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter or gradient; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def compute_device(model: torch.nn.Module) -> torch.device:
-    """Where a model computes, also where its shards are kept on the host."""
-    param = next(model.parameters())
-    if isinstance(param, DTensor) and param.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return param.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +36,12 @@ class Part:
 
     def value(self) -> torch.Tensor:
         """The whole tensor; where the parameter is sharded, a collective of all ranks."""
-        whole = local_tensor(self.param.base) if _is_whole(self.param) else self.param.full()
-        return self.tensor.of(whole)
+        base = self.param.base
+        if not _is_whole(self.param):
+            base = self.param.full()
+        elif isinstance(base, DTensor):
+            base = base.to_local()
+        return self.tensor.of(base)
 
 
 def parts_of(model: torch.nn.Module, params: Mapping[str, MergedParameter]) -> dict[str, Part]:
@@ -169,10 +160,10 @@ def _gather_rows(
     own = dist.get_rank(group)
     mine, theirs = [], []
     for cut in given[own][0]:
-        base = cut.spread.part.param.base
+        base: Any = cut.spread.part.param.base  # its rows are spread: a DTensor
         before = own * _share_of(base, len(ranks))
         mine.append(cut.of(piece))
-        theirs.append(local_tensor(base).reshape(-1)[cut.begin - before : cut.end - before])
+        theirs.append(base.to_local().reshape(-1)[cut.begin - before : cut.end - before])
     if mine:
         torch._foreach_copy_(mine, theirs)
     if buffer is None:

@@ -1,20 +1,19 @@
-"""An engine's end of weight syncs, for engines that load tensors by themselves.
+"""An engine worker's end of weight syncs, whatever they travel by.
 
-vLLM's workers have one of their own (`serve.receiver`), which loads while the next bucket arrives.
+vLLM's workers load what comes out of it as `serve.receiver` does; an engine of another kind takes
+the tensors from `WeightInbox.receive`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+import pickle
+from collections.abc import Generator, Iterator
 
 import torch
-from ray.util.collective import types
 
-from ray_apr.exceptions import SyncBrokenError
-from ray_apr.weights.collective import NCCL, as_tensor, byte_buffer, join
-from ray_apr.weights.plan import WeightGroup
+from ray_apr.core.messages import WeightGroup
+from ray_apr.exceptions import SYNC_BROKEN, APRError, SyncBrokenError, WeightSyncError
+from ray_apr.weights.transports.base import Member, Parcel, Receiver
 
 
 class WeightInbox:
@@ -23,15 +22,16 @@ class WeightInbox:
     Args:
         device: Where the weights are received: "cpu" where the trainer is on CPU, else this
             member's GPU.
+        loads_wait: Whether loading waits for the device; see `Member`.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._device = device
-        self._collective: Any = None
-        self._group: WeightGroup
+    def __init__(self, device: torch.device | str = "cpu", *, loads_wait: bool = True) -> None:
+        self._device = torch.device(device)
+        self._loads_wait = loads_wait
+        self._receiver: Receiver | None = None
 
-    def join(self, group: Mapping[str, Any], rank: int) -> None:
-        """Join a group, and leave the one before; waits for all members.
+    def join(self, group: WeightGroup, rank: int) -> None:
+        """Join a group, and leave the one before; may wait for all members.
 
         Args:
             group: What `Engine.join_weight_group` was given.
@@ -39,40 +39,52 @@ class WeightInbox:
 
         Raises:
             SyncBrokenError: If they do not meet in time.
+            WeightSyncError: If this process does not know the transport.
         """
         self.close()
-        self._group = WeightGroup.from_dict(group)
-        self._collective = join(self._group, rank)
+        member = Member(rank=rank, device=self._device, loads_wait=self._loads_wait)
+        try:
+            endpoint = pickle.loads(group.endpoint)
+        except (ImportError, AttributeError) as error:
+            raise WeightSyncError(
+                f"an engine worker cannot import the weight transport: {error}; install its module "
+                "on every node, or name it as file.py:Class (train.weight_transport)"
+            ) from error
+        try:
+            self._receiver = endpoint.join(member)
+        except APRError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise SyncBrokenError(f"{SYNC_BROKEN}: rank {rank} could not join: {error}") from error
 
-    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, notice: bytes = b"") -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of one sync, each by its name in a checkpoint; all have to be taken.
 
-        A tensor is a view of a buffer that is free again with the last one of its bucket.
+        A tensor may lie in a buffer that is free again with the last one of its parcel.
+
+        Args:
+            notice: What `Engine.receive_weights` was given.
 
         Raises:
             SyncBrokenError: If no group was joined, or the sender is gone.
         """
-        if self._collective is None:
-            raise SyncBrokenError("this engine is in no weight group")
-        options = types.BroadcastOptions()
-        options.root_rank, options.root_tensor = 0, 0
-        deadline = time.monotonic() + self._group.timeout_s
-        for bucket in self._group.buckets():
-            buffer = byte_buffer(bucket.num_bytes, self._device)
-            options.timeout_ms = max(1, int(1000 * (deadline - time.monotonic())))
-            try:
-                self._collective.broadcast([buffer], options)
-                if self._group.backend == NCCL:
-                    self._collective.wait(deadline)
-            except RuntimeError as error:
-                self.close()
-                raise SyncBrokenError(f"weights did not arrive: {error}") from error
-            for part in bucket.slices:
-                param = part.param
-                yield param.name, as_tensor(buffer, part.offset, param.shape, param.dtype)
+        for parcel in self.parcels(notice):
+            yield from parcel.tensors
+
+    def parcels(self, notice: bytes = b"") -> Generator[Parcel, None, None]:
+        """The same, as the transport gives them. After an error the group is left."""
+        if self._receiver is None:
+            raise SyncBrokenError(f"{SYNC_BROKEN}: this engine worker is in no weight group")
+        try:
+            yield from self._receiver.receive(pickle.loads(notice) if notice else None)
+        except WeightSyncError:
+            raise
+        except (RuntimeError, OSError) as error:
+            self.close()
+            raise SyncBrokenError(f"{SYNC_BROKEN}: {error}") from error
 
     def close(self) -> None:
         """Leave the group."""
-        if self._collective is not None:
-            self._collective.destroy_group()
-            self._collective = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ray_apr.exceptions import WeightSyncError
 
@@ -102,48 +101,3 @@ def _check(params: Iterable[ParamSpec]) -> None:
                 f"send one of {', '.join(ITEM_BYTES)}"
             )
         seen.add(param.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightGroup:
-    """One collective group of the trainer (rank 0) and all engine workers, and what it carries."""
-
-    host: str
-    port: int
-    """Where rank 0 holds the rendezvous; 0 where there is none."""
-    world_size: int
-    """1 + replicas x tensor-parallel size."""
-    backend: str
-    """Name in ray.util.collective's registry: ``APR_GLOO`` or ``APR_NCCL``."""
-    group_name: str
-    timeout_s: float
-    """Limit of one collective call: a dead or silent peer raises after it."""
-    bucket_bytes: int
-    params: tuple[ParamSpec, ...]
-    nccl_id: str = ""
-    """NCCL's id of the group, in hexadecimal; empty with another backend."""
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The plan, the same on all members."""
-        return plan_buckets(self.params, self.bucket_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, which any serializer takes."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "world_size": self.world_size,
-            "backend": self.backend,
-            "group_name": self.group_name,
-            "timeout_s": self.timeout_s,
-            "bucket_bytes": self.bucket_bytes,
-            "params": [[p.name, list(p.shape), p.dtype] for p in self.params],
-            "nccl_id": self.nccl_id,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> WeightGroup:
-        """Undo `to_dict`; further keys are ignored."""
-        fields = {k: values[k] for k in cls.__dataclass_fields__ if k != "params"}
-        params = tuple(ParamSpec(n, tuple(shape), dtype) for n, shape, dtype in values["params"])
-        return cls(**fields, params=params)

@@ -3,9 +3,10 @@
 Invariants, kept by `WeightSync`:
     * Each engine goes on once it has its weights, and all are resumed after any error; a sync whose
       `finish` never comes ends by its limit.
-    * Engines that share a device with the trainer go on once it has freed the weights, also after
-      an error: those that have theirs would take the memory for their KV cache. If the trainer
-      tries again instead, they stay paused; if it does neither, they go on after the limit.
+    * Where the sender holds memory that engines want back, they go on once it has freed the
+      weights, also after an error: those that have theirs would take the memory for their KV cache.
+      If the trainer tries again instead, they stay paused; if it does neither, they go on after the
+      limit.
     * One sync at a time.
     * A replica that did not get all of its weights refuses to generate until the next sync, rather
       than answer under a version that it does not have (the server keeps that).
@@ -19,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +59,19 @@ class WeightSync:
         self._pause_mode = pause_mode
         self._timeout_s = timeout_s
         self._task: asyncio.Task[SyncTimes] | None = None
-        self._read: asyncio.Future[Any]
+        self._received: asyncio.Future[None]
         self._released = asyncio.Event()
 
     async def begin(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
+        self, policy_version: int, notice: bytes = b"", *, holds_device: bool = False
     ) -> None:
-        """Pause all engines and let them receive; the sender may send once this returns.
+        """Pause all engines and let them receive; the sender may deliver once this returns.
 
         Args:
             policy_version: Version of the weights.
-            handles: Where the engines read them instead (`weights.shared`).
+            notice: What the receivers are told (`weights.transports`); nothing if it is empty.
+            holds_device: Whether the engines have to wait for `finish`, as the sender holds memory
+                that they want back; without it each one goes on as soon as it has its weights.
 
         Raises:
             SyncBrokenError: If the engines cannot be paused.
@@ -80,33 +83,33 @@ class WeightSync:
         if self._task is not None and not self._task.done():
             raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
         loop = asyncio.get_running_loop()
-        listening, self._read = loop.create_future(), loop.create_future()
+        listening, self._received = loop.create_future(), loop.create_future()
         self._released.clear()
         self._task = asyncio.create_task(
-            self._run(policy_version, handles, listening), name=f"weight-sync-{policy_version}"
+            self._run(policy_version, notice, listening, holds_device=holds_device),
+            name=f"weight-sync-{policy_version}",
         )
         await self._until(self._task, listening)
 
     @property
     def _awaits_release(self) -> bool:
         """Whether the last sync has failed, and leaves the engines paused for another one."""
-        if self._task is None or self._task.done() or not self._read.done():
+        if self._task is None or self._task.done() or not self._received.done():
             return False
-        return self._read.exception() is not None
+        return self._received.exception() is not None
 
-    async def wait_until_read(self) -> None:
-        """Wait until the engines have read shared weights; they go on once `finish` is called, when
-        the weights' memory is free for their KV cache.
+    async def wait_until_received(self) -> None:
+        """Wait until the engines have the weights; the sender may release them then.
 
         Raises:
-            WeightSyncError: If a replica could not read them, or the time limit passed.
+            WeightSyncError: If a replica did not get them, or the time limit passed.
         """
         if self._task is None:
             raise WeightSyncError("no sync is under way")
-        await self._until(self._task, self._read)
+        await self._until(self._task, self._received)
 
     async def finish(self) -> SyncTimes:
-        """Wait until the weights have arrived and the engines run again.
+        """Say that the sender has released the weights, and wait until the engines run again.
 
         Raises:
             WeightSyncError: If a replica failed to receive, or the time limit passed.
@@ -116,9 +119,10 @@ class WeightSync:
         self._released.set()
         return await self._task
 
-    async def _until(self, task: asyncio.Task[SyncTimes], reached: asyncio.Future[Any]) -> None:
+    async def _until(self, task: asyncio.Task[SyncTimes], reached: asyncio.Future[None]) -> None:
         """Wait for a part of the sync under way; raises the error of one that ends before."""
-        await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {task, reached}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not reached.done():
             await self.finish()
         else:
@@ -127,8 +131,10 @@ class WeightSync:
     async def _run(
         self,
         policy_version: int,
-        handles: Mapping[str, list[Any]] | None,
+        notice: bytes,
         listening: asyncio.Future[None],
+        *,
+        holds_device: bool,
     ) -> SyncTimes:
         begin = time.monotonic()
         paused = received = begin
@@ -139,21 +145,20 @@ class WeightSync:
                 await self._client.pause(self._pause_mode)
                 paused = time.monotonic()
                 listening.set_result(None)
-                await self._client.receive_weights(policy_version, handles, resume=handles is None)
+                await self._client.receive_weights(policy_version, notice, resume=not holds_device)
                 received = time.monotonic()
-                if handles is None:
-                    must_resume = False
-                else:  # the weights have to be released first
-                    self._read.set_result(None)
+                must_resume = holds_device
+                self._received.set_result(None)
+                if holds_device:
                     await self._released.wait()
         except TimeoutError:
             errors.append(SyncBrokenError(f"no weights within {self._timeout_s:g} s"))
         except Exception as error:  # noqa: BLE001  (raised below, once the engines run again)
             errors.append(error)
         finally:
-            if errors and handles is not None and listening.done() and not self._read.done():
-                self._read.set_exception(_error(policy_version, errors))
-                self._read.exception()  # nobody may be left to ask for it
+            if errors and holds_device and listening.done() and not self._received.done():
+                self._received.set_exception(_error(policy_version, errors))
+                self._received.exception()  # nobody may be left to ask for it
                 await self._until_released()
             if must_resume:
                 errors += await self._resume()

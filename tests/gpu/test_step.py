@@ -12,9 +12,8 @@ from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import micro_batches, warm_up
 from ray_apr.train.step import train_step
-from ray_apr.weights.collective import as_tensor
-from ray_apr.weights.plan import plan_buckets
-from ray_apr.weights.sender import WeightSender
+from ray_apr.train.tensors import compute_device
+from ray_apr.weights.gathered import GatheredWeights
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -59,17 +58,14 @@ def test_offloaded_weights_train_and_travel_like_others(tmp_path, one_rank):
         model = build_model(folder, train, torch.device("cuda"))
         optimizer = build_optimizer(model, train)
         assert {p.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
-        sender = WeightSender(model, bucket_mb=100_000 / 2**20)
+        gathered = GatheredWeights(model, bucket_mb=100_000 / 2**20, device=compute_device(model))
         for row in make_batches(make_samples(), micro_batch_tokens=200):
             figures = train_step(model, optimizer, row, AlgorithmConfig(), train)
-        sender.gather()
+        gathered.gather()
         weights = {name: weight.cpu() for name, weight in full_parameters(model)}
-        for bucket, staged in zip(plan_buckets(sender.params, 100_000), sender.staged, strict=True):
-            assert staged.is_cuda
-            for piece in bucket.slices:
-                param = piece.param
-                sent = as_tensor(staged, piece.offset, param.shape, param.dtype)
-                assert torch.equal(sent.cpu(), weights[param.name])
+        for name, sent in gathered.named():
+            assert sent.is_cuda
+            assert torch.equal(sent.cpu(), weights[name])
         found[offload] = (weights, figures["loss"], figures["grad_norm"])
     (weights, loss, norm), (offloaded, its_loss, its_norm) = found[False], found[True]
     assert its_loss == pytest.approx(loss, abs=1e-6)

@@ -10,10 +10,8 @@ import torch
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model
-from ray_apr.weights.collective import as_tensor
-from ray_apr.weights.plan import plan_buckets
-from ray_apr.weights.sender import WeightSender
-from ray_apr.weights.shared import SharedWeightSender
+from ray_apr.weights.gathered import GatheredWeights
+from ray_apr.weights.transports import make_sender
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import process_group, start_ranks
@@ -28,22 +26,16 @@ def work(rank, world_size, folder, train, wire_dtype, shares, results):
     torch.set_num_threads(1)
     with process_group(results, rank=rank, world_size=world_size):
         model = build_model(str(folder), train, torch.device("cpu"))
-        sender_cls = SharedWeightSender if shares else WeightSender
-        sender = sender_cls(model, bucket_mb=BUCKET_MB, wire_dtype=wire_dtype)
+        weights = GatheredWeights(model, bucket_mb=BUCKET_MB, wire_dtype=wire_dtype)
+        sender = make_sender("auto", weights, shares_device=shares)
         for _ in range(2):
             sender.gather()
         expected = dict(full_parameters(model))
         if rank and not shares:
-            assert sender.staged == []
+            assert weights.staged == []
             return
-        assert bool(sender.handles) == (shares and rank == 0)
-        found = {}
-        for bucket, buffer in zip(
-            plan_buckets(sender.params, int(BUCKET_MB * 2**20)), sender.staged, strict=True
-        ):
-            for piece in bucket.slices:
-                spec = piece.param
-                found[spec.name] = as_tensor(buffer, piece.offset, spec.shape, spec.dtype).clone()
+        assert bool(sender.prepare()) == (shares and rank == 0)
+        found = {name: tensor.clone() for name, tensor in weights.named()}
         torch.save((found, expected), results / f"found-{rank}.pt")
 
 

@@ -20,7 +20,7 @@ from ray_apr.train.checkpoint import (
 from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.train.step import train_step
-from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.gathered import GatheredWeights
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -83,9 +83,9 @@ def test_only_adapters_learn_and_all_else_sees_merged_weights(tmp_path, kind, re
 
 def test_engines_get_merged_weights_under_the_names_that_they_know(tmp_path, folder):
     with process_group(tmp_path):
-        plain = WeightSender(build_model(str(folder), TrainConfig(), CPU), bucket_mb=64)
+        plain = GatheredWeights(build_model(str(folder), TrainConfig(), CPU), bucket_mb=64)
         model, _ = trained(folder)
-        sender = WeightSender(model, bucket_mb=64)
+        sender = GatheredWeights(model, bucket_mb=64)
         assert sender.params == plain.params
         sender.gather()
         merged = dict(full_parameters(model))

@@ -10,7 +10,7 @@ from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.offload import Offload
 from ray_apr.train.step import train_step
-from ray_apr.weights.gather import local_tensor
+from ray_apr.train.tensors import local_tensor
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 

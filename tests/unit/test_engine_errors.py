@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
@@ -79,7 +80,7 @@ async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, exp
     engine._core.llm.error = Exception(said)  # as vLLM hands on its workers' errors
     engine._calls.gate.clear()
     with pytest.raises(WeightSyncError, match="engine-0") as joined:
-        await engine.join_weight_group({"timeout_s": 5.0}, 1)
+        await engine.join_weight_group(WeightGroup(timeout_s=5.0, endpoint=b""), 1)
     with pytest.raises(WeightSyncError, match="engine-0") as received:
         await engine.receive_weights(3)
     assert type(joined.value) is type(received.value) is expected
@@ -137,7 +138,9 @@ async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatc
 async def test_a_core_that_takes_part_in_a_sync_has_its_time(engine, monkeypatch):
     monkeypatch.setattr(engine_module, "ANSWER_LIMIT_S", 0.02)
     engine._core.llm.is_hung = True  # the workers wait for the others
-    joining = asyncio.create_task(engine.join_weight_group({"timeout_s": 60.0}, 1))
+    joining = asyncio.create_task(
+        engine.join_weight_group(WeightGroup(timeout_s=60.0, endpoint=b""), 1)
+    )
     await asyncio.sleep(0)
     pausing = asyncio.create_task(engine.pause("abort"))
     await asyncio.sleep(0.1)

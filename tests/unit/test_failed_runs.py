@@ -23,6 +23,7 @@ from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
+from ray_apr.train.residency import AlwaysThere
 from ray_apr.types import SamplingParams
 from tests.run_plans import run_plan
 
@@ -295,7 +296,7 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
 
     monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
-    loop._control, loop._offload, loop._started_at = control, None, 0.0
+    loop._control, loop._residency, loop._started_at = control, AlwaysThere(), 0.0
     loop._progress = Progress(step=4, policy_version=4)
     loop._train, loop._settings = run_plan().train, {"algorithm": None}
     loop._model = loop._optimizer = loop._reference = None

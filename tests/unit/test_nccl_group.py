@@ -13,14 +13,16 @@ import pytest
 
 from ray_apr.exceptions import WeightSyncError
 from ray_apr.weights import collective
-from ray_apr.weights.plan import ParamSpec, WeightGroup
+from ray_apr.weights.plan import ParamSpec
+from ray_apr.weights.transports import nccl
+from ray_apr.weights.transports.nccl import NCCLEndpoint
 
 LIMIT_S = 5.0
 
 
-def nccl_group(timeout_s: float = LIMIT_S) -> WeightGroup:
-    return WeightGroup(
-        host="127.0.0.1", port=0, world_size=2, backend=collective.NCCL, group_name="test",
+def nccl_group(timeout_s: float = LIMIT_S) -> NCCLEndpoint:
+    return NCCLEndpoint(
+        host="127.0.0.1", world_size=2, group_name="test",
         timeout_s=timeout_s, bucket_bytes=1 << 20, params=(ParamSpec("w", (3,), "float32"),),
         nccl_id=bytes(range(128)).hex(),
     )  # fmt: skip
@@ -63,9 +65,9 @@ def on_device(device: int):
 
 @pytest.fixture
 def member(monkeypatch):
-    monkeypatch.setattr(collective, "byte_buffer", lambda *_: None)
-    monkeypatch.setattr(collective.torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(collective.torch.cuda, "device", on_device)
+    monkeypatch.setattr(nccl, "byte_buffer", lambda *_: None)
+    monkeypatch.setattr(nccl.torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(nccl.torch.cuda, "device", on_device)
     made = Member()
     made.device = 3
     yield made
@@ -74,31 +76,30 @@ def member(monkeypatch):
 
 def test_members_that_come_have_met(member):
     threading.Timer(0.2, member.peers_are_there.set).start()
-    collective.meet(member, nccl_group(), timeout_s=LIMIT_S)
+    nccl_group().meet(member, timeout_s=LIMIT_S)
     assert member.waited
 
 
 def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_limit(member):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"did not come within 0\.3 s"):
-        collective.meet(member, nccl_group(), timeout_s=0.3)
+        nccl_group().meet(member, timeout_s=0.3)
     assert time.monotonic() - begin < LIMIT_S / 2
 
 
 def test_a_member_that_is_known_to_have_died_is_not_waited_for(member):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="will not come"):
-        collective.meet(
-            member, nccl_group(), timeout_s=LIMIT_S,
-            is_hopeless=lambda: time.monotonic() > begin + 0.2,
-        )  # fmt: skip
+        nccl_group().meet(
+            member, timeout_s=LIMIT_S, is_hopeless=lambda: time.monotonic() > begin + 0.2
+        )
     assert time.monotonic() - begin < LIMIT_S / 2
 
 
 def test_what_nccl_says_is_raised(member):
     member.error = RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
     with pytest.raises(RuntimeError, match="NCCL_ERROR_SYSTEM_ERROR"):
-        collective.meet(member, nccl_group(), timeout_s=LIMIT_S)
+        nccl_group().meet(member, timeout_s=LIMIT_S)
 
 
 def test_an_engine_worker_leaves_a_group_that_does_not_form_before_the_trainer_gives_up(
@@ -124,16 +125,15 @@ def test_nccl_gets_the_id_that_rank_0_made_as_cupy_wants_it():
         modules, made, aborted = fake_cupy()
         sys.modules.update(modules)
         from ray.util.collective.backend_registry import _global_registry
-        from ray_apr.weights import collective
-        from ray_apr.weights.plan import WeightGroup
+        from ray_apr.weights.transports import nccl
 
-        collective.register_backends()
-        group = WeightGroup(
-            host="", port=0, world_size=3, backend=collective.NCCL, group_name="test", timeout_s=1,
-            bucket_bytes=1, params=(), nccl_id=collective.new_nccl_id(),
+        group = nccl.NCCLEndpoint(
+            host="", world_size=3, group_name="test", timeout_s=1, bucket_bytes=1, params=(),
+            nccl_id=nccl.new_nccl_id(),
         )
-        name = collective.address(WeightGroup.from_dict(group.to_dict()))
-        member = _global_registry.get(collective.NCCL)(3, 2, name)
+        group.register()
+        group.register()
+        member = _global_registry.get(nccl.NCCL)(3, 2, group.address)
         communicators = member._get_nccl_collective_communicator("0", [0])
         assert member._get_nccl_collective_communicator("0", [0]) is communicators
         assert made == [(3, modules["cupy.cuda.nccl"].get_unique_id(), 2)], made
@@ -158,4 +158,4 @@ def test_nccl_gets_the_id_that_rank_0_made_as_cupy_wants_it():
 def test_a_missing_cupy_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group.nccl_util", None)
     with pytest.raises(WeightSyncError, match=r"through CuPy.*install ray_apr\[gpu\]"):
-        collective.new_nccl_id()
+        nccl.new_nccl_id()

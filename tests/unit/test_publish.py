@@ -25,6 +25,10 @@ class Sender:
         self.staged: list[int] = []
         self.is_closed = False
 
+    @property
+    def has_weights(self) -> bool:
+        return bool(self.staged)
+
     def gather(self) -> None:
         self.gathered += 1
         self.staged = [self.gathered]

@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
+from ray_apr.core.messages import WeightGroup
 from ray_apr.data.resumption import Begin
 from ray_apr.exceptions import (
     EngineDiedError,
@@ -28,7 +29,7 @@ from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
 from tests.run_plans import run_plan
 
-GROUP = {"world_size": 5, "timeout_s": 200.0}
+GROUP = WeightGroup(timeout_s=200.0, endpoint=b"opaque")
 LIMITS_S: list[float] = []
 """Of all calls."""
 
@@ -96,12 +97,12 @@ async def test_a_replica_that_comes_takes_no_part_before_the_next_group(deployme
     handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
     await client.join_weight_group(GROUP, state.first_ranks)
     await client.receive_weights(4)
-    assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], None, False)
+    assert handle.called[-1] == ("receive_weights", 4, ["a", "b"], b"", False)
     state = await client.weight_group_state()
     assert (state.num_workers, state.is_whole) == (6, False)
     await client.join_weight_group(GROUP, state.first_ranks)
     await client.receive_weights(5, resume=True)
-    assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], None, True)
+    assert handle.called[-1] == ("receive_weights", 5, ["a", "b", "c"], b"", True)
 
 
 async def test_a_dead_replica_counts_only_where_weights_are_concerned(deployment):
@@ -201,7 +202,7 @@ async def test_replicas_that_say_nothing_in_time_are_an_error_of_the_sync(deploy
     handle.error = TimeoutError("Timed out waiting for broadcast results.")
     with pytest.raises(SyncBrokenError, match="join_weight_group: no answer within"):
         await client.join_weight_group(GROUP, {"a": 1, "b": 3})
-    assert LIMITS_S[-1] > GROUP["timeout_s"], "members wait that long for each other"
+    assert LIMITS_S[-1] > GROUP.timeout_s, "members wait that long for each other"
     with pytest.raises(SyncBrokenError, match="receive_weights: no answer within"):
         await client.receive_weights(4)
     assert LIMITS_S[-1] == 300.0
@@ -342,7 +343,7 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
     class Engine:
         replica_id = "a"
 
-        async def receive_weights(self, policy_version, handles):
+        async def receive_weights(self, policy_version, notice):
             done.append(policy_version)
             if is_paused_anew:
                 await server.pause("abort")

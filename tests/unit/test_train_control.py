@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import types
 
 import pytest
 from ray.exceptions import RayError
@@ -11,7 +13,17 @@ from ray_apr.config import EvaluationConfig
 from ray_apr.exceptions import SyncBrokenError
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
-from ray_apr.weights.plan import WeightGroup
+
+
+class Sender:
+    """A transport of which nothing is seen but these methods."""
+
+    holds_device = False
+
+    def __init__(self, **methods) -> None:
+        for name in ("prepare", "deliver", "release"):
+            setattr(self, name, lambda: None)
+        vars(self).update(methods)
 
 
 class Actor:
@@ -21,7 +33,8 @@ class Actor:
         self._name = name
 
     def __getattr__(self, verb: str):
-        call = type("Call", (), {"remote": lambda _, *args: (f"{self._name}.{verb}", *args)})
+        said = f"{self._name}.{verb}"
+        call = type("Call", (), {"remote": lambda _, *args, **__: (said, *args)})
         return call()
 
 
@@ -51,7 +64,7 @@ def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
         evaluator=Actor("evaluator"),
         evaluation=EvaluationConfig(every=2) if evaluates else None,
     )
-    sender = type("Sender", (), {"handles": None, "send": lambda _: None})()
+    sender = Sender()
     control.sleep_engines()
     for version in (0, 1, 2):
         control.broadcast(sender, version)
@@ -96,11 +109,11 @@ def test_a_sync_is_begun_again_while_responses_have_to_end_first(monkeypatch):
 
     monkeypatch.setattr(control_module.ray, "get", get)
     control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
-    sender = type("Sender", (), {"handles": None, "send": lambda _: seen.append(("send", None))})()
+    sender = Sender(deliver=lambda: seen.append(("deliver", None)))
     control.broadcast(sender, 1)
     assert seen == [
         ("worker.begin_sync", False), ("worker.begin_sync", True), ("worker.begin_sync", True),
-        ("send", None), ("worker.finish_sync", False),
+        ("deliver", None), ("worker.wait_until_received", False), ("worker.finish_sync", False),
     ]  # fmt: skip
 
 
@@ -111,7 +124,7 @@ def test_versions_that_are_never_synced_are_evaluated_at_the_next_one(monkeypatc
         buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0,
         evaluator=Actor("evaluator"), evaluation=EvaluationConfig(every=10),
     )  # fmt: skip
-    sender = type("Sender", (), {"handles": None, "send": lambda _: None})()
+    sender = Sender()
     evaluated = []
     for version in range(0, 34, 3):
         control._evaluating = None
@@ -120,19 +133,44 @@ def test_versions_that_are_never_synced_are_evaluated_at_the_next_one(monkeypatc
     assert evaluated == [12, 21, 30]
 
 
-def test_shared_weights_are_released_between_reading_and_going_on(monkeypatch):
-    order: list[str] = []
+@pytest.mark.parametrize("holds_device", [True, False])
+def test_weights_are_released_once_the_engines_have_them(monkeypatch, holds_device):
+    """Those that want the memory back go on afterwards, and are told so."""
+    order: list[object] = []
+
+    def begin(version, notice, *, holds_device):
+        order.append(("begin", version, pickle.loads(notice), holds_device))
+        return ("worker.begin_sync",)
+
+    worker = Actor("worker")
+    worker.begin_sync = types.SimpleNamespace(remote=begin)
     monkeypatch.setattr(control_module.ray, "get", lambda ref, timeout: order.append(ref[0]) or {})
-    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
-    acts = {
-        "handles": {"gpu": []},
-        "send": lambda _: order.append("send"),
-        "release": lambda _: order.append("release"),
-    }
-    control.broadcast(type("Sender", (), acts)(), 3)
+    control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
+    sender = Sender(
+        prepare=lambda: order.append("prepare") or {"gpu": []},
+        deliver=lambda: order.append("deliver"),
+        release=lambda: order.append("release"),
+    )
+    sender.holds_device = holds_device
+    control.broadcast(sender, 3)
     assert order == [
-        "worker.begin_sync", "send", "worker.wait_until_read", "release", "worker.finish_sync",
+        "prepare", ("begin", 3, {"gpu": []}, holds_device), "worker.begin_sync", "deliver",
+        "worker.wait_until_received", "release", "worker.finish_sync",
     ]  # fmt: skip
+
+
+def test_weights_that_did_not_arrive_are_not_released(monkeypatch):
+    def get(ref, timeout):
+        if ref[0] == "worker.wait_until_received":
+            raise SyncBrokenError("engine-0: no such file")
+        return {}
+
+    released: list[bool] = []
+    monkeypatch.setattr(control_module.ray, "get", get)
+    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
+    with pytest.raises(SyncBrokenError, match="no such file"):
+        control.broadcast(Sender(release=lambda: released.append(True)), 3)
+    assert not released, "another try needs them"
 
 
 @pytest.mark.parametrize("all_have_them", [True, False])
@@ -140,16 +178,16 @@ def test_a_broadcast_that_breaks_off_is_a_success_if_the_servers_that_live_have_
     monkeypatch, all_have_them
 ):
     def get(ref, timeout):
-        if ref[0] == "worker.finish_sync" and not all_have_them:
+        if ref[0] == "worker.wait_until_received" and not all_have_them:
             raise SyncBrokenError("engine-0: connection reset")
         return {"stopped_s": 0.25}
 
-    def send(_) -> None:
+    def deliver() -> None:
         raise SyncBrokenError("the weight broadcast broke off")
 
     monkeypatch.setattr(control_module.ray, "get", get)
     control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
-    sender = type("Sender", (), {"handles": None, "send": send})()
+    sender = Sender(deliver=deliver)
     expected = contextlib.nullcontext() if all_have_them else pytest.raises(SyncBrokenError)
     with expected as raised:
         assert control.broadcast(sender, 3) == {"stopped_s": 0.25}
@@ -158,17 +196,14 @@ def test_a_broadcast_that_breaks_off_is_a_success_if_the_servers_that_live_have_
 
 @pytest.mark.parametrize("answer", ["none", "joined", "died"])
 def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, answer):
-    class Sender:
-        def open_group(self, num_engine_workers, *, host, timeout_s):
-            return WeightGroup(
-                host=host, port=0, world_size=2, backend="APR_NCCL", group_name="test",
-                timeout_s=timeout_s, bucket_bytes=1, params=(),
-            )  # fmt: skip
+    def connect(endpoint, is_hopeless):
+        assert endpoint == ("endpoint", 1, "127.0.0.1", 5.0)
+        hopeless.append(is_hopeless())
+        if hopeless[0]:
+            raise SyncBrokenError("the engine workers did not join")
 
-        def connect(self, group, is_hopeless):
-            hopeless.append(is_hopeless())
-            if hopeless[0]:
-                raise SyncBrokenError("the engine workers did not join")
+    def open_(num_engine_workers, *, host, timeout_s):
+        return ("endpoint", num_engine_workers, host, timeout_s)
 
     def get(ref, timeout=None):
         if ref[0] == "worker.weight_group_state":
@@ -185,5 +220,5 @@ def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, 
     control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
     expected = pytest.raises(RayError, match="no rollout server runs")
     with expected if answer == "died" else contextlib.nullcontext():
-        control.connect(Sender(), timeout_s=5.0)
+        control.connect(Sender(open=open_, connect=connect), timeout_s=5.0)
     assert hopeless == [answer == "died"]

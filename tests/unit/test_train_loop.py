@@ -10,6 +10,7 @@ from ray_apr.config import TrainConfig
 from ray_apr.exceptions import TrainError
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
+from ray_apr.train.residency import AlwaysThere
 from ray_apr.train.step import check_batch
 from tests.train_batches import make_batches, make_samples
 
@@ -70,7 +71,8 @@ def loop(monkeypatch):
     )
     loop._settings = {"algorithm": None, "model": "none"}
     loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
-    loop._model = loop._optimizer = loop._reference = loop._offload = loop._sampling = None
+    loop._model = loop._optimizer = loop._reference = loop._sampling = None
+    loop._residency = AlwaysThere()
     loop._gate, loop._row, loop._started_at = None, {}, 0.0
     loop._progress = Progress(step=0, policy_version=0)
     loop._reports = reports
@@ -113,8 +115,9 @@ def test_a_loop_behind_a_gate_does_what_is_ordered(loop):
 def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     loop._train, turns = TrainConfig(steps=3), []
     loop._progress = Progress(step=2, policy_version=2)
-    loop._offload = object()
-    loop._begin_turn = lambda: turns.append("trainer's")
+    loop._residency = types.SimpleNamespace(
+        shares_device=True, enter=lambda: turns.append("trainer's")
+    )
     loop._publisher.publish = lambda version, timeout_s: turns.append(("engines'", version))
     orders = ["saved", None]
     loop._gate = types.SimpleNamespace(next=lambda: orders.pop(0))

@@ -197,16 +197,16 @@ def test_settings_that_mean_nothing_are_refused(field, value):
         TrainConfig(**{field: value})
 
 
-@pytest.mark.parametrize("handles", [None, {"gpu": []}])
-async def test_engines_score_once_they_have_the_weights_and_go_on(handles):
+@pytest.mark.parametrize("holds_device", [False, True])
+async def test_engines_score_once_they_have_the_weights_and_go_on(holds_device):
     """Those that share the trainer's device have no KV cache before they go on."""
     engine = ScriptedEngine(num_replicas=2)
     sync = WeightSync(engine, pause_mode="abort", timeout_s=5.0)
     sequences = canary_sequences(100, 8)
     await engine.expect_scores(3, sequences)
-    await sync.begin(3, handles)
-    if handles is not None:
-        await sync.wait_until_read()
+    await sync.begin(3, holds_device=holds_device)
+    await sync.wait_until_received()
+    if holds_device:
         assert await engine.weight_scores() == [] and engine.is_paused
     await sync.finish()
     scores = await engine.weight_scores()

@@ -1,16 +1,19 @@
-"""Buckets of a weight broadcast, and the group's description on the wire."""
+"""Buckets of a weight broadcast, and what engines need to know of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import pickle
 
 import pytest
+import ray.cloudpickle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_apr.exceptions import WeightSyncError
-from ray_apr.weights.plan import ALIGNMENT, ITEM_BYTES, ParamSpec, WeightGroup, plan_buckets
+from ray_apr.weights.plan import ALIGNMENT, ITEM_BYTES, ParamSpec, plan_buckets
+from ray_apr.weights.transports.gloo import GlooEndpoint
+from ray_apr.weights.transports.nccl import NCCLEndpoint
+from ray_apr.weights.transports.shared import SharedEndpoint
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 models = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), max_size=30).map(
@@ -44,18 +47,16 @@ def test_only_a_single_large_parameter_makes_a_bucket_too_large(params, bucket_b
 
 @given(models, st.integers(1, 20_000))
 def test_both_sides_compute_the_same_plan_from_what_crosses_the_wire(params, bucket_bytes):
-    group = make_group(params=tuple(params), bucket_bytes=bucket_bytes)
-    there = WeightGroup.from_dict(json.loads(json.dumps(group.to_dict())))
-    assert there == group
-    assert there.buckets() == plan_buckets(params, bucket_bytes)
-
-
-def make_group(**changes) -> WeightGroup:
-    values = {
-        "host": "127.0.0.1", "port": 1234, "world_size": 3, "backend": "APR_GLOO",
-        "group_name": "g", "timeout_s": 2.5, "bucket_bytes": 1 << 20, "params": (),
-    }  # fmt: skip
-    return WeightGroup(**{**values, **changes})
+    common = {"params": tuple(params), "bucket_bytes": bucket_bytes}
+    group = {"host": "127.0.0.1", "world_size": 3, "group_name": "g", "timeout_s": 2.5, **common}
+    for endpoint in (
+        GlooEndpoint(port=1234, **group),
+        NCCLEndpoint(nccl_id="00ff", **group),
+        SharedEndpoint(**common),
+    ):
+        there = pickle.loads(ray.cloudpickle.dumps(endpoint))
+        assert there == endpoint
+        assert plan_buckets(there.params, there.bucket_bytes) == plan_buckets(params, bucket_bytes)
 
 
 def test_a_parameter_larger_than_a_bucket_gets_one_of_its_own():
@@ -78,11 +79,3 @@ def test_a_name_that_comes_twice_is_refused():
 def test_an_unknown_data_type_is_refused():
     with pytest.raises(WeightSyncError, match="data type int4; send one of float32"):
         plan_buckets([ParamSpec("w", (2,), "int4")], 1024)
-
-
-def test_a_group_ignores_further_keys_and_misses_none():
-    group = make_group(params=(ParamSpec("w", (2, 3), "bfloat16"),))
-    assert WeightGroup.from_dict({**group.to_dict(), "later": 1}) == group
-    for field in dataclasses.fields(WeightGroup):
-        with pytest.raises(KeyError, match=field.name):
-            WeightGroup.from_dict({k: v for k, v in group.to_dict().items() if k != field.name})

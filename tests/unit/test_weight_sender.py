@@ -1,4 +1,4 @@
-"""The trainer's end of a weight sync (weights/sender.py)."""
+"""The trainer's end of a weight sync (weights/transports/group.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import dataclasses
 import threading
 
 import pytest
+import ray.cloudpickle
 import torch
-from ray.util.collective import types as collective_types
 
+from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import WeightSyncError
-from ray_apr.weights.collective import address, as_tensor, join
-from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.collective import from_rank_0, join
+from ray_apr.weights.gathered import GatheredWeights
+from ray_apr.weights.inbox import WeightInbox
+from ray_apr.weights.transports.gloo import GlooEndpoint, GlooSender
 
 
 class Tied(torch.nn.Module):
@@ -23,40 +26,39 @@ class Tied(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(5)
 
 
+def make_sender() -> GlooSender:
+    return GlooSender(GatheredWeights(Tied(), bucket_mb=0.0001))
+
+
 def test_the_weights_arrive_whole_at_every_member_and_tied_ones_once():
     model = Tied()
-    sender = WeightSender(model, bucket_mb=0.0001)
-    assert [p.name for p in sender.params] == ["embed.weight", "norm.weight", "norm.bias"]
-    group = sender.open_group(2, host="127.0.0.1", timeout_s=20)
+    weights = GatheredWeights(model, bucket_mb=0.0001)
+    sender = GlooSender(weights)
+    assert [p.name for p in weights.params] == ["embed.weight", "norm.weight", "norm.bias"]
+    assert len(weights.buckets) > 1
+    endpoint = sender.open(2, host="127.0.0.1", timeout_s=20)
+    group = WeightGroup(timeout_s=20, endpoint=ray.cloudpickle.dumps(endpoint))
     received: dict[int, dict[str, torch.Tensor]] = {1: {}, 2: {}}
-    options = collective_types.BroadcastOptions()
-    options.root_rank, options.root_tensor = 0, 0
 
     def receive(rank: int) -> None:
-        member = join(group, rank)
-        for bucket in group.buckets():
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            member.broadcast([buffer], options)
-            for piece in bucket.slices:
-                spec = piece.param
-                received[rank][spec.name] = as_tensor(
-                    buffer, piece.offset, spec.shape, spec.dtype
-                ).clone()
-        member.destroy_group()
+        inbox = WeightInbox()
+        inbox.join(group, rank)
+        received[rank] = {name: tensor.clone() for name, tensor in inbox.receive()}
+        inbox.close()
 
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
     for thread in threads:
         thread.start()
     sender.gather()
-    member = join(group, 0)
-    for bucket in sender.staged:
-        member.broadcast([bucket], options)
+    member = join(endpoint, 0)
+    for bucket in weights.staged:
+        member.broadcast([bucket], from_rank_0())
     for thread in threads:
         thread.join(timeout=20)
-    for weights in received.values():
-        assert set(weights) == {p.name for p in sender.params}
+    for found in (*received.values(), dict(weights.named())):
+        assert set(found) == {p.name for p in weights.params}
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(weights[name], parameter, rtol=0, atol=0)
+            torch.testing.assert_close(found[name], parameter, rtol=0, atol=0)
 
 
 def test_what_was_gathered_survives_a_group_that_breaks_and_a_second_sending(monkeypatch):
@@ -72,30 +74,28 @@ def test_what_was_gathered_survives_a_group_that_breaks_and_a_second_sending(mon
     monkeypatch.setattr("ray.util.collective.destroy_collective_group", left.append)
     monkeypatch.setattr("ray.util.collective.get_group_handle", lambda _: FakeGroup())
     monkeypatch.setattr("ray.util.collective.broadcast", broadcast)
-    sender = WeightSender(Tied(), bucket_mb=1)
-    group = sender.open_group(1, host="127.0.0.1", timeout_s=1.0)
+    sender = make_sender()
+    group = sender.open(1, host="127.0.0.1", timeout_s=1.0)
     sender.gather()
     broken = dataclasses.replace(group, group_name="broken")
     sender.connect(broken)
     with pytest.raises(WeightSyncError, match="broke off: connection closed"):
-        sender.send()
-    assert left == [address(broken)], "peers that still receive must not wait for the rest"
+        sender.deliver()
+    assert left == [broken.address], "peers that still receive must not wait for the rest"
     for name in ("second", "third"):  # a peer of the second group may have missed them
         sender.connect(dataclasses.replace(group, group_name=name))
-        sender.send()
-    num_bytes = sum(buffer.numel() for buffer in sender.staged)
-    assert sent == [("second", num_bytes), ("third", num_bytes)]
+        sender.deliver()
+    sizes = [buffer.numel() for buffer in sender.weights.staged]
+    assert sent == [(name, size) for name in ("second", "third") for size in sizes]
     sender.release()
-    with pytest.raises(WeightSyncError, match="comes before send"):
-        sender.send()
+    with pytest.raises(WeightSyncError, match="comes before deliver"):
+        sender.deliver()
 
 
 def test_a_group_that_does_not_form_is_left_and_hopelessness_is_asked_for(monkeypatch):
-    from ray_apr.weights import sender as sender_module
-
     asked, left = [], []
 
-    def meet(joined, group, *, timeout_s, is_hopeless):
+    def meet(self, joined, *, timeout_s, is_hopeless):
         asked.append((timeout_s, is_hopeless()))
         raise RuntimeError("a member will not come")
 
@@ -103,12 +103,12 @@ def test_a_group_that_does_not_form_is_left_and_hopelessness_is_asked_for(monkey
     monkeypatch.setattr("ray.util.collective.is_group_initialized", lambda _: True)
     monkeypatch.setattr("ray.util.collective.destroy_collective_group", left.append)
     monkeypatch.setattr("ray.util.collective.get_group_handle", lambda _: FakeGroup())
-    monkeypatch.setattr(sender_module, "meet", meet)
-    sender = WeightSender(Tied(), bucket_mb=1)
-    group = sender.open_group(1, host="127.0.0.1", timeout_s=7.0)
+    monkeypatch.setattr(GlooEndpoint, "meet", meet)
+    sender = make_sender()
+    group = sender.open(1, host="127.0.0.1", timeout_s=7.0)
     with pytest.raises(WeightSyncError, match=r"did not join .*limit 7 s.*will not come"):
         sender.connect(group, is_hopeless=lambda: True)
-    assert (asked, left) == ([(7.0, True)], [address(group)])
+    assert (asked, left) == ([(7.0, True)], [group.address])
 
 
 class FakeGroup:
@@ -116,6 +116,6 @@ class FakeGroup:
         """All is there."""
 
 
-def test_send_needs_a_group_and_gathered_weights():
-    with pytest.raises(WeightSyncError, match="comes before send"):
-        WeightSender(Tied(), bucket_mb=1).send()
+def test_delivering_needs_a_group_and_gathered_weights():
+    with pytest.raises(WeightSyncError, match="comes before deliver"):
+        make_sender().deliver()

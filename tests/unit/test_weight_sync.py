@@ -16,7 +16,7 @@ from ray_apr.exceptions import (
     WeightSyncError,
 )
 from ray_apr.types import FinishReason, SamplingParams
-from ray_apr.weights.plan import ParamSpec, WeightGroup
+from ray_apr.weights.plan import ParamSpec
 from ray_apr.weights.sync import WeightSync
 from tests.fakes import ScriptedEngine, generate_request
 
@@ -41,10 +41,10 @@ class RecordingEngine(ScriptedEngine):
         await super().pause(mode)
         await self._note(f"pause {mode}")
 
-    async def receive_weights(self, policy_version: int, handles=None, *, resume=False) -> None:
+    async def receive_weights(self, policy_version: int, notice=b"", *, resume=False) -> None:
         await self._note("receive, go on" if resume else "receive")
         await self.sent.wait()
-        await super().receive_weights(policy_version, handles, resume=resume)
+        await super().receive_weights(policy_version, notice, resume=resume)
 
     async def resume(self) -> None:
         await self._note("resume")
@@ -77,8 +77,8 @@ async def test_engines_that_read_shared_weights_go_on_when_these_are_released():
     engine, sync = make()
     for version in (1, 2):
         engine.verbs.clear()
-        await sync.begin(version, {"gpu": []})
-        reading = asyncio.create_task(sync.wait_until_read())
+        await sync.begin(version, holds_device=True)
+        reading = asyncio.create_task(sync.wait_until_received())
         await asyncio.sleep(0.01)
         assert not reading.done()
         engine.sent.set()
@@ -91,12 +91,12 @@ async def test_engines_that_read_shared_weights_go_on_when_these_are_released():
 
 async def test_shared_weights_that_cannot_be_read_or_are_never_released_end_the_sync():
     engine, sync = make(timeout_s=0.05)
-    await sync.begin(1, {})
+    await sync.begin(1, holds_device=True)
     with pytest.raises(WeightSyncError, match="no weights within"):
-        await sync.wait_until_read()
+        await sync.wait_until_received()
     engine.sent.set()
-    await sync.begin(2, {})
-    await sync.wait_until_read()
+    await sync.begin(2, holds_device=True)
+    await sync.wait_until_received()
     await asyncio.sleep(0.1)  # the trainer has died
     with pytest.raises(WeightSyncError, match="no weights within"):
         await sync.finish()
@@ -109,16 +109,16 @@ async def test_after_an_error_engines_go_on_once_shared_weights_are_freed(then):
     engine, sync = make(timeout_s=0.2)
     engine.sent.set()
     engine.fail_next_sync = WeightSyncError("no train worker shares GPU-1")
-    await sync.begin(1, {"gpu": []})
+    await sync.begin(1, holds_device=True)
     with pytest.raises(WeightSyncError, match="version 1: no train worker shares GPU-1"):
-        await sync.wait_until_read()
+        await sync.wait_until_received()
     assert engine.is_paused and "resume" not in engine.verbs
     if then == "finish":
         with pytest.raises(WeightSyncError, match="no train worker shares GPU-1"):
             await sync.finish()
     elif then == "begin":
-        await sync.begin(2, {"gpu": []})
-        await sync.wait_until_read()
+        await sync.begin(2, holds_device=True)
+        await sync.wait_until_received()
         assert engine.is_paused and "resume" not in engine.verbs
         await sync.finish()
     else:  # the trainer has died
@@ -250,17 +250,25 @@ async def test_engines_go_on_by_themselves_when_nobody_finishes_the_sync(caplog)
 torch = pytest.importorskip("torch")
 
 
-def gloo_group(world_size: int, timeout_s: float = LIMIT_S) -> WeightGroup:
-    from ray_apr.weights.gloo import GLOO, open_rendezvous
+def gloo_group(world_size: int, timeout_s: float = LIMIT_S):
+    from ray_apr.weights.transports.gloo import open_rendezvous
 
-    return WeightGroup(
-        host="127.0.0.1", port=open_rendezvous(timeout_s), world_size=world_size, backend=GLOO,
-        group_name="test", timeout_s=timeout_s, bucket_bytes=1 << 20,
-        params=(ParamSpec("w", (3,), "float32"),),
-    )  # fmt: skip
+    return gloo_endpoint(
+        world_size=world_size, port=open_rendezvous(timeout_s), timeout_s=timeout_s
+    )
 
 
-def in_threads(group: WeightGroup, body):
+def gloo_endpoint(**changes):
+    from ray_apr.weights.transports.gloo import GlooEndpoint
+
+    values = {
+        "host": "127.0.0.1", "port": 1, "world_size": 2, "group_name": "test", "timeout_s": 0.5,
+        "bucket_bytes": 1 << 20, "params": (ParamSpec("w", (3,), "float32"),),
+    }  # fmt: skip
+    return GlooEndpoint(**{**values, **changes})
+
+
+def in_threads(group, body):
     """Run ``body(member, rank)`` as every member of a group; returns results or errors by rank."""
     from ray_apr.weights.collective import join
 
@@ -324,7 +332,7 @@ def test_a_group_that_cannot_form_ends_for_all_members_as_soon_as_rank_0_says_so
     """Without it they waited for a member that had died until the limit, with engines that stood
     still."""
     from ray_apr.weights.collective import join
-    from ray_apr.weights.gloo import close_rendezvous
+    from ray_apr.weights.transports.gloo import close_rendezvous
 
     group = gloo_group(3, timeout_s=60.0)
     errors: list[WeightSyncError] = []
@@ -347,22 +355,21 @@ def test_a_group_that_cannot_form_ends_for_all_members_as_soon_as_rank_0_says_so
 
 def test_a_rendezvous_that_is_gone_is_an_error():
     from ray_apr.weights.collective import join
-    from ray_apr.weights.gloo import GLOO
 
-    group = WeightGroup(
-        host="127.0.0.1", port=1, world_size=2, backend=GLOO, group_name="test", timeout_s=0.5,
-        bucket_bytes=1, params=(),
-    )  # fmt: skip
-    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not join"):
-        join(group, 1)
+    with pytest.raises(WeightSyncError, match=r"rank 1 of 2 could not join .*127\.0\.0\.1:1"):
+        join(gloo_endpoint(), 1)
 
 
 def test_a_backend_that_is_missing_is_named():
     from ray_apr.weights.collective import join
+    from ray_apr.weights.transports.gloo import GlooEndpoint
 
-    group = WeightGroup(
-        host="127.0.0.1", port=1, world_size=1, backend="APR_OTHER", group_name="test",
-        timeout_s=0.5, bucket_bytes=1, params=(),
+    class OtherEndpoint(GlooEndpoint):
+        backend = "APR_OTHER"
+
+    other = OtherEndpoint(
+        host="127.0.0.1", port=1, world_size=1, group_name="test", timeout_s=0.5, bucket_bytes=1,
+        params=(),
     )  # fmt: skip
     with pytest.raises(WeightSyncError, match="APR_OTHER is not available"):
-        join(group, 0)
+        join(other, 0)

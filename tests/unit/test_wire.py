@@ -13,8 +13,8 @@ from transformers.core_model_loading import Chunk, Concatenate, Transpose, Weigh
 
 from ray_apr.exceptions import WeightSyncError
 from ray_apr.train.checkpoint import export_hf, full_parameters
+from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.plan import plan_buckets
-from ray_apr.weights.sender import WeightSender
 from ray_apr.weights.wire import wire_tensors
 from tests.families import FAMILIES, make_family
 
@@ -30,7 +30,7 @@ def test_names_shapes_and_values_on_the_wire_and_in_exports_are_those_of_the_che
     folder = make_family(family, tmp_path / "model")
     checkpoint = load_file(folder / "model.safetensors")
     model = load(folder)
-    sender = WeightSender(model, bucket_mb=0.05)
+    sender = GatheredWeights(model, bucket_mb=0.05)
     buffers = {name for name, _ in model.named_buffers()}
     learned = {n: t for n, t in checkpoint.items() if n not in buffers}
     assert {p.name: p.shape for p in sender.params} == {n: t.shape for n, t in learned.items()}
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_needs_more_than_cutting_is_refused(tmp_path, conversi
     model = load(make_family("Qwen3", tmp_path))
     model._weight_conversions = [conversion]
     with pytest.raises(WeightSyncError, match=match):
-        WeightSender(model, bucket_mb=1)
+        GatheredWeights(model, bucket_mb=1)
 
 
 def test_before_transformers_5_a_model_is_as_its_checkpoint(tmp_path, monkeypatch):

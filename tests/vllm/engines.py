@@ -82,12 +82,15 @@ class Trainer:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from ray_apr.weights.sender import WeightSender
+        from ray_apr.weights.gathered import GatheredWeights
+        from ray_apr.weights.transports.gloo import GlooSender
 
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model: Any = model
-        self.sender = WeightSender(self.model, bucket_mb=0.125, wire_dtype=wire_dtype)
+        self.sender = GlooSender(
+            GatheredWeights(self.model, bucket_mb=0.125, wire_dtype=wire_dtype)
+        )
         self.collective: Any = None
 
     def change(self) -> None:
@@ -100,22 +103,15 @@ class Trainer:
 
     async def join(self, engine: Any) -> None:
         """Build a group of this trainer and one engine."""
-        from ray_apr.weights.collective import join
-
-        group = self.sender.open_group(1, host="127.0.0.1", timeout_s=20.0)
-        joined = asyncio.create_task(engine.join_weight_group(group.to_dict(), 1))
-        self.collective = await asyncio.to_thread(join, group, 0)
-        await joined
+        self.collective = await joined_by(self.sender, engine, timeout_s=20.0)
 
     def broadcast(self, num_buckets: int | None = None) -> None:
         """Send all buckets, or the first of them, as a train worker does."""
-        from ray.util.collective import types
+        from ray_apr.weights.collective import from_rank_0
 
-        options = types.BroadcastOptions()
-        options.root_rank, options.root_tensor = 0, 0
         self.sender.gather()
-        for bucket in self.sender.staged[:num_buckets]:
-            self.collective.broadcast([bucket], options)
+        for bucket in self.sender.weights.staged[:num_buckets]:
+            self.collective.broadcast([bucket], from_rank_0())
 
     async def sync(self, engine: Any, version: int, mode: str = "abort") -> None:
         """One whole weight sync."""
@@ -155,31 +151,20 @@ class DirectControl:
         return self._collective is not None
 
     def connect(self, sender: Any, *, timeout_s: float) -> None:
-        from ray_apr.weights.collective import join
-
-        group = sender.open_group(1, host="127.0.0.1", timeout_s=timeout_s)
-
-        async def meet() -> None:
-            joined = asyncio.create_task(self.engine.join_weight_group(group.to_dict(), 1))
-            self._collective = await asyncio.to_thread(join, group, 0)
-            await joined
-
-        self.run(meet())
+        self._collective = self.run(joined_by(sender, self.engine, timeout_s=timeout_s))
 
     def broadcast(self, sender: Any, policy_version: int) -> dict[str, float]:
-        from ray.util.collective import types
+        from ray_apr.weights.collective import from_rank_0
 
-        leaving = named_tensors(sender)
+        leaving = dict(sender.weights.named())
         copies = {name: tensor.clone() for name, tensor in leaving.items()}
         if self.spoil is not None:
             self.spoil(leaving, self._before)
         self._before = copies
-        options = types.BroadcastOptions()
-        options.root_rank, options.root_tensor = 0, 0
 
         def send() -> None:
-            for bucket in sender.staged:
-                self._collective.broadcast([bucket], options)
+            for bucket in sender.weights.staged:
+                self._collective.broadcast([bucket], from_rank_0())
 
         async def sync() -> float:
             begin = time.monotonic()
@@ -208,17 +193,19 @@ class DirectControl:
         pass
 
 
-def named_tensors(sender: Any) -> dict[str, Any]:
-    """What a `WeightSender` has gathered, by name; changes of them are sent."""
-    from ray_apr.weights.collective import as_tensor
-    from ray_apr.weights.plan import plan_buckets
+async def joined_by(sender: Any, engine: Any, *, timeout_s: float) -> Any:
+    """Let one engine join a new group; returns rank 0's end of it."""
+    import ray.cloudpickle
 
-    buckets = plan_buckets(sender.params, sender._bucket_bytes)
-    return {
-        s.param.name: as_tensor(buffer, s.offset, s.param.shape, s.param.dtype)
-        for bucket, buffer in zip(buckets, sender.staged, strict=True)
-        for s in bucket.slices
-    }
+    from ray_apr.core.messages import WeightGroup
+    from ray_apr.weights.collective import join
+
+    endpoint = sender.open(1, host="127.0.0.1", timeout_s=timeout_s)
+    group = WeightGroup(timeout_s=timeout_s, endpoint=ray.cloudpickle.dumps(endpoint))
+    joined = asyncio.create_task(engine.join_weight_group(group, 1))
+    collective = await asyncio.to_thread(join, endpoint, 0)
+    await joined
+    return collective
 
 
 @contextlib.asynccontextmanager
@@ -257,12 +244,14 @@ class SyncingTrainer:
         from ray_apr.train.fsdp import build_model
         from ray_apr.train.publish import WeightPublisher
         from ray_apr.train.weight_check import WeightCheck
-        from ray_apr.weights.sender import WeightSender
+        from ray_apr.weights.gathered import GatheredWeights
+        from ray_apr.weights.transports import make_sender
 
         self.control = control
         self.config = TrainConfig(weight_bucket_mb=0.125, weight_check_every=1, **train)
         self.model: Any = build_model(str(folder), self.config, torch.device(device))
-        self.sender = WeightSender(self.model, bucket_mb=0.125, wire_dtype=dtype)
+        weights = GatheredWeights(self.model, bucket_mb=0.125, wire_dtype=dtype)
+        self.sender = make_sender("auto", weights, shares_device=False)
         self.check = WeightCheck(self.model, self.config)
         self.publisher = WeightPublisher(
             self.sender,

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+import pickle
 import signal
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from transformers import AutoTokenizer
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.train.head import attach_response_logprobs
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.types import FinishReason, Generation, Origin, Prompt, Sample, SamplingParams, Segment
-from ray_apr.weights.shared import SharedWeightSender
+from ray_apr.weights.gathered import GatheredWeights
+from ray_apr.weights.transports.shared import SharedSender
 from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches
@@ -800,9 +803,9 @@ def test_an_engine_that_slept_reads_the_weights_of_the_trainer_on_its_device(par
 
     async def body():
         version = engine.status().policy_version + 1
-        sender = SharedWeightSender(trainer.model, bucket_mb=0.125)
-        group = sender.open_group(1, host="127.0.0.1", timeout_s=20.0)
-        await engine.join_weight_group(group.to_dict(), 1)
+        sender = SharedSender(GatheredWeights(trainer.model, bucket_mb=0.125))
+        endpoint = pickle.dumps(sender.open(1, host="127.0.0.1", timeout_s=20.0))
+        await engine.join_weight_group(WeightGroup(timeout_s=20.0, endpoint=endpoint), 1)
         running = start(engine, sampling=FREE, max_tokens=450)
         await until_busy(engine)
         await engine.sleep("abort")
@@ -811,8 +814,8 @@ def test_an_engine_that_slept_reads_the_weights_of_the_trainer_on_its_device(par
         trainer.change()
         sender.gather()
         with pytest.raises(WeightSyncError, match="no train worker shares cpu of"):
-            await engine.receive_weights(version, {"GPU-7": []})
-        await engine.receive_weights(version, sender.handles)
+            await engine.receive_weights(version, pickle.dumps({"GPU-7": []}))
+        await engine.receive_weights(version, pickle.dumps(sender.prepare()))
         sender.release()
         await engine.resume()
         generation = await waiting

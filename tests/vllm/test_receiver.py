@@ -13,10 +13,12 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
-from ray_apr.serve import receiver as receiver_module
 from ray_apr.serve.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
 from ray_apr.serve.reload import reloading
-from ray_apr.weights.plan import WeightGroup
+from ray_apr.weights.buffers import Stages
+from ray_apr.weights.inbox import WeightInbox
+from ray_apr.weights.plan import ParamSpec, plan_buckets
+from ray_apr.weights.transports.nccl import NCCLReceiver
 
 pytestmark = pytest.mark.vllm
 
@@ -37,12 +39,10 @@ def make(**attributes) -> WeightReceiver:
 def test_a_model_that_is_refused_joins_no_group(monkeypatch):
     """known fault: all members met, and broke off afterwards."""
     joined: list[int] = []
-    monkeypatch.setattr(receiver_module, "join", lambda group, rank: joined.append(rank))
-    group = {"backend": "APR_GLOO"}
-    monkeypatch.setattr(WeightGroup, "from_dict", lambda given: SimpleNamespace(**given))
+    monkeypatch.setattr(WeightInbox, "join", lambda inbox, group, rank: joined.append(rank))
     receiver = make(model=KeepsProducts(), device=torch.device("cpu"))
     with pytest.raises(WeightSyncError, match="KeepsProducts keeps something"):
-        receiver.init_transfer_engine(ReceiverInit(group=group, first_rank=1))
+        receiver.init_transfer_engine(ReceiverInit(endpoint=b"", timeout_s=5.0, first_rank=1))
     assert joined == []
 
 
@@ -65,6 +65,7 @@ def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch
             order.append("leave")
 
     stream = SimpleNamespace(
+        record_event=lambda event: event,
         wait_stream=lambda other: None,
         wait_event=lambda event: None,
         cuda_stream=0,
@@ -72,21 +73,22 @@ def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch
     )
     cupy = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda *_: contextlib.nullcontext()))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
-    receiver = make(
-        device=torch.device("cuda"),
-        _collective=Silent(),
-        _stream=stream,
-        _reloads=reloads,
-        _timeout_s=5.0,
-        _buckets=[SimpleNamespace(num_bytes=4)],
-        _stages=[torch.zeros(4, dtype=torch.uint8)] * 3,
+    inbox = WeightInbox()
+    (bucket,) = plan_buckets([ParamSpec("w", (1,), "float32")], 64)
+    inbox._receiver = NCCLReceiver(
+        Silent(),
+        (bucket,),
+        Stages([bucket], torch.device("cpu")),
+        timeout_s=5.0,
+        loads_wait=reloads,
     )
+    receiver = make(device=torch.device("cuda"), _inbox=inbox, _stream=stream, _reloads=reloads)
     monkeypatch.setattr(
-        receiver, "_loading", lambda: contextlib.nullcontext(lambda number: order.append("load"))
+        receiver, "_loading", lambda: contextlib.nullcontext(lambda *_: order.append("load"))
     )
-    with pytest.raises(SyncBrokenError, match=f"{SYNC_BROKEN} at version 3: a peer"):
+    with pytest.raises(SyncBrokenError, match=f"{SYNC_BROKEN}: a peer"):
         receiver.receive_weights(ReceiverUpdate(policy_version=3))
     expected = ["broadcast", "wait", "leave"]
     assert order == (expected if reloads else ["broadcast", "load", "wait", "leave"])

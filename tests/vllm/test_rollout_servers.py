@@ -26,8 +26,9 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.train.control import RunControl
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.types import FinishReason, SamplingParams
-from ray_apr.weights.sender import WeightSender
+from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.sync import WeightSync
+from ray_apr.weights.transports.gloo import GlooSender
 from tests.fakes import generate_request
 from tests.processes import MARK, marked_environment, processes_of, wait_until_none
 from tests.tiny_model import make_tiny_model
@@ -286,8 +287,11 @@ class Syncs:
     async def join_weight_group(self, group, first_ranks):
         await self._client.join_weight_group(group, first_ranks)
 
-    async def begin_sync(self, policy_version, handles):
-        await self._sync.begin(policy_version, handles)
+    async def begin_sync(self, policy_version, notice, *, holds_device):
+        await self._sync.begin(policy_version, notice, holds_device=holds_device)
+
+    async def wait_until_received(self):
+        await self._sync.wait_until_received()
 
     async def finish_sync(self, policy_version):
         return dataclasses.asdict(await self._sync.finish())
@@ -303,7 +307,8 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         self._syncs = syncs
-        sender = WeightSender(AutoModelForCausalLM.from_pretrained(model), bucket_mb=0.01)
+        weights = GatheredWeights(AutoModelForCausalLM.from_pretrained(model), bucket_mb=0.01)
+        sender = GlooSender(weights)
         control = RunControl(
             buffer=None, worker=syncs, recorder=None, sync_timeout_s=SYNC_TIMEOUT_S
         )

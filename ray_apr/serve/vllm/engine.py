@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.activity import Activity
@@ -287,7 +286,7 @@ class VLLMEngine:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def join_weight_group(self, group: Mapping[str, Any], first_rank: int) -> None:
+    async def join_weight_group(self, group: WeightGroup, first_rank: int) -> None:
         """Let the workers join the group that weights arrive by.
 
         Raises:
@@ -296,12 +295,14 @@ class VLLMEngine:
         """
         await self._weights.join_group(group, first_rank)
 
-    async def receive_weights(
-        self, policy_version: int, handles: Mapping[str, list[Any]] | None = None
-    ) -> None:
-        """Take one broadcast of all weights; the engine is paused meanwhile.
+    async def receive_weights(self, policy_version: int, notice: bytes = b"") -> None:
+        """Take all weights of a version; the engine is paused meanwhile.
 
         If it slept, the weights' memory comes back first.
+
+        Args:
+            policy_version: Version of the weights.
+            notice: What the sender says of them, for the workers' `WeightInbox`.
 
         Raises:
             SyncBrokenError: If the weights did not arrive whole.
@@ -310,7 +311,7 @@ class VLLMEngine:
         self._core.check_alive()  # first: a dead one is not paused
         if not self.is_paused:
             raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
-        await self._weights.receive(policy_version, handles)
+        await self._weights.receive(policy_version, notice)
 
     def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Score sequences once the weights of a version are there; see `WeightScorer`."""

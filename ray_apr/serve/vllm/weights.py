@@ -8,10 +8,10 @@ Invariants, kept by `Weights`:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Mapping
-from typing import Any
 
+from ray_apr.core.messages import WeightGroup
 from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve.vllm.core import Core
 
@@ -38,12 +38,13 @@ class Weights:
         self.are_valid = True
         self.are_away = False
 
-    async def join_group(self, group: Mapping[str, Any], first_rank: int) -> None:
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """Let the workers join the group that weights arrive by; see `Engine`."""
         from ray_apr.serve.vllm_private import WeightTransferInitRequest
 
-        request = WeightTransferInitRequest({"group": dict(group), "first_rank": first_rank})
-        self._group_timeout_s = group["timeout_s"]
+        told = {**dataclasses.asdict(group), "first_rank": first_rank}  # of plain values
+        request = WeightTransferInitRequest(told)
+        self._group_timeout_s = group.timeout_s
         self._core.busy_until = time.monotonic() + self._group_timeout_s
         try:
             await self._core.ask(self._core.llm.init_weight_transfer_engine(request))
@@ -54,18 +55,18 @@ class Weights:
         finally:
             self._core.busy_until = 0.0
 
-    async def receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+    async def receive(self, policy_version: int, notice: bytes) -> None:
         """Take one set of weights; see `Engine`."""
         self.are_valid = False
         # a caller that gives up must not leave vLLM's update half done: no later one could begin
-        await asyncio.shield(asyncio.create_task(self._receive(policy_version, handles)))
+        await asyncio.shield(asyncio.create_task(self._receive(policy_version, notice)))
 
-    async def _receive(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+    async def _receive(self, policy_version: int, notice: bytes) -> None:
         async with self._updating:
             self.are_valid = False
             self._core.busy_until = time.monotonic() + self._group_timeout_s
             try:
-                await self._core.ask(self._update(policy_version, handles))
+                await self._core.ask(self._update(policy_version, notice))
             except EngineDiedError:
                 raise
             except Exception as error:
@@ -75,14 +76,14 @@ class Weights:
             self.policy_version = policy_version
             self.are_valid = True
 
-    async def _update(self, policy_version: int, handles: Mapping[str, list[Any]] | None) -> None:
+    async def _update(self, policy_version: int, notice: bytes) -> None:
         from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
 
         llm = self._core.llm
         if self.are_away:
             await llm.wake_up(["weights"])
         await llm.start_weight_update()
-        update = {"policy_version": policy_version, "handles": handles}
+        update = {"policy_version": policy_version, "notice": notice}
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         if self._core.attests:
             await llm.finish_weight_update(weight_version=str(policy_version))

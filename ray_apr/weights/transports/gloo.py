@@ -1,16 +1,26 @@
-"""A Gloo group of ray.util.collective that lives beside torch.distributed's default group."""
+"""Weights that are broadcast between hosts' memories, by a Gloo group of the members' own.
+
+The group lives beside torch.distributed's default one; see `weights.collective`.
+"""
 
 from __future__ import annotations
 
 import datetime
 import socket
-from typing import Any
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from ray.util.collective import types
 
 from ray_apr.ray_private import BaseGroup
 from ray_apr.torch_private import gloo_options
+from ray_apr.weights.buffers import byte_buffer
+from ray_apr.weights.collective import from_rank_0, join, register
+from ray_apr.weights.transports.base import BucketParcel, Member, Parcel
+from ray_apr.weights.transports.group import GroupEndpoint, GroupSender
 
 GLOO = "APR_GLOO"
 
@@ -49,7 +59,7 @@ class GlooGroup(BaseGroup):
     Args:
         world_size: Number of members.
         rank: Rank of this member.
-        group_name: What `address` returned: name, host, port and time limit.
+        group_name: A `GlooEndpoint.address`: name, host, port and time limit.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -129,3 +139,73 @@ def _own_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # UDP: chooses a route, sends nothing
         return probe.getsockname()[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlooEndpoint(GroupEndpoint):
+    """A Gloo group of the trainer and all engine workers."""
+
+    backend: ClassVar[str] = GLOO
+
+    port: int
+    """Where rank 0 holds the rendezvous."""
+
+    @property
+    def place(self) -> str:
+        """Where the members meet, for messages."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """Name in ray.util.collective."""
+        return f"{self.group_name}|{self.host}|{self.port}|{self.timeout_s}"
+
+    def register(self) -> None:
+        """Make the backend known in this process."""
+        register(GLOO, GlooGroup)
+
+    def give_up(self) -> None:
+        """End the wait of members that still come."""
+        close_rendezvous(self.port)
+
+    def join(self, member: Member) -> GlooReceiver:
+        """Join the group; waits for all members."""
+        return GlooReceiver(self, join(self, member.rank))
+
+
+class GlooReceiver:
+    """Receives bucket after bucket, each into memory of its own.
+
+    Args:
+        endpoint: Of the group.
+        joined: This member's end of it.
+    """
+
+    def __init__(self, endpoint: GlooEndpoint, joined: Any) -> None:
+        self._buckets = endpoint.buckets()
+        self._timeout_s = endpoint.timeout_s
+        self._joined = joined
+
+    def receive(self, notice: Any) -> Iterator[Parcel]:
+        """Give the buckets as they arrive; `RuntimeError` if the sender is gone."""
+        del notice
+        options = from_rank_0()
+        deadline = time.monotonic() + self._timeout_s  # of all buckets: a sync ends by its limit
+        for bucket in self._buckets:
+            options.timeout_ms = max(1, int(1000 * (deadline - time.monotonic())))
+            buffer = byte_buffer(bucket.num_bytes, "cpu")
+            self._joined.broadcast([buffer], options)
+            yield BucketParcel(bucket, buffer)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._joined.destroy_group()
+
+
+class GlooSender(GroupSender):
+    """Sends from the memory of rank 0's host."""
+
+    def open(self, num_engine_workers: int, *, host: str, timeout_s: float) -> GlooEndpoint:
+        """Open a rendezvous of a new group; see `WeightSender.open`."""
+        common = self.common(num_engine_workers, host, timeout_s)
+        return GlooEndpoint(port=open_rendezvous(timeout_s), **common)

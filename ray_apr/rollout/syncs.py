@@ -1,0 +1,140 @@
+"""Weight syncs, as train workers ask the rollout worker for them.
+
+Invariants, kept by `WeightSyncs`:
+    * Nothing is asked of the engines before they run.
+    * Where the settings say so, requests in flight end before engines are paused or sleep, in calls
+      of a limited time: the caller calls again.
+    * `_on_weights` follows each sync that succeeds, before its `finish_sync` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.messages import WeightGroup
+from ray_apr.exceptions import NoEngineError, RolloutError, SyncBrokenError
+from ray_apr.protocols import RolloutClient
+from ray_apr.types import WeightGroupState, WeightScores
+from ray_apr.weights.sync import WeightSync
+
+_DRAIN_CALL_S = 20.0
+
+
+class WeightSyncs:
+    """What an actor that keeps engines fed does for their weights; the base of `RolloutWorker`.
+
+    Args:
+        partial_rollout: What becomes of requests in flight.
+        timeout_s: Limit of one sync, without the responses that it lets end first.
+    """
+
+    def __init__(self, partial_rollout: PartialRolloutConfig, timeout_s: float) -> None:
+        self._pause_mode = partial_rollout.pause_mode
+        self._drains = partial_rollout.drain
+        self._timeout_s = timeout_s
+        self._draining: asyncio.Task[None] | None = None
+        self._engines_run = asyncio.Event()
+        self._client: RolloutClient
+
+    async def _on_weights(self, policy_version: int) -> None:
+        """Called once the engines have the weights of a version, and run."""
+        raise NotImplementedError
+
+    def _open_syncs(self, client: RolloutClient) -> None:
+        """Take syncs from now on: the engines run."""
+        self._client = client
+        self._sync = WeightSync(client, pause_mode=self._pause_mode, timeout_s=self._timeout_s)
+        self._engines_run.set()
+
+    def _close_syncs(self) -> None:
+        """Wait for no request any more."""
+        if self._draining is not None:
+            self._draining.cancel()
+
+    async def weight_group_state(self) -> WeightGroupState:
+        """Which replicas run, and whether just these are in the weight group."""
+        await self._engines_run.wait()
+        return await self._client.weight_group_state()
+
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
+        """Let these replicas join the group that weights arrive by."""
+        await self._client.join_weight_group(group, first_ranks)
+
+    async def sleep(self) -> bool:
+        """Have the engines leave their devices to the train workers, until the next sync.
+
+        Returns:
+            False if requests have to end first: the caller calls again.
+        """
+        await self._engines_run.wait()
+        if not await self._has_drained():
+            return False
+        await self._client.sleep("wait" if self._drains else "abort")
+        return True
+
+    async def begin_sync(
+        self, policy_version: int, notice: bytes = b"", *, holds_device: bool = False
+    ) -> bool:
+        """Pause the engines and let them receive the weights of `policy_version`; see
+        `WeightSync.begin`.
+
+        Returns:
+            False if requests have to end first: the caller calls again.
+        """
+        if not await self._has_drained():
+            return False
+        await self._sync.begin(policy_version, notice, holds_device=holds_device)
+        return True
+
+    async def _has_drained(self) -> bool:
+        """Let requests in flight end where the settings say so, in calls of a limited time.
+
+        Waits for: the engines. Unblocked by: the end of all requests; `_DRAIN_CALL_S`. A request
+        whose engine makes no progress is ended there.
+        """
+        if not self._drains:
+            return True
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._client.pause("wait"), name="drain")
+        draining = self._draining
+        await asyncio.wait({draining}, timeout=_DRAIN_CALL_S)
+        if draining.done():
+            self._draining = None
+            try:
+                draining.result()
+            except NoEngineError:
+                raise
+            except RolloutError as error:
+                raise SyncBrokenError(f"engines could not be paused: {error}") from error
+        return draining.done()
+
+    async def wait_until_received(self) -> None:
+        """Wait until the engines have the weights of the sync that has begun."""
+        await self._sync.wait_until_received()
+
+    async def finish_sync(self, policy_version: int) -> dict[str, float]:
+        """Let the engines run again, and go on under the new version.
+
+        Returns:
+            Seconds of the parts of the sync.
+        """
+        times = await self._sync.finish()
+        await self._on_weights(policy_version)
+        return dataclasses.asdict(times)
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have the engines score sequences once they have the weights of a version."""
+        await self._client.expect_scores(policy_version, sequences)
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What the engines have scored since `expect_scores`."""
+        return await self._client.weight_scores()
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module of one engine's model computes."""
+        return await self._client.probe_weights(replica_id, token_ids)
