@@ -4,9 +4,9 @@
     python benchmarks/gpu.py engine --shape tiny --context 2048 --out engine.json  # on a CPU
 
 Ours takes requests in together, where steps that do are dear, and hands tokens over in pieces
-(ray_apr/serve/scheduler.py); "ours, at once" only the latter. In turns, each starts an engine that
-generates `--inflight` responses of one length, then as many short ones at a time for a while, and
-is interrupted in the midst of them: until `pause` returns, and until all partial responses are
+(ray_apr/serve/vllm/scheduler.py); "ours, at once" only the latter. In turns, each starts an engine
+that generates `--inflight` responses of one length, then as many short ones at a time for a while,
+and is interrupted in the midst of them: until `pause` returns, and until all partial responses are
 there.
 """
 

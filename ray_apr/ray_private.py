@@ -13,10 +13,8 @@ RAY = PrivateNames(
     distributions=("ray",),
     tested="2.58 to 2.60",
     names={
-        "ConsistentHashRouter": "ray.serve.experimental.consistent_hash_router",
         "DeploymentHandle": "ray.serve.handle",
         "DeploymentBroadcastResponse": "ray.serve.handle",
-        "RequestRouterConfig": "ray.serve.config",
         "read_datasource": "ray.data.read_api",
         "DataContext": "ray.data.context",
         "_global_registry": f"{_COLLECTIVE}.backend_registry",
@@ -32,7 +30,6 @@ RAY = PrivateNames(
     members={
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s,return_exceptions)",
-        "RequestRouterConfig": "request_router_class",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
         "BackendRegistry": "get(name)",
@@ -47,12 +44,6 @@ RAY = PrivateNames(
 
 def __getattr__(name: str) -> Any:
     return RAY.get(name)
-
-
-def session_router() -> str:
-    """Serve's router that keeps a session at a replica, as `RequestRouterConfig` names it."""
-    router = RAY.get("ConsistentHashRouter")  # here, as Serve would miss it in its controller
-    return f"{RAY.names['ConsistentHashRouter']}:{router.__name__}"
 
 
 def collective_backend(name: str) -> Any:

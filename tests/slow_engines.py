@@ -10,10 +10,11 @@ import contextlib
 from types import SimpleNamespace
 
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import EngineUnavailableError
-from ray_apr.serve import client as client_module
+from ray_apr.serve import handle as handle_module
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.serve.server import RolloutServer
@@ -168,7 +169,7 @@ class Replica:
 
 
 class Serve:
-    """A deployment: routes by session, and kills what is not healthy three times in a row."""
+    """Deployments of one replica each, killed if it is not healthy three times in a row."""
 
     def __init__(self, config: RolloutConfig, **engines) -> None:
         self.replicas = [
@@ -197,34 +198,29 @@ class Serve:
     def living(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.died.is_set()]
 
-    def broadcast(self, verb, *args):
-        calls = [replica.call(verb, *args) for replica in self.living]
+    def handle(self, name: str, app_name: str) -> _Handle:
+        (replica,) = [replica for replica in self.replicas if replica.name == name]
+        return _Handle(replica)
 
-        async def results_async(*, timeout_s, return_exceptions):
+
+class _Handle:
+    """What leads to one engine."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def broadcast(self, verb, *args):
+        async def results_async(*, timeout_s):
+            if self._replica.died.is_set():
+                raise DeploymentUnavailableError(None)
             async with asyncio.timeout(timeout_s):
-                return await asyncio.gather(*calls, return_exceptions=return_exceptions)
+                return [await self._replica.call(verb, *args)]
 
         return SimpleNamespace(results_async=results_async)
 
-    def options(self, *, session_id):
-        living = self.living
-        return _Route(living[sum(session_id.encode()) % len(living)])
-
-
-class _Route:
-    def __init__(self, replica: Replica, *, streams: bool = False) -> None:
-        self._replica, self._streams = replica, streams
-
     def options(self, *, stream: bool):
-        return _Route(self._replica, streams=stream)
-
-    def __getattr__(self, verb: str):
-        if self._streams:
-            return SimpleNamespace(remote=self._replica.stream)
-        replica = self._replica
-        return SimpleNamespace(
-            remote=lambda *args: asyncio.ensure_future(replica.call(verb, *args))
-        )
+        assert stream
+        return SimpleNamespace(outcomes=SimpleNamespace(remote=self._replica.stream))
 
 
 @contextlib.contextmanager
@@ -238,7 +234,7 @@ def slow_engines(monkeypatch, config: RolloutConfig, *, tokens_per_s: float, len
         lengths: Gives the length of a sample's response.
     """
     serve = Serve(config, tokens_per_s=tokens_per_s, lengths=lengths)
-    monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: serve)
+    monkeypatch.setattr(handle_module.serve, "get_deployment_handle", serve.handle)
     monkeypatch.setattr(core_module.Core, "dead_error", _Dead)
     monkeypatch.setattr(
         engine_module,

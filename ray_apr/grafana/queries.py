@@ -17,7 +17,7 @@ VLLM_METRICS = (
     "ray_vllm_num_preemptions_total",
     "ray_vllm_inter_token_latency_seconds",
 )
-"""vLLM's own metrics that are shown, as Prometheus calls them (`serve.load.exporting_logger`)."""
+"""vLLM's own metrics that are shown, as Prometheus calls them (`serve.vllm.stats`)."""
 
 RUN = 'run=~"$run"'
 REPLICA = 'ReplicaId=~"$replica"'

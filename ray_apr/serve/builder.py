@@ -12,15 +12,14 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import ResourceError
-from ray_apr.ray_private import session_router
+from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
-from ray_apr.serve.names import DEPLOYMENT
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import environment, gpu_share
@@ -31,7 +30,7 @@ _POLL_S = 0.5
 
 
 def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Application:
-    """Bind the deployment of the rollout servers, behind an HTTP ingress if one is asked for.
+    """Bind a deployment for each engine, behind an HTTP ingress if one is asked for.
 
     Args:
         spec: What each engine is built from; its device is known.
@@ -42,11 +41,9 @@ def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Applicat
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     deployment = serve.deployment(
         RolloutServer,
-        name=DEPLOYMENT,
-        num_replicas=config.num_replicas,
+        num_replicas=1,
         max_ongoing_requests=100_000,
         max_constructor_retry_count=2,
-        request_router_config=RequestRouterConfig(request_router_class=session_router()),
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
@@ -57,7 +54,9 @@ def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Applicat
         },
         **_placement(spec, config.num_cpus_per_replica),
     )
-    servers = deployment.bind(spec)
+    names = engine_names(config.num_replicas)
+    others = [deployment.options(name=name).bind(spec) for name in names[1:]]
+    servers = deployment.options(name=names[0]).bind(spec, *others)  # so that Serve starts them
     if config.http_port is None:
         return servers
     return build_ingress(servers, config, spec.max_model_len)
@@ -121,8 +120,9 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
         app = serve.status().applications.get(app_name)
         if app is not None and app.status == ApplicationStatus.RUNNING:
             return
-        deployment = app.deployments.get(DEPLOYMENT) if app is not None else None
-        message = (deployment.message if deployment else "") or (app.message if app else "")
+        deployments = [] if app is None else app.deployments.values()
+        said = [deployment.message for deployment in deployments if deployment.message]
+        message = said[0] if said else app.message if app else ""
         if app is not None and app.status == ApplicationStatus.DEPLOY_FAILED:
             raise ResourceError(f"the rollout servers cannot start: {message}")
         if time.monotonic() > deadline:

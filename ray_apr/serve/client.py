@@ -1,17 +1,16 @@
-"""The client of all rollout servers: a `RolloutClient` over one Serve deployment.
+"""The client of all rollout servers: a `RolloutClient` over one Serve application.
 
 Invariants, kept by `ServeRolloutClient`:
-    * Requests of one session share a replica as long as one of them runs (prefix-cache hits); a
-      session that begins goes to the replica with the fewest requests.
-    * A control verb reaches every replica that lives, or raises what the first of the others said.
+    * Requests of one session share an engine as long as one of them runs (prefix-cache hits); a
+      session that begins goes to the engine with the fewest requests.
+    * A control verb reaches every engine that lives, or raises what the first of the others said.
       A replica whose engine is dead is dead, though its process lives until Serve replaces it.
     * Every control call has a time limit. A generate call ends with its engine's progress: the
       server sees to that, and Serve to servers that do not answer.
     * A request whose caller has gone is aborted where it runs.
 
-Serve routes a session id by consistent hashing, which neither balances nor tells where it goes. The
-client therefore routes by a few ids of its own, "slots", whose replicas it learns from their
-replies; a slot stands for a replica as long as the set of replicas does not change.
+A handle is an engine (`serve.handle`). Which engines get requests is learned from their statuses,
+and anew when one fails: those whose replica lives, makes tokens and has the newest weights.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ray import serve
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import (
-    EngineDiedError,
     EngineUnavailableError,
     RolloutError,
     SyncBrokenError,
@@ -39,8 +38,8 @@ from ray_apr.placement import Placement
 from ray_apr.protocols import PauseMode
 from ray_apr.serve.errors import none_runs, ours, translated
 from ray_apr.serve.exchange import Exchange
-from ray_apr.serve.names import DEPLOYMENT
-from ray_apr.serve.scores import SCORE_LIMIT_S
+from ray_apr.serve.handle import EngineHandle, engine_names, is_death
+from ray_apr.serve.spec import SCORE_LIMIT_S
 from ray_apr.types import (
     Generation,
     ServerStatus,
@@ -51,7 +50,8 @@ from ray_apr.types import (
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 60.0
-_NUM_SLOTS_TRIED = 64
+_LEARN_AGAIN_S = 5.0
+"""Pause of the question whether an engine that got no requests can take some now."""
 
 
 class ServeRolloutClient:
@@ -72,14 +72,16 @@ class ServeRolloutClient:
         max_inflight: int = 1024,
         weight_sync_timeout_s: float = 120.0,
     ) -> None:
-        self._handle: Any = serve.get_deployment_handle(DEPLOYMENT, app_name)
+        self._engines = {n: EngineHandle(app_name, n) for n in engine_names(config.num_replicas)}
         self._config = config
         self._weight_sync_timeout_s = weight_sync_timeout_s
-        self._slots: dict[str, Any] = {}
-        """A handle for each replica that gets requests, by replica id."""
-        self._handles: dict[str, Any] = {}
-        """The same, with those of replicas that have other weights."""
-        self._exchange = Exchange(self._find)
+        self._ready: dict[str, str] = {}
+        """Replica of each engine that gets requests."""
+        self._learned_at = -math.inf
+        """When they were learned; if never, they have to be before the next request."""
+        self._asking: asyncio.Task[None] | None = None
+        """Asks the others again."""
+        self._exchange = Exchange(self._engines)
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight
@@ -88,7 +90,7 @@ class ServeRolloutClient:
         self._policy_version = 0
         """Newest version that is known to be with the servers."""
         self._placed: dict[str, str] = {}
-        """Replica of each request under way."""
+        """Engine of each request under way."""
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -99,112 +101,108 @@ class ServeRolloutClient:
             RolloutError: If the request is refused, or has the id of another one that is under way.
             EngineUnavailableError: If no engine takes it, or its engine ended; no fault of it.
         """
-        if not self._slots:
-            try:
-                await self._learn()
-            except RolloutError as error:  # also where a server does not answer in time
-                raise EngineUnavailableError(str(error)) from error
+        await self._find_ready()
         request_id = request.request_id
         if request_id in self._placed:
             raise RolloutError(f"request {request_id} is under way already")
-        placement, slots = self._placement, self._slots
-        replica_id = self._placed[request_id] = placement.enter(
-            request.sample_id, request.session_id
-        )
+        placement = self._placement
+        engine = self._placed[request_id] = placement.enter(request.sample_id, request.session_id)
         request = dataclasses.replace(request, min_policy_version=self._policy_version)
         try:
-            generation = await self._outcome(replica_id, slots[replica_id], request)
+            generation = await self._outcome(engine, request)
         except EngineUnavailableError:
-            self._slots = {}  # learned again by the next call: a replica may be gone
+            self._learned_at = -math.inf  # a replica may be gone
             raise
         finally:
             del self._placed[request_id]
-            placement.leave(replica_id)
+            placement.leave(engine)
         newest = max((segment.policy_version for segment in generation.segments), default=0)
         self._policy_version = max(self._policy_version, newest)
-        if generation.replica_id != replica_id:
-            self._slots = {}  # the replicas have changed, and the slots with them
         return generation
 
-    async def _outcome(self, replica_id: str, slot: Any, request: GenerateRequest) -> Generation:
+    async def _outcome(self, engine: str, request: GenerateRequest) -> Generation:
         """Send a request, and wait for its end.
 
         Waits for: the outcome. Unblocked by: the replica, which ends what does not go on; its
         death; the limit of `Exchange` for one that says nothing.
         """
-        future = self._exchange.post(replica_id, request)
+        future = self._exchange.post(engine, request)
         try:
             return await future
         finally:
             request_id = request.request_id
-            if future.cancelled() and not self._exchange.withdraw(replica_id, request_id):
+            if future.cancelled() and not self._exchange.withdraw(engine, request_id):
                 with contextlib.suppress(RayError, RayServeException):
-                    slot.abort.remote([request_id])
-
-    async def _find(self, replica_id: str, is_elsewhere: bool) -> Any:
-        """A handle that leads to a replica; see `Exchange`."""
-        if is_elsewhere or replica_id not in self._handles:
-            self._slots = {}  # the replicas have changed, and the slots with them
-            await self._learn()
-        if replica_id not in self._handles:
-            raise EngineUnavailableError(f"{replica_id} is gone")
-        return self._handles[replica_id]
+                    self._engines[engine].tell("abort", [request_id])
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Give each replica at most this many requests from now on; unknown ones are left out."""
-        for replica_id, limit in limits.items():
-            if replica_id in self._slots:
-                self._placement.set_limit(replica_id, limit)
+        for engine, replica_id in self._ready.items():
+            if replica_id in limits:
+                self._placement.set_limit(engine, limits[replica_id])
 
-    async def _learn(self) -> None:
-        """Find a slot for each replica."""
+    async def _find_ready(self) -> None:
+        """See to it that some engines are known to take requests; where some others do not, ask
+        them again after a while, which nobody waits for."""
+        if self._learned_at == -math.inf:
+            try:
+                await self._learn()
+            except RolloutError as error:  # also where a server does not answer in time
+                raise EngineUnavailableError(str(error)) from error
+            return
+        is_due = time.monotonic() - self._learned_at > _LEARN_AGAIN_S
+        is_asking = self._asking is not None and not self._asking.done()
+        if len(self._ready) < len(self._engines) and is_due and not is_asking:
+            self._learned_at = time.monotonic()
+            self._asking = asyncio.create_task(self._ask_again(), name="ask-engines")
+
+    async def _ask_again(self) -> None:
+        try:
+            await self._learn(again=True)
+        except RolloutError as error:
+            logger.info("engines that got no requests are not asked: %s", error)
+
+    async def _learn(self, *, again: bool = False) -> None:
+        """Find out which engines can take requests, unless somebody just has."""
         async with self._learning:
-            if self._slots:
+            if self._learned_at != -math.inf and not again:
                 return
-            running = await self.status(drain=False)
+            running = await self._statuses(drain=False)
             # one that Serve has started again has the base model until the next sync, and one that
             # is paused may be in the midst of it
             newest = self._policy_version
-            living = [status for status in running if not status.is_stalled]
-            ready = {s.replica_id for s in living if s.is_paused or s.policy_version >= newest}
+            living = {n: status for n, status in running.items() if not status.is_stalled}
+            ready = {
+                engine: status.replica_id
+                for engine, status in living.items()
+                if status.is_paused or status.policy_version >= newest
+            }
             if not ready:
                 lacks = f"has the weights of version {newest}" if living else "makes any token"
                 raise EngineUnavailableError(f"no rollout server {lacks}")
-            replicas = {status.replica_id for status in running}
-            found: dict[str, Any] = {}
-            for number in range(_NUM_SLOTS_TRIED * len(replicas)):
-                if replicas <= set(found):
-                    break
-                handle = self._handle.options(session_id=f"slot-{number}")
-                async with ours("replica_id", _CONTROL_TIMEOUT_S):
-                    found.setdefault(await handle.replica_id.remote(), handle)
-            if missing := replicas - set(found):
-                logger.warning("no session leads to replicas %s; they stay idle", sorted(missing))
-            slots = {r: handle for r, handle in found.items() if r in ready}
-            if not slots:
-                raise EngineUnavailableError("no rollout server with the newest weights answers")
-            self._handles, self._slots = found, slots
-            self._placement = Placement(self._slots, limit=self._max_inflight)
+            if ready.keys() != self._ready.keys():
+                self._placement = Placement(ready, limit=self._max_inflight)
+            self._ready, self._learned_at = ready, time.monotonic()
 
     # -- control ---------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Abort these requests where they run (None: all, on all replicas)."""
+        """Abort these requests where they run (None: all, on all engines)."""
         if request_ids is None:
             return await self.abort_anywhere(None)
-        by_replica: dict[str, list[str]] = {}
+        by_engine: dict[str, list[str]] = {}
         num_unsent = 0
         for request_id in request_ids:
-            replica_id = self._placed.get(request_id)
-            if replica_id is not None and self._exchange.withdraw(replica_id, request_id):
+            engine = self._placed.get(request_id)
+            if engine is not None and self._exchange.withdraw(engine, request_id):
                 num_unsent += 1
-            elif replica_id is not None:
-                by_replica.setdefault(replica_id, []).append(request_id)
-        if not set(by_replica) <= set(self._slots):
-            return await self.abort_anywhere(request_ids)
-        async with ours("abort", _CONTROL_TIMEOUT_S):
-            calls = [self._slots[r].abort.remote(i) for r, i in by_replica.items()]
-            results = await asyncio.gather(*calls, return_exceptions=True)
+            elif engine is not None:
+                by_engine.setdefault(engine, []).append(request_id)
+        calls = [
+            self._engines[engine].call("abort", ids, timeout_s=_CONTROL_TIMEOUT_S)
+            for engine, ids in by_engine.items()
+        ]
+        results = await asyncio.gather(*calls, return_exceptions=True)
         # what a dead one has ends by itself
         return num_unsent + sum(_of_living([0, *results], "abort"))
 
@@ -238,7 +236,15 @@ class ServeRolloutClient:
         Args:
             drain: Whether the spans since the last status are taken along; only one reader may.
         """
-        return sorted(await self._all("status", drain), key=lambda status: status.replica_id)
+        statuses = await self._statuses(drain=drain)
+        return sorted(statuses.values(), key=lambda status: status.replica_id)
+
+    async def _statuses(self, *, drain: bool) -> dict[str, ServerStatus]:
+        """Status of each engine that lives, by its name."""
+        results = await self._ask("status", drain)
+        _of_living(results, "status")
+        found = zip(self._engines, results, strict=True)
+        return {engine: status for engine, status in found if not is_death(status)}
 
     async def weight_group_state(self) -> WeightGroupState:
         """Which replicas run; they get ranks in order of their ids, from 1 on."""
@@ -260,13 +266,23 @@ class ServeRolloutClient:
         limit_s = group.timeout_s + _CONTROL_TIMEOUT_S
         try:
             async with ours("join_weight_group", None):
-                response = self._handle.broadcast("join_weight_group", group, dict(first_ranks))
-                took_part = await response.results_async(timeout_s=limit_s)
+                given = (group, dict(first_ranks))
+                took_part = await asyncio.gather(
+                    *(self._joined(e, *given, timeout_s=limit_s) for e in self._engines.values())
+                )
         except RolloutError as error:  # one is dead, or does not answer
             raise SyncBrokenError(str(error)) from error
         if sum(took_part) < len(first_ranks):
             raise SyncBrokenError(f"only {sum(took_part)} of {len(first_ranks)} servers live")
         self._members = frozenset(first_ranks)
+
+    @staticmethod
+    async def _joined(engine: EngineHandle, *given: Any, timeout_s: float) -> bool:
+        """Whether an engine has joined; one that has no replica is in no group."""
+        try:
+            return bool(await engine.call("join_weight_group", *given, timeout_s=timeout_s))
+        except DeploymentUnavailableError:
+            return False
 
     async def receive_weights(
         self, policy_version: int, notice: bytes = b"", *, resume: bool = False
@@ -294,8 +310,8 @@ class ServeRolloutClient:
                 sum(received), len(members), policy_version,
             )  # fmt: skip
         self._policy_version = policy_version
-        if self._members != set(self._slots):
-            self._slots = {}  # learned again by the next call: a new replica may answer now
+        if self._members != set(self._ready.values()):
+            self._learned_at = -math.inf  # a new replica may answer now
 
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have all replicas score sequences once they have the weights of a version."""
@@ -316,22 +332,16 @@ class ServeRolloutClient:
     async def _all(
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> list[Any]:
-        """Call every replica; raise what the first one of them raised.
+        """Call every engine that lives; raise what the first one of them raised."""
+        return _of_living(await self._ask(verb, *args, timeout_s=timeout_s), verb)
 
-        A replica that has died is none any more, though Serve knows it for some seconds.
-        """
-        async with ours(verb, None):  # the answers have the limit
-            response = self._handle.broadcast(verb, *args)
-            results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
-        return _of_living(results, verb)
-
-
-def _is_death(result: object) -> bool:
-    """Whether an answer says that the replica or its engine is dead."""
-    cause = result.cause if isinstance(result, RayTaskError) else result
-    if isinstance(cause, ActorUnavailableError):  # of a connection; it may be back in a moment
-        return False
-    return isinstance(cause, RayActorError | EngineDiedError)
+    async def _ask(
+        self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
+    ) -> list[Any]:
+        """Answer or error of each engine."""
+        engines = self._engines.values()
+        calls = [engine.call(verb, *args, timeout_s=timeout_s) for engine in engines]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def _of_living(results: Iterable[Any], verb: str) -> list[Any]:
@@ -340,7 +350,7 @@ def _of_living(results: Iterable[Any], verb: str) -> list[Any]:
     Raises:
         APRError: What one of them raised, or that there is none.
     """
-    living = [result for result in results if not _is_death(result)]
+    living = [result for result in results if not is_death(result)]
     errors = [result for result in living if isinstance(result, BaseException)]
     if errors:
         raise translated(errors[0], f"{verb} on {len(errors)} of {len(living)} replicas")

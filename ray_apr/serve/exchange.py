@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,14 @@ from ray.serve.exceptions import RayServeException
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.serve.errors import ours, without_pages
+from ray_apr.serve.handle import EngineHandle
 from ray_apr.serve.mailbox import STREAM_S, Outcome
 from ray_apr.types import FinishReason, Generation
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""
+_LISTEN_S = 2.0
+"""A replica says at once that it streams; one that is silent for so long is asked whether it is."""
 _SILENT_S = 600.0
 """Limit of one Serve call to a replica that says nothing: a server ends its streams much earlier,
 and Serve replaces one that does not answer its health checks (`serve.builder`). What is given up
@@ -43,32 +46,31 @@ before that would come out later, and be lost."""
 
 @dataclass
 class _Call:
-    replica_id: str
     future: asyncio.Future[Generation]
-    is_sent: bool = False
+    replica_id: str = ""
+    """Who has it; nobody, until it is sent."""
 
 
 class Exchange:
     """The client's side.
 
     Args:
-        find: Returns a handle that leads to a replica; the second argument tells that the last one
-            led elsewhere. Raises an `APRError` for a replica that is gone.
+        engines: By their names.
     """
 
-    def __init__(self, find: Callable[[str, bool], Awaitable[Any]]) -> None:
+    def __init__(self, engines: Mapping[str, EngineHandle]) -> None:
         self._id = uuid.uuid4().hex
-        self._find = find
+        self._engines = engines
         self._calls: dict[str, _Call] = {}
         self._num_calls: Counter[str] = Counter()
         """Of each replica."""
         self._outboxes: dict[str, dict[str, GenerateRequest]] = {}
-        """Requests that will be sent in a moment, by replica."""
+        """Requests that will be sent in a moment, by engine."""
         self._streams: set[str] = set()
         """Replicas that a stream comes from."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def post(self, replica_id: str, request: GenerateRequest) -> asyncio.Future[Generation]:
+    def post(self, engine: str, request: GenerateRequest) -> asyncio.Future[Generation]:
         """Send a request together with all others of this moment; returns its outcome's future.
 
         Raises:
@@ -78,29 +80,23 @@ class Exchange:
         if request_id in self._calls:
             raise RolloutError(f"request {request_id} is under way already")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._calls[request_id] = _Call(replica_id, future)
-        self._num_calls[replica_id] += 1
-        if replica_id not in self._outboxes:
-            self._outboxes[replica_id] = {}
-            self._begin(self._send(replica_id))
-        self._outboxes[replica_id][request_id] = request
+        self._calls[request_id] = _Call(future)
+        if engine not in self._outboxes:
+            self._outboxes[engine] = {}
+            self._begin(self._send(engine))
+        self._outboxes[engine][request_id] = request
         return future
 
-    def withdraw(self, replica_id: str, request_id: str) -> bool:
+    def withdraw(self, engine: str, request_id: str) -> bool:
         """Do not send a request; it ends as an aborted one does.
 
         Returns:
             Whether it has not been sent.
         """
-        if self._outboxes.get(replica_id, {}).pop(request_id, None) is None:
+        if self._outboxes.get(engine, {}).pop(request_id, None) is None:
             return False
-        aborted = Generation(
-            request_id=request_id,
-            segments=(),
-            finish_reason=FinishReason.ABORT,
-            replica_id=replica_id,
-        )
-        self._end(request_id, aborted)
+        reason = FinishReason.ABORT
+        self._end(request_id, Generation(request_id=request_id, segments=(), finish_reason=reason))
         return True
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -108,49 +104,39 @@ class Exchange:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send(self, replica_id: str) -> None:
-        """Send what has gathered for a replica, and see to it that a stream brings the outcomes."""
-        try:
-            await asyncio.sleep(_GATHER_S)
-            handle = await self._find(replica_id, False)
-        except BaseException as broken:  # noqa: BLE001  (callers get it)
-            self._fail(self._outboxes.pop(replica_id), broken)
-            return
-        outbox = self._outboxes.pop(replica_id)
+    async def _send(self, engine: str) -> None:
+        """Send what has gathered for an engine, and see to it that a stream brings the outcomes."""
+        await asyncio.sleep(_GATHER_S)
+        handle, outbox = self._engines[engine], self._outboxes.pop(engine)
         if not outbox:
             return
+        requests = list(outbox.values())
         try:
-            async with ours("submit", _SILENT_S):
-                there: str = await handle.submit.remote(self._id, list(outbox.values()))
+            async with ours("submit", None):
+                there: str = await handle.call("submit", self._id, requests, timeout_s=_SILENT_S)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             self._fail(outbox, broken, handle)
             return
         for request_id in outbox:
             if call := self._calls.get(request_id):  # it may have ended already
-                self._num_calls[call.replica_id] -= 1
                 self._num_calls[there] += 1
-                call.replica_id, call.is_sent = there, True
+                call.replica_id = there
         if there not in self._streams:
             self._streams.add(there)
-            led_there = handle if there == replica_id else None
-            self._begin(self._receive(there, led_there))
+            self._begin(self._receive(there, handle))
 
-    async def _receive(self, replica_id: str, handle: Any) -> None:
+    async def _receive(self, replica_id: str, handle: EngineHandle) -> None:
         """Hand out what a replica streams, as long as it owes an outcome.
 
         Waits for: outcomes. Unblocked by: the stream's end, the replica's death, the time limit.
         """
-        there = replica_id
         try:
             while self._num_calls[replica_id]:
-                if there != replica_id or handle is None:
-                    handle = None
-                    handle = await self._find(replica_id, there != replica_id)
                 owed = self._owed_by(replica_id)
                 async with ours(f"outcomes of {replica_id}", STREAM_S + _SILENT_S):
-                    streamed = handle.options(stream=True).outcomes
-                    async for piece in streamed.remote(self._id, replica_id):
-                        there, outcomes = piece
+                    pieces = handle.stream("outcomes", self._id, replica_id)
+                    await self._until_there(pieces, replica_id, handle)
+                    async for _, outcomes in pieces:
                         if outcomes is None:  # an older stream was cut off with them
                             lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
                             self._fail(owed, lost)
@@ -161,12 +147,37 @@ class Exchange:
         finally:
             self._streams.discard(replica_id)
 
+    @staticmethod
+    async def _until_there(
+        pieces: AsyncIterator[Any], replica_id: str, handle: EngineHandle
+    ) -> None:
+        """Wait for the first piece of a stream, which says who is there; where it does not come,
+        ask: Serve holds the stream of a replica that has died back until there is another one.
+
+        Raises:
+            EngineUnavailableError: If it is another one.
+        """
+        first = asyncio.ensure_future(anext(pieces))
+        try:
+            while not first.done():
+                await asyncio.wait({first}, timeout=_LISTEN_S)
+                if not first.done():
+                    there = await handle.call("replica_id", timeout_s=_SILENT_S)
+                else:
+                    there, _ = first.result()
+                if there != replica_id:
+                    raise EngineUnavailableError(f"{replica_id} is gone")
+        finally:
+            first.cancel()
+
     def _owed_by(self, replica_id: str) -> list[str]:
         """Requests that a replica has, and that have not ended here."""
         calls = self._calls.items()
-        return [i for i, call in calls if call.replica_id == replica_id and call.is_sent]
+        return [i for i, call in calls if call.replica_id == replica_id]
 
-    def _fail(self, request_ids: Iterable[str], broken: BaseException, handle: Any = None) -> None:
+    def _fail(
+        self, request_ids: Iterable[str], broken: BaseException, handle: EngineHandle | None = None
+    ) -> None:
         """End requests with an error, also on the server if it can be reached.
 
         Raises:
@@ -184,14 +195,15 @@ class Exchange:
                 raise broken
         if handle is not None and ids:
             with contextlib.suppress(RayError, RayServeException):
-                handle.abort.remote(ids)
+                handle.tell("abort", ids)
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
         """Hand out an outcome, unless its caller has gone."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return
-        self._num_calls[call.replica_id] -= 1
+        if call.replica_id:
+            self._num_calls[call.replica_id] -= 1
         if call.future.done():
             return
         if isinstance(outcome, APRError):

@@ -24,8 +24,8 @@ from ray_apr.config import RolloutConfig
 from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.serve.bodies import AbortBody, GenerateBody, PauseBody
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.names import INGRESS
 
+INGRESS = "RolloutIngress"
 OPEN_PATH = "/healthz"
 """Answered without a token."""
 _ANY_CONTEXT = 2**20

@@ -47,7 +47,7 @@ def register() -> None:
 
     Harmless when repeated, as vLLM does.
     """
-    from ray_apr.serve.vllm_private import WeightTransferEngineFactory
+    from ray_apr.serve.vllm.private import WeightTransferEngineFactory
 
     try:
         WeightTransferEngineFactory.register_engine(

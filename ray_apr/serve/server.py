@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any
 
 from ray import serve
 
@@ -24,9 +25,13 @@ class RolloutServer:
 
     Args:
         spec: What the engine is built from.
+        others: Handles of other engines, which Serve starts for that.
     """
 
-    async def __init__(self, spec: EngineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: EngineSpec, *others: Any
+    ) -> None:
+        del others
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = make_engine(spec, replica_id)
         self._num_pauses = 0

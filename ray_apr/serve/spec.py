@@ -10,6 +10,9 @@ from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on
 from ray_apr.config.common import DType
 from ray_apr.config.rollout import Device
 
+SCORE_LIMIT_S = 20.0
+"""Longest that an engine which goes on may take to score; the calls that wait do so as long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:

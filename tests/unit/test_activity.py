@@ -1,8 +1,8 @@
-"""What an engine says of its time (serve/activity.py)."""
+"""What an engine says of its time (serve/vllm/activity.py)."""
 
 from __future__ import annotations
 
-from ray_apr.serve.activity import Activity
+from ray_apr.serve.vllm.activity import Activity
 
 
 def test_the_start_is_a_span_and_in_no_sum(monkeypatch):

@@ -54,7 +54,7 @@ class Core:
 async def engine(monkeypatch):
     requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
     private = SimpleNamespace(**{name: lambda *_, **__: None for name in requests})
-    monkeypatch.setitem(sys.modules, "ray_apr.serve.vllm_private", private)
+    monkeypatch.setitem(sys.modules, "ray_apr.serve.vllm.private", private)
     monkeypatch.setattr(core_module.Core, "dead_error", _Dead)
     engine = VLLMEngine(EngineSpec(model="none", device="cpu", stall_timeout_s=0.01), "engine-0")
     engine._core.llm = Core()

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from ray_apr.exceptions import EngineUnavailableError, RolloutError
-from ray_apr.serve import mailbox
+from ray_apr.serve import exchange, mailbox
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.types import FinishReason, Generation
@@ -21,13 +21,12 @@ def generation(request_id: str, replica_id: str) -> Generation:
     )
 
 
-class Method:
-    def __init__(self, work) -> None:
-        self.remote = work
-
-
 class Server:
-    """A replica whose calls end when the test says so, and what leads to it."""
+    """An engine whose calls end when the test says so, as `EngineHandle` leads to it.
+
+    Attributes:
+        holds: Whether a stream gives nothing, as Serve's do while there is no replica.
+    """
 
     def __init__(self, replica_id: str) -> None:
         self.replica_id = replica_id
@@ -35,24 +34,28 @@ class Server:
         self.submitted: list[list[str]] = []
         self.num_asked = 0
         self.pieces: list[int] = []
-        self.is_dead = False
+        self.is_dead = self.holds = False
         self.clients: dict[str, str] = {}
         self.aborted: list[str] = []
-        self.submit, self.outcomes = Method(self._submit), Method(self._outcomes)
-        self.abort = Method(self.aborted.extend)
 
-    def options(self, *, stream):
-        assert stream
-        return self
-
-    async def _submit(self, client_id, requests):
+    async def call(self, verb, *args, timeout_s):
         self._check()
+        return self.replica_id if verb == "replica_id" else self._submit(*args)
+
+    def tell(self, verb, request_ids):
+        assert verb == "abort"
+        self.aborted.extend(request_ids)
+
+    def _submit(self, client_id, requests):
         self.submitted.append([request.request_id for request in requests])
         self.mailboxes.expect(client_id, len(requests))
         self.clients |= dict.fromkeys(self.submitted[-1], client_id)
         return self.replica_id
 
-    async def _outcomes(self, client_id, replica_id):
+    async def stream(self, verb, client_id, replica_id):
+        assert verb == "outcomes"
+        if self.holds:
+            await asyncio.Event().wait()
         self._check()
         self.num_asked += 1
         yield self.replica_id, []
@@ -81,44 +84,13 @@ class Server:
 @pytest.fixture
 def servers(monkeypatch):
     monkeypatch.setattr(mailbox, "_LINGER_S", 0.02)
+    monkeypatch.setattr(exchange, "_LISTEN_S", 0.05)
     return {name: Server(name) for name in ("a", "b")}
 
 
-class Route:
-    """A handle that leads to one server, and later to another."""
-
-    def __init__(self, target: Server) -> None:
-        self.target = target
-
-    def __getattr__(self, name):
-        return getattr(self.target, name)
-
-
-class Finder:
-    """Knows where Serve led a while ago, and looks again when that was wrong."""
-
-    def __init__(self, servers) -> None:
-        self.servers, self.known = servers, dict(servers)
-        self.may_find = asyncio.Event()
-        self.may_find.set()
-
-    async def __call__(self, replica_id, is_elsewhere):
-        await self.may_find.wait()
-        if is_elsewhere:
-            self.known = dict(self.servers)
-        if replica_id not in self.known:
-            raise EngineUnavailableError(f"{replica_id} is gone")
-        return self.known[replica_id]
-
-
 @pytest.fixture
-async def finder(servers):
-    return Finder(servers)
-
-
-@pytest.fixture
-async def client(finder):
-    return Exchange(finder)
+async def client(servers):
+    return Exchange(servers)
 
 
 async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
@@ -170,36 +142,31 @@ async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, server
     assert (await asyncio.wait_for(living, 5)).replica_id == "b"
 
 
-async def test_a_request_that_arrives_elsewhere_is_asked_for_there(client, servers, finder):
-    finder.known["a"] = servers["b"]
-    future = client.post("a", generate_request("x"))
-    await servers["b"].until_submitted(1)
-    servers["b"].end("x")
-    assert (await asyncio.wait_for(future, 5)).replica_id == "b"
-    assert servers["a"].num_asked == 0
-
-
-async def test_a_stream_that_leads_elsewhere_is_left_for_the_right_one(
-    client, servers, finder, monkeypatch
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_requests_of_a_replica_that_was_replaced_fail_at_once(
+    client, servers, monkeypatch, is_held
 ):
-    monkeypatch.setattr(mailbox, "STREAM_S", 0.05)
-    route = finder.known["a"] = Route(servers["a"])
-    first = client.post("a", generate_request("x"))
-    await servers["a"].until_submitted(1)
-    route.target = servers["b"]  # who owes this client something all the time
-    second = client.post("b", generate_request("y"))
-    await servers["b"].until_submitted(1)
-    await asyncio.sleep(0.1)
-    servers["a"].end("x")
-    assert (await asyncio.wait_for(first, 5)).replica_id == "a"
-    assert not second.done()
-    servers["b"].end("y")
-    await asyncio.wait_for(second, 5)
+    """Also where Serve holds a stream back until there is another replica."""
+    monkeypatch.setattr(mailbox, "STREAM_S", 0.01)
+    server = servers["a"]
+    future = client.post("a", generate_request("x"))
+    await server.until_submitted(1)
+    if is_held:
+        server.holds = server.is_dead = True
+    else:
+        server.replica_id = "another"
+    with pytest.raises(EngineUnavailableError, match="ActorDiedError" if is_held else "a is gone"):
+        await asyncio.wait_for(future, 5)
+    server.holds = server.is_dead = False
+    later = client.post("a", generate_request("y"))
+    await server.until_submitted(2)
+    server.end("y")
+    assert (await asyncio.wait_for(later, 5)).replica_id == server.replica_id
 
 
-async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch):
+async def test_steady_traffic_outlives_every_limit(servers, monkeypatch):
     monkeypatch.setattr(mailbox, "STREAM_S", 0.1)
-    client = Exchange(finder)
+    client = Exchange(servers)
     futures = []
     for i in range(40):
         futures.append(client.post("a", generate_request(f"{i}")))
@@ -213,18 +180,18 @@ async def test_steady_traffic_outlives_every_limit(servers, finder, monkeypatch)
     assert servers["a"].num_asked > 3
 
 
-async def test_any_error_on_the_way_ends_the_request_there_and_here(client, servers, finder):
-    finder.known["a"] = None
+async def test_any_error_on_the_way_ends_the_request_there_and_here(client, servers):
+    server, servers["a"] = servers["a"], None
     with pytest.raises(EngineUnavailableError, match="NoneType"):
         await asyncio.wait_for(client.post("a", generate_request("x")), 5)
-    finder.known["a"] = servers["a"]
+    servers["a"] = server
     future = client.post("a", generate_request("y"))
-    await servers["a"].until_submitted(1)
-    servers["a"].is_dead = True
-    servers["a"].end("y")  # it dies with the outcome in its hands
+    await server.until_submitted(1)
+    server.is_dead = True
+    server.end("y")  # it dies with the outcome in its hands
     with pytest.raises(EngineUnavailableError):
         await asyncio.wait_for(future, 5)
-    assert servers["a"].aborted == ["y"]
+    assert server.aborted == ["y"]
     assert not client._calls and not +client._num_calls
 
 
@@ -245,20 +212,6 @@ async def test_an_id_that_is_under_way_is_refused(client, servers):
     await servers["a"].until_submitted(1)
     servers["a"].end("x")
     assert (await asyncio.wait_for(future, 5)).replica_id == "a"
-
-
-async def test_a_caller_that_goes_before_its_replica_is_found_sends_nothing(
-    client, servers, finder
-):
-    finder.may_find.clear()
-    futures = {i: client.post("a", generate_request(i)) for i in ("x", "y")}
-    await asyncio.sleep(0.02)
-    assert client.withdraw("a", "x")
-    finder.may_find.set()
-    await servers["a"].until_submitted(1)
-    assert servers["a"].submitted == [["y"]]
-    servers["a"].end("y")
-    await asyncio.wait_for(futures["y"], 5)
 
 
 async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers):

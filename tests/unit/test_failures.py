@@ -1,5 +1,5 @@
 """Failures count by cause, engines that are gone are told once, and what has stalled is known
-(rollout/failures.py, data/movement.py, serve/stall.py, serve/load.py)."""
+(rollout/failures.py, data/movement.py, serve/vllm/stall.py, serve/vllm/stats.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from ray_apr.data.movement import Movement, Moves
 from ray_apr.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
-from ray_apr.serve.load import EngineLoad
-from ray_apr.serve.stall import StallWatch
+from ray_apr.serve.vllm.stall import StallWatch
+from ray_apr.serve.vllm.stats import EngineLoad
 from tests.fakes import FakeClock
 from tests.virtual_time import run_in_virtual_time
 

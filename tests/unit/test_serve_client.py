@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -20,15 +20,16 @@ from ray_apr.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
-from ray_apr.placement import Placement
 from ray_apr.serve import client as client_module
+from ray_apr.serve import handle as handle_module
 from ray_apr.serve.client import ServeRolloutClient
-from ray_apr.serve.scores import SCORE_LIMIT_S
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.spec import SCORE_LIMIT_S
 from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
 from tests.run_plans import run_plan
 
+CONFIG = RolloutConfig(tensor_parallel_size=2, num_replicas=3)
 GROUP = WeightGroup(timeout_s=200.0, endpoint=b"opaque")
 LIMITS_S: list[float] = []
 """Of all calls."""
@@ -48,34 +49,35 @@ class Replies:
         return self._results
 
 
-class Handle:
-    """A deployment: a status of each replica, None for a dead one, or what its calls raise."""
+class Deployments:
+    """Three engines: a status of each replica, None for a dead one, or what its calls raise. One
+    that is not named has no replica."""
 
     def __init__(self, statuses: dict[str, ServerStatus | Exception | None]) -> None:
         self.statuses = statuses
         self.called: list[tuple] = []
         self.error: Exception | None = None
 
-    def broadcast(self, verb, *args):
+    def handle(self, name: str, app_name: str) -> SimpleNamespace:
+        replica = {"engine-0": "a", "engine-1": "b", "engine-2": "c"}[name]
+        return SimpleNamespace(broadcast=lambda *call: Replies(self._answer(replica, *call)))
+
+    def _answer(self, replica, verb, *args):
         self.called.append((verb, *args))
-        if self.error is not None:
-            return Replies(self.error)
-        takes_part = verb in ("join_weight_group", "receive_weights")
-        return Replies([
-            ActorDiedError() if status is None
-            else status if isinstance(status, Exception)
-            else replica in args[1] if takes_part
-            else status
-            for replica, status in self.statuses.items()
-        ])  # fmt: skip
+        if self.error is not None or replica not in self.statuses:
+            return self.error or DeploymentUnavailableError(None)
+        status = self.statuses[replica]
+        if status is None or isinstance(status, Exception):
+            return [status or ActorDiedError()]
+        return [replica in args[1] if verb in ("join_weight_group", "receive_weights") else status]
 
 
 @pytest.fixture
 async def deployment(monkeypatch):
     (status,) = await ScriptedEngine(policy_version=3).status()
-    handle = Handle({r: dataclasses.replace(status, replica_id=r) for r in ("a", "b")})
-    monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: handle)
-    return handle, ServeRolloutClient("app", RolloutConfig(tensor_parallel_size=2))
+    found = Deployments({r: dataclasses.replace(status, replica_id=r) for r in ("a", "b")})
+    monkeypatch.setattr(handle_module.serve, "get_deployment_handle", found.handle)
+    return found, ServeRolloutClient("app", CONFIG)
 
 
 async def test_the_weight_group_is_whole_while_its_members_are_those_that_run(deployment):
@@ -178,32 +180,22 @@ async def test_resuming_engines_may_take_as_long_as_their_scores(deployment):
 
 
 async def test_an_abort_passes_over_a_replica_that_is_dead(deployment):
-    _, client = deployment
-    aborts = {"a": 1, "b": task_error(EngineDiedError("b is dead")), "c": ActorDiedError()}
-
-    async def answer(what):
-        if isinstance(what, Exception):
-            raise what
-        return what
-
-    client._slots = {
-        replica: SimpleNamespace(abort=SimpleNamespace(remote=lambda ids, what=what: answer(what)))
-        for replica, what in aborts.items()
-    }
-    client._placed = {f"{replica}#0": replica for replica in aborts}
-    assert await client.abort(["a#0", "b#0", "c#0"]) == 1
-    del client._slots["a"]
-    assert await client.abort(["b#0", "c#0"]) == 0
+    handle, client = deployment
+    handle.statuses |= {"a": 1, "b": task_error(EngineDiedError("b is dead")), "c": None}
+    client._placed = {f"{i}#0": f"engine-{i}" for i in range(3)}
+    assert await client.abort(["0#0", "1#0", "2#0"]) == 1
+    del handle.statuses["c"]
+    assert await client.abort(["1#0", "2#0", "unknown"]) == 0
 
 
 async def test_replicas_that_say_nothing_in_time_are_an_error_of_the_sync(deployment):
     handle, _ = deployment
-    client = ServeRolloutClient("app", RolloutConfig(), weight_sync_timeout_s=300.0)
+    client = ServeRolloutClient("app", CONFIG, weight_sync_timeout_s=300.0)
     handle.error = TimeoutError("Timed out waiting for broadcast results.")
     with pytest.raises(SyncBrokenError, match="join_weight_group: no answer within"):
         await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     assert LIMITS_S[-1] > GROUP.timeout_s, "members wait that long for each other"
-    with pytest.raises(SyncBrokenError, match="receive_weights: no answer within"):
+    with pytest.raises(SyncBrokenError, match=r"receive_weights on 3 of 3 .*no answer within"):
         await client.receive_weights(4)
     assert LIMITS_S[-1] == 300.0
 
@@ -227,21 +219,40 @@ async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(
         )
 
 
-async def test_a_replica_that_gets_its_weights_later_than_another_gets_requests(
-    deployment, monkeypatch
-):
+async def test_a_replica_that_gets_its_weights_later_than_another_gets_requests(deployment):
     handle, client = deployment
     client._policy_version = 4  # a response of "a" says so, and "b" has version 3 yet
     statuses = handle.statuses
     statuses["a"] = dataclasses.replace(statuses["a"], policy_version=4)
     statuses["b"] = dataclasses.replace(statuses["b"], is_paused=True)
-    found = itertools.cycle("ab")
-    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, next(found)))
-    monkeypatch.setattr(
-        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
-    )
     await client._learn()
-    assert set(client._slots) == {"a", "b"}
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}
+
+
+async def test_an_engine_that_comes_back_gets_requests_and_the_others_keep_theirs(
+    deployment, monkeypatch
+):
+    handle, client = deployment
+    await client._learn()
+    placement = client._placement
+    monkeypatch.setattr(client_module, "_LEARN_AGAIN_S", -1.0)
+
+    async def find() -> int:
+        before = len(handle.called)
+        await client._find_ready()
+        await (client._asking or asyncio.sleep(0))
+        return len(handle.called) - before
+
+    assert await find() == 3
+    assert client._placement is placement, "sessions stay where they are"
+    handle.error = TimeoutError("Timed out waiting for broadcast results.")
+    assert await find() == 3
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}, "nobody is told"
+    handle.error = None
+    handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
+    await find()
+    assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
+    assert await find() == 0, "all of them are known"
 
 
 async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_sample(deployment):
@@ -255,39 +266,18 @@ async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_
         )
 
 
-async def test_an_engine_that_has_stalled_gets_no_request(deployment, monkeypatch):
+async def test_an_engine_that_has_stalled_gets_no_request(deployment):
     handle, client = deployment
-    found = itertools.cycle("ab")
-    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, next(found)))
-    monkeypatch.setattr(
-        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
-    )
     stalled = dataclasses.replace(handle.statuses["a"], is_stalled=True)
     handle.statuses["a"] = stalled
     await client._learn()
-    assert set(client._slots) == {"b"}
-    client._slots, handle.statuses["b"] = {}, dataclasses.replace(stalled, replica_id="b")
+    assert client._ready == {"engine-1": "b"}
+    client._learned_at, handle.statuses["b"] = (
+        -math.inf,
+        dataclasses.replace(stalled, replica_id="b"),
+    )
     with pytest.raises(EngineUnavailableError, match="no rollout server makes any token"):
         await client._learn()
-
-
-async def test_slots_that_lead_only_to_replicas_without_the_weights_are_no_fault_of_a_request(
-    deployment, monkeypatch
-):
-    """known fault: an IndexError of the placement, without any replica to choose from."""
-    handle, client = deployment
-    client._policy_version = 4
-    handle.statuses["a"] = dataclasses.replace(handle.statuses["a"], policy_version=4)
-    remote = SimpleNamespace(remote=lambda: asyncio.sleep(0, "b"))
-    monkeypatch.setattr(
-        handle, "options", lambda **_: SimpleNamespace(replica_id=remote), raising=False
-    )
-    with pytest.raises(EngineUnavailableError, match="with the newest weights answers"):
-        await client.generate(
-            generate_request(
-                request_id="s#0", session_id="s", token_ids=[1], sampling=None, max_tokens=1
-            )
-        )
 
 
 async def test_a_pause_that_lets_requests_end_has_no_limit_of_its_own(deployment):
@@ -313,8 +303,7 @@ def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
 
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):
     _, client = deployment
-    client._slots = client._handles = {"a": None}  # nothing can be sent there
-    client._placement = Placement(["a"], limit=8)
+    await client._learn()
 
     def generate():
         return client.generate(
@@ -372,6 +361,7 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
 
     parts = object.__new__(_Parts)
     parts.plan = run_plan(
+        rollout=RolloutConfig(num_replicas=2),
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
         train=TrainConfig(weight_sync_timeout_s=77.0),
     )

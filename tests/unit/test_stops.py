@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from ray_apr.config import RolloutConfig
 from ray_apr.data.prompts import end_token_ids
 from ray_apr.exceptions import ConfigError
-from ray_apr.serve.outputs import end_of_straddling_stop, up_to
+from ray_apr.serve.vllm.outputs import end_of_straddling_stop, up_to
 from ray_apr.types import FinishReason, Generation, Prompt, Sample, SamplingParams, Segment
 from tests.fakes import ScriptedEngine
 from tests.rollout_run import running, until, without_ray

@@ -1,4 +1,4 @@
-"""Which ids could be drawn at a token, as vLLM tells it (serve/outputs.py)."""
+"""Which ids could be drawn at a token, as vLLM tells it (serve/vllm/outputs.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ray_apr.exceptions import RolloutError
-from ray_apr.serve.outputs import segments_of
+from ray_apr.serve.vllm.outputs import segments_of
 from ray_apr.types import SamplingParams, pack_ids
 
 

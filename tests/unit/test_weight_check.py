@@ -14,9 +14,9 @@ from ray.exceptions import ActorDiedError, RayError
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.exceptions import ConfigError, RolloutError, WeightMismatchError, WeightSyncError
 from ray_apr.serve import client as client_module
-from ray_apr.serve import scores as scores_module
-from ray_apr.serve.scores import WeightScorer
 from ray_apr.serve.server import RolloutServer
+from ray_apr.serve.vllm import scores as scores_module
+from ray_apr.serve.vllm.scores import WeightScorer
 from ray_apr.train import control as control_module
 from ray_apr.weights.check import (
     Limits,
@@ -218,20 +218,6 @@ async def test_engines_score_once_they_have_the_weights_and_go_on(holds_device):
 # -- the way to the engines ------------------------------------------------------------------------
 
 
-class Handle:
-    """A deployment whose calls reach servers in this process, the last of which is dead."""
-
-    def __init__(self, servers) -> None:
-        self._servers = servers
-
-    def broadcast(self, verb, *args):
-        async def results_async(*, timeout_s, return_exceptions):
-            answers = [await getattr(server, verb)(*args) for server in self._servers]
-            return [*answers, ActorDiedError()]
-
-        return SimpleNamespace(results_async=results_async)
-
-
 @pytest.fixture
 def servers(monkeypatch):
     """(client, engines): two servers and one that has died."""
@@ -255,9 +241,22 @@ def servers(monkeypatch):
         server._engine = engine
         engine.shutdown = lambda: None
         deployed.append(server)
-    handle = Handle(deployed)
-    monkeypatch.setattr(client_module.serve, "get_deployment_handle", lambda *_: handle)
-    return client_module.ServeRolloutClient("app", RolloutConfig()), engines
+
+    def handle(name, app_name):
+        """Of one of them; the last engine is dead."""
+
+        def broadcast(verb, *args):
+            async def results_async(*, timeout_s):
+                if name == "engine-2":
+                    raise ActorDiedError()
+                return [await getattr(deployed[int(name[-1])], verb)(*args)]
+
+            return SimpleNamespace(results_async=results_async)
+
+        return SimpleNamespace(broadcast=broadcast)
+
+    monkeypatch.setattr("ray_apr.serve.handle.serve.get_deployment_handle", handle)
+    return client_module.ServeRolloutClient("app", RolloutConfig(num_replicas=3)), engines
 
 
 async def test_each_replica_scores_a_version_once_and_only_that_one(servers, monkeypatch):

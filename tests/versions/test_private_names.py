@@ -25,7 +25,7 @@ from ray_apr import (
     transformers_private,
 )
 from ray_apr.exceptions import APRError, PrivateNameError
-from ray_apr.serve import vllm_private
+from ray_apr.serve.vllm import private as vllm_private
 from tests.versions.sources import missing
 
 

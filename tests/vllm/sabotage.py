@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_apr.serve.probe import WeightProbe
+from ray_apr.serve.vllm.probe import WeightProbe
 
 EXTENSION = "tests.vllm.sabotage.Sabotage"
 

@@ -686,7 +686,7 @@ def test_status_tells_the_queue_and_the_kv_use(parts):
 
 
 def test_requests_that_come_late_are_taken_in_together(tmp_path):
-    from ray_apr.serve.scheduler import PREFILL_INTERVAL
+    from ray_apr.serve.vllm.scheduler import PREFILL_INTERVAL
 
     many = 17  # of which the 17th is the last one that goes in alone
     interval = {PREFILL_INTERVAL: 60}

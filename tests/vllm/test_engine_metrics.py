@@ -1,4 +1,4 @@
-"""vLLM's own metrics through Ray, beside the accounting of the adapter (serve/load.py)."""
+"""vLLM's own metrics through Ray, beside the accounting of the adapter (serve/vllm/stats.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's Ray executor as engines on GPUs have it (serve/executor.py)."""
+"""vLLM's Ray executor as engines on GPUs have it (serve/vllm/executor.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from ray_apr.serve.executor import NamespacedRayExecutor
+from ray_apr.serve.vllm.executor import NamespacedRayExecutor
 
 pytestmark = pytest.mark.vllm
 

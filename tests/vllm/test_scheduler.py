@@ -1,4 +1,4 @@
-"""Tokens that leave vLLM's engine core in pieces (serve/scheduler.py), without a model."""
+"""Tokens that leave vLLM's engine core in pieces (serve/vllm/scheduler.py), without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from ray_apr.serve.scheduler import _PIECE_TOKENS, PREFILL_INTERVAL, _InPieces
+from ray_apr.serve.vllm.scheduler import _PIECE_TOKENS, PREFILL_INTERVAL, _InPieces
 
 pytestmark = pytest.mark.vllm
 
@@ -246,7 +246,7 @@ def test_no_request_waits_where_all_steps_are_alike(graphs, interval_s, clock):
 
 
 def test_where_nobody_tells_versions_pieces_outlast_a_pause(monkeypatch):
-    monkeypatch.setattr("ray_apr.serve.scheduler._TELLS_VERSIONS", False)
+    monkeypatch.setattr("ray_apr.serve.vllm.scheduler._TELLS_VERSIONS", False)
     scheduler, reader = Scheduler(), Reader()
     for name in "ab":
         scheduler.add(name)
@@ -280,7 +280,7 @@ def test_an_engine_that_is_paused_hands_over_all_it_has_and_then_rests():
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_the_first_step_after_a_pause_tells_how_long_nothing_was_made(mode, clock, monkeypatch):
     told = []
-    monkeypatch.setattr("ray_apr.serve.scheduler.logger.info", lambda _, ms: told.append(ms))
+    monkeypatch.setattr("ray_apr.serve.vllm.scheduler.logger.info", lambda _, ms: told.append(ms))
     scheduler = Scheduler()
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
     scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -1,4 +1,4 @@
-"""The worker that engines on GPUs have (serve/worker.py)."""
+"""The worker that engines on GPUs have (serve/vllm/worker.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments
-from ray_apr.serve.worker import FLOAT32_PRODUCTS, DeviceWorker
+from ray_apr.serve.vllm.worker import FLOAT32_PRODUCTS, DeviceWorker
 
 pytestmark = pytest.mark.vllm
 

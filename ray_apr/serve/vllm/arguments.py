@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ray_apr.config.common import ENGINE_GPU_SHARE
-from ray_apr.serve.names import SCHEDULER, WORKER_EXTENSION
 from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.names import SCHEDULER, WORKER_EXTENSION
 
 _MAX_LOGPROBS = 20
 """vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
@@ -68,8 +68,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if spec.device == "cuda":
-        ours["distributed_executor_backend"] = "ray_apr.serve.executor.NamespacedRayExecutor"
-        ours["worker_cls"] = "ray_apr.serve.worker.DeviceWorker"
+        ours["distributed_executor_backend"] = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
+        ours["worker_cls"] = "ray_apr.serve.vllm.worker.DeviceWorker"
         if spec.takes_turns:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:

@@ -36,7 +36,7 @@ slow machine. Shorter than the limit of the clients' control calls, so that they
 _FROZEN_LIMIT_S = 0.2
 """Longest wait for what the core has of aborted calls where calls are frozen and it has nothing of
 theirs: it may be busy with weights. A vLLM that does not attest versions keeps pieces of theirs
-(`serve.scheduler`)."""
+(`serve.vllm.scheduler`)."""
 
 
 class Core:
@@ -87,7 +87,7 @@ class Core:
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
 
-        from ray_apr.serve.vllm_private import AsyncLLM
+        from ray_apr.serve.vllm.private import AsyncLLM
 
         self.attests = hasattr(AsyncLLM, "update_weight_version")
         if self._spec.needs_attestation and not self.attests:
@@ -115,7 +115,7 @@ class Core:
     @property
     def dead_error(self) -> type[Exception]:
         """vLLM's own."""
-        from ray_apr.serve.vllm_private import EngineDeadError
+        from ray_apr.serve.vllm.private import EngineDeadError
 
         return EngineDeadError
 

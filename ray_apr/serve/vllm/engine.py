@@ -23,21 +23,21 @@ from collections.abc import Mapping, Sequence
 from ray_apr.core.messages import GenerateRequest, WeightGroup
 from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
 from ray_apr.protocols import PauseMode
-from ray_apr.serve.activity import Activity
-from ray_apr.serve.load import EngineLoad, exporting_logger
-from ray_apr.serve.names import PROBE, SCHEDULER
-from ray_apr.serve.outputs import (
+from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm.activity import Activity
+from ray_apr.serve.vllm.calls import Calls
+from ray_apr.serve.vllm.core import ANSWER_LIMIT_S, Core
+from ray_apr.serve.vllm.names import PROBE, SCHEDULER
+from ray_apr.serve.vllm.outputs import (
     REASONS,
     end_of_straddling_stop,
     segments_of,
     up_to,
     vllm_params,
 )
-from ray_apr.serve.scores import WeightScorer
-from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.stall import StallWatch
-from ray_apr.serve.vllm.calls import Calls
-from ray_apr.serve.vllm.core import ANSWER_LIMIT_S, Core
+from ray_apr.serve.vllm.scores import WeightScorer
+from ray_apr.serve.vllm.stall import StallWatch
+from ray_apr.serve.vllm.stats import EngineLoad, exporting_logger
 from ray_apr.serve.vllm.weights import Weights
 from ray_apr.types import (
     FinishReason,
@@ -323,7 +323,7 @@ class VLLMEngine:
         return self._scorer.result
 
     async def probe_weights(self, token_ids: Sequence[int]) -> Mapping[str, list[list[float]]]:
-        """What each module of the model computes; see `serve.probe`."""
+        """What each module of the model computes; see `serve.vllm.probe`."""
         answer = self._core.llm.collective_rpc(PROBE, args=(list(token_ids),))
         (found, *_) = await self._core.ask(answer)
         return dict(found)

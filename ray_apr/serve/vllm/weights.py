@@ -40,7 +40,7 @@ class Weights:
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """Let the workers join the group that weights arrive by; see `Engine`."""
-        from ray_apr.serve.vllm_private import WeightTransferInitRequest
+        from ray_apr.serve.vllm.private import WeightTransferInitRequest
 
         told = {**dataclasses.asdict(group), "first_rank": first_rank}  # of plain values
         request = WeightTransferInitRequest(told)
@@ -77,7 +77,7 @@ class Weights:
             self.are_valid = True
 
     async def _update(self, policy_version: int, notice: bytes) -> None:
-        from ray_apr.serve.vllm_private import WeightTransferUpdateRequest
+        from ray_apr.serve.vllm.private import WeightTransferUpdateRequest
 
         llm = self._core.llm
         if self.are_away:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
 
-from ray_apr.serve.vllm_private import (
+from ray_apr.serve.vllm.private import (
     AsyncScheduler,
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ray_apr.serve.vllm_private import Worker
+from ray_apr.serve.vllm.private import Worker
 
 DEVICE = "ray_apr_device_index"
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ray_apr.serve.vllm_private import (
+from ray_apr.serve.vllm.private import (
     LinearBase,
     VocabParallelEmbedding,
     init_logger,
@@ -24,7 +24,7 @@ logger = init_logger("vllm.ray_apr")
 
 
 class WeightProbe:
-    """What is added to vLLM's worker (`serve.names.WORKER_EXTENSION`)."""
+    """What is added to vLLM's worker (`serve.vllm.names.WORKER_EXTENSION`)."""
 
     model_runner: Any
     vllm_config: Any

@@ -47,7 +47,7 @@ class EngineLoad:
 
     def make_logger(self) -> Callable[..., Any]:
         """What ``AsyncLLM`` takes as a stat logger: it writes into this object at every step."""
-        from ray_apr.serve.vllm_private import StatLoggerBase
+        from ray_apr.serve.vllm.private import StatLoggerBase
 
         load = self
 
@@ -73,7 +73,7 @@ class EngineLoad:
 def exporting_logger() -> type:
     """What ``AsyncLLM`` takes as a stat logger that exports vLLM's own metrics through Ray, as
     ``ray_vllm_...`` with the tag ``ReplicaId``."""
-    from ray_apr.serve.vllm_private import RayPrometheusStatLogger
+    from ray_apr.serve.vllm.private import RayPrometheusStatLogger
 
     class ExportingLogger(RayPrometheusStatLogger):  # type: ignore[misc]  # vLLM is untyped here
         """Thins out the one metric that has a value for each token."""

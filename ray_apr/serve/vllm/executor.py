@@ -9,7 +9,7 @@ import os
 
 import ray
 
-from ray_apr.serve.vllm_private import RayExecutorV2, get_open_port
+from ray_apr.serve.vllm.private import RayExecutorV2, get_open_port
 
 NAMESPACE = "RAY_APR_NAMESPACE"
 """Environment variable that carries the namespace into the engine core."""
