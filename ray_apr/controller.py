@@ -57,6 +57,7 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.stopping import StopSignals
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.loop import train_loop_per_worker
+from ray_apr.train.spec import WorkerSpec
 
 if TYPE_CHECKING:
     import ray.data
@@ -373,30 +374,29 @@ class _Parts:
         plan = self.plan
         ranks = range(plan.scaling.num_workers)
         poll_s = plan.buffer.poll_timeout_s
-        settings = {
-            "model": plan.model,
-            "algorithm": plan.algorithm,
-            "sampling": plan.rollout.sampling,
-            "max_response_tokens": plan.rollout.max_response_tokens,
-            "train": plan.train,
-            "partial_rollout": plan.partial_rollout,
-            "evaluation": plan.evaluation,
-            "evaluator": self._evaluator,
-            "buffer": self._buffer,
-            "worker": self._worker,
-            "recorder": self.recorder,
-            "num_replicas": plan.rollout.num_replicas,
-            "start_timeout_s": plan.rollout.start_timeout_s,
-            "takes_turns": plan.rollout.is_colocated,
-            "begin": self._begin,
-            "gate": self._gate,
-            "started_at": self._started_at,
-            "wire_dtype": plan.rollout.dtype,
-            "run": plan.name,
-        }
+        spec = WorkerSpec(
+            model=plan.model,
+            algorithm=plan.algorithm,
+            sampling=plan.rollout.sampling,
+            max_response_tokens=plan.rollout.max_response_tokens,
+            train=plan.train,
+            partial_rollout=plan.partial_rollout,
+            evaluation=plan.evaluation,
+            evaluator=self._evaluator,
+            buffer=self._buffer,
+            worker=self._worker,
+            recorder=self.recorder,
+            num_replicas=plan.rollout.num_replicas,
+            start_timeout_s=plan.rollout.start_timeout_s,
+            takes_turns=plan.rollout.is_colocated,
+            begin=self._begin,
+            gate=self._gate,
+            started_at=self._started_at,
+            wire_dtype=plan.rollout.dtype,
+            run=plan.name,
+        )
         return TorchTrainer(
-            train_loop_per_worker,
-            train_loop_config=settings,
+            functools.partial(train_loop_per_worker, spec),
             torch_config=TorchConfig(
                 backend=plan.torch_backend,
                 timeout_s=_COLLECTIVE_TIMEOUT_S

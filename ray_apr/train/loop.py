@@ -21,12 +21,11 @@ import logging
 import os
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import ray.train
@@ -34,10 +33,8 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.data.batch import RankBatch
 from ray_apr.data.prompts import end_token_ids
-from ray_apr.data.resumption import Begin
 from ray_apr.exceptions import StarvedError
 from ray_apr.staleness import next_version
 from ray_apr.train.checkpoint import (
@@ -55,6 +52,7 @@ from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.residency import Alternating, AlwaysThere, Residency
 from ray_apr.train.span import Span
+from ray_apr.train.spec import WorkerSpec
 from ray_apr.train.step import check_batch, train_step
 from ray_apr.train.tensors import compute_device
 from ray_apr.train.weight_check import WeightCheck
@@ -68,40 +66,7 @@ _DRAIN_LIMIT_S = 7 * 24 * 3600.0
 """Longer than any response takes."""
 
 
-class LoopSettings(TypedDict, total=False):
-    """What the controller hands to each train worker; handles are those of Ray actors."""
-
-    model: str
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    sampling: SamplingParams
-    """How the rollouts are drawn: the distribution that is trained."""
-    max_response_tokens: int
-    """Budget of a response, for the overlong punishment."""
-    partial_rollout: PartialRolloutConfig
-    evaluation: EvaluationConfig | None
-    evaluator: Any
-    """Handle; None where nothing is evaluated."""
-    buffer: Any
-    worker: Any
-    recorder: Any
-    num_replicas: int
-    start_timeout_s: float
-    wire_dtype: str | None
-    """Data type of the weight sync; without it, that of the master weights."""
-    takes_turns: bool
-    """Whether the train workers have their devices in turns with the engines; without it, not."""
-    run: str
-    """Name of the run, which its metrics carry; without it, an empty one."""
-    gate: Any
-    """Handle of the `StepGate` whose orders are followed; without it, all steps are taken."""
-    begin: Begin
-    """Where the run begins; without it, at its start."""
-    started_at: float
-    """Unix time at which the run began; without it, the loop's own start."""
-
-
-def train_loop_per_worker(settings: LoopSettings) -> None:
+def train_loop_per_worker(spec: WorkerSpec) -> None:
     """Train to the last step; runs in every worker of a ``ray.train.torch.TorchTrainer``.
 
     Consumes: the rank's stream ``rank<r>``, one row a step. Waits for: its row, the other ranks,
@@ -112,10 +77,9 @@ def train_loop_per_worker(settings: LoopSettings) -> None:
     Raises:
         APRError: What stopped the training.
     """
-    train = settings["train"]
-    _seed(train.seed)
-    _set_threads(settings)
-    _TrainLoop(settings).run()
+    _seed(spec.train.seed)
+    _set_threads(spec)
+    _TrainLoop(spec).run()
 
 
 def _seed(seed: int) -> None:
@@ -124,11 +88,11 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _set_threads(settings: LoopSettings) -> None:
+def _set_threads(spec: WorkerSpec) -> None:
     """Divide the cores among the engines and the train workers of this node, on CPU."""
-    num_threads = settings["train"].num_threads
+    num_threads = spec.train.num_threads
     if num_threads is None:
-        sharers = ray.train.get_context().get_local_world_size() + settings["num_replicas"]
+        sharers = ray.train.get_context().get_local_world_size() + spec.num_replicas
         num_threads = max(1, len(os.sched_getaffinity(0)) // sharers)
     torch.set_num_threads(num_threads)
 
@@ -136,25 +100,24 @@ def _set_threads(settings: LoopSettings) -> None:
 class _TrainLoop:
     """State of one train worker."""
 
-    def __init__(self, settings: LoopSettings) -> None:
-        self._settings = settings
-        self._train = settings["train"]
-        self._sampling = _with_all_ends(settings["sampling"], settings["model"])
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._train = spec.train
+        self._sampling = _with_all_ends(spec.sampling, spec.model)
         self._rank = ray.train.get_context().get_world_rank()
-        self._started_at = settings.get("started_at", time.time())
-        gate = settings.get("gate")
-        self._gate = None if gate is None else GateClient(gate, self._rank)
+        self._started_at = spec.started_at
+        self._gate = None if spec.gate is None else GateClient(spec.gate, self._rank)
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
-        self._control = _make_control(settings) if self._rank == 0 else None
+        self._control = _make_control(spec) if self._rank == 0 else None
         device = ray.train.torch.get_device()
         self._reference = None
         with self._span("load"):  # beside the engines, unless they share the device
-            self._model = build_model(settings["model"], self._train, device)
+            self._model = build_model(spec.model, self._train, device)
             self._optimizer = build_optimizer(self._model, self._train)
-            if settings["algorithm"].needs_reference:
+            if spec.algorithm.needs_reference:
                 plain = replace(self._train, lora=None)  # adapters begin without any effect
-                self._reference = build_model(settings["model"], plain, device)
+                self._reference = build_model(spec.model, plain, device)
                 self._reference.requires_grad_(False)
         if self._train.compiles(device.type):
             with self._span("compile"):
@@ -163,28 +126,28 @@ class _TrainLoop:
                     device,
                     self._train.micro_batch_tokens,
                     packed=self._train.packs(device.type),
-                    entropy_gradients=settings["algorithm"].entropy_coef > 0,
+                    entropy_gradients=spec.algorithm.entropy_coef > 0,
                     sampling=self._sampling,
                 )
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
-        limit = datetime.timedelta(seconds=_wait_limit_s(settings))
+        limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._progress = self._restore()
 
     def _make_residency(self) -> Residency:
-        if not self._settings.get("takes_turns", False):
+        if not self._spec.takes_turns:
             return AlwaysThere()
         models = [self._model] if self._reference is None else [self._model, self._reference]
         return Alternating(Offload(models, self._optimizer), self._control, self._ranks)
 
     def _make_publisher(self) -> WeightPublisher:
-        partial_rollout, train = self._settings["partial_rollout"], self._train
+        partial_rollout, train = self._spec.partial_rollout, self._train
         weights = GatheredWeights(
             self._model,
             bucket_mb=train.weight_bucket_mb,
-            wire_dtype=self._settings.get("wire_dtype"),
+            wire_dtype=self._spec.wire_dtype,
             device=compute_device(self._model),
             ranks=self._ranks,
         )
@@ -201,7 +164,7 @@ class _TrainLoop:
         )
 
     def _restore(self) -> Progress:
-        begin = self._settings.get("begin", Begin())
+        begin = self._spec.begin
         if begin.checkpoint is None:
             return Progress(step=0, policy_version=0)
         with begin.checkpoint.as_directory() as folder:
@@ -215,7 +178,7 @@ class _TrainLoop:
             return
         if self._progress.policy_version > 0 or self._residency.shares_device:
             # the servers start with the base model or asleep, and perhaps they are not there yet
-            limit_s = self._settings["start_timeout_s"]
+            limit_s = self._spec.start_timeout_s
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
@@ -242,7 +205,7 @@ class _TrainLoop:
 
     def _evaluate_last(self) -> None:
         """Send the last weights, which no rollout needs, and have them evaluated."""
-        if self._settings.get("evaluation") is None:
+        if self._spec.evaluation is None:
             return
         version = self._progress.policy_version
         self._publisher.publish(version, timeout_s=self._train.weight_sync_timeout_s)
@@ -258,11 +221,11 @@ class _TrainLoop:
                 self._model,
                 self._optimizer,
                 batch,
-                self._settings["algorithm"],
+                self._spec.algorithm,
                 self._train,
                 sampling=self._sampling,
                 reference=self._reference,
-                max_response_tokens=self._settings.get("max_response_tokens"),
+                max_response_tokens=self._spec.max_response_tokens,
             )
         done = self._progress
         version = next_version(done.policy_version)
@@ -303,7 +266,7 @@ class _TrainLoop:
                 "sample buffer was closed"
             )
         batch = RankBatch.from_row(row)
-        check_batch(batch, self._progress, self._settings["partial_rollout"].max_staleness)
+        check_batch(batch, self._progress, self._spec.partial_rollout.max_staleness)
         return batch, waited.duration_s
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
@@ -329,7 +292,7 @@ class _TrainLoop:
             rollout = None if self._control is None else self._control.rollout_progress()
             save_checkpoint(folder, self._model, self._optimizer, self._progress, rollout)
             if is_last:
-                export_hf(Path(folder) / HF_FOLDER, self._model, self._settings["model"])
+                export_hf(Path(folder) / HF_FOLDER, self._model, self._spec.model)
             checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(dict(row), checkpoint=checkpoint, checkpoint_dir_name=name)
 
@@ -350,26 +313,25 @@ def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
     return replace(sampling, stop_token_ids=tuple(sorted(ends)))
 
 
-def _wait_limit_s(settings: LoopSettings) -> float:
+def _wait_limit_s(spec: WorkerSpec) -> float:
     """Longest that a rank may wait for rank 0, which waits for engines: their start, an evaluation,
     what a sync may take. Where a sync waits for responses to end, rank 0's own waits are the limit;
     a rank that dies ends the others' wait at once."""
-    if settings["partial_rollout"].drain:
+    if spec.partial_rollout.drain:
         return _DRAIN_LIMIT_S
-    evaluation = settings.get("evaluation")
-    engines_s = settings["start_timeout_s"] + sync_limit_s(settings["train"].weight_sync_timeout_s)
-    return 2 * engines_s + (0.0 if evaluation is None else evaluation.timeout_s)
+    engines_s = spec.start_timeout_s + sync_limit_s(spec.train.weight_sync_timeout_s)
+    return 2 * engines_s + (0.0 if spec.evaluation is None else spec.evaluation.timeout_s)
 
 
-def _make_control(settings: LoopSettings) -> RunControl:
+def _make_control(spec: WorkerSpec) -> RunControl:
     return RunControl(
-        buffer=settings["buffer"],
-        worker=settings["worker"],
-        recorder=settings["recorder"],
-        sync_timeout_s=settings["train"].weight_sync_timeout_s,
-        evaluator=settings.get("evaluator"),
-        evaluation=settings.get("evaluation"),
-        run=settings.get("run", ""),
-        seed=settings["train"].seed,
-        begin=settings.get("begin"),
+        buffer=spec.buffer,
+        worker=spec.worker,
+        recorder=spec.recorder,
+        sync_timeout_s=spec.train.weight_sync_timeout_s,
+        evaluator=spec.evaluator,
+        evaluation=spec.evaluation,
+        run=spec.run,
+        seed=spec.train.seed,
+        begin=spec.begin,
     )

@@ -298,7 +298,8 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     loop = object.__new__(loop_module._TrainLoop)
     loop._control, loop._residency, loop._started_at = control, AlwaysThere(), 0.0
     loop._progress = Progress(step=4, policy_version=4)
-    loop._train, loop._settings = run_plan().train, {"algorithm": None}
+    loop._train = run_plan().train
+    loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8)
     loop._model = loop._optimizer = loop._reference = None
     loop._sampling = SamplingParams()
     loop._publisher = types.SimpleNamespace(after_step=fail)

@@ -296,9 +296,11 @@ def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
     parts._evaluator = parts._buffer = parts._worker = parts.recorder = None
     parts._started_at, parts._begin, parts._gate = 0.0, Begin(), None
     monkeypatch.setattr(controller, "sample_stream", lambda *_, **__: None)
-    monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda *_, **given: given)
-    limit_s = parts._make_trainer()["torch_config"].timeout_s
-    assert limit_s > sync_limit_s(1000.0) > 600
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda loop, **given: (loop, given))
+    loop, given = parts._make_trainer()
+    assert given["torch_config"].timeout_s > sync_limit_s(1000.0) > 600
+    (spec,) = loop.args
+    assert spec.train is parts.plan.train and spec.wire_dtype == parts.plan.rollout.dtype
 
 
 async def test_a_request_that_has_not_left_is_aborted_here_and_its_id_is_taken(deployment):

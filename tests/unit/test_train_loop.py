@@ -69,7 +69,9 @@ def loop(monkeypatch):
         rollout_progress=lambda: None,
         wait_until_recorded=lambda: None,
     )
-    loop._settings = {"algorithm": None, "model": "none"}
+    loop._spec = types.SimpleNamespace(
+        algorithm=None, model="none", max_response_tokens=8, evaluation=None
+    )
     loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
     loop._model = loop._optimizer = loop._reference = loop._sampling = None
     loop._residency = AlwaysThere()

@@ -1,0 +1,52 @@
+"""What a train worker is started with: one frozen value, the same for all of a run's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
+from ray_apr.config.common import DType
+from ray_apr.data.resumption import Begin
+from ray_apr.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One train worker; handles are those of Ray actors."""
+
+    run: str
+    """Name of the run, which its metrics carry."""
+    model: str
+    """Folder or hub id."""
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    partial_rollout: PartialRolloutConfig
+    evaluation: EvaluationConfig | None
+    """None: nothing is evaluated."""
+    sampling: SamplingParams
+    """How the rollouts are drawn: the distribution that is trained."""
+    max_response_tokens: int
+    """Budget of a response, for the overlong punishment."""
+    num_replicas: int
+    """Engines, with which the cores of a node are divided on CPU."""
+    start_timeout_s: float
+    """Limit for the engines to become ready, in seconds."""
+    wire_dtype: DType
+    """Of the weights on their way: that of the engines."""
+    takes_turns: bool
+    """Whether the train workers have their devices in turns with the engines."""
+    buffer: Any
+    """Handle of the sample buffer."""
+    worker: Any
+    """Handle of the rollout worker."""
+    recorder: Any
+    """Handle of what writes the run folder."""
+    evaluator: Any = None
+    """Handle; None where nothing is evaluated."""
+    gate: Any = None
+    """Handle of the `StepGate` whose orders are followed; None: all steps are taken."""
+    begin: Begin = field(default_factory=Begin)
+    """Where the run begins."""
+    started_at: float
+    """Unix time at which the run began, in seconds."""
