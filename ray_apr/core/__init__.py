@@ -1,0 +1,1 @@
+"""What every part knows: values, version arithmetic, the ledger. Standard library only."""
