@@ -349,7 +349,7 @@ class _Parts:
                 plan.partial_rollout,
                 max_model_len=plan.max_model_len,
                 evaluates=plan.evaluation is not None,
-                is_checked=plan.train.weight_check_every != 0,
+                weight_check_every=plan.train.weight_check_every,
             )
             start_rollout_servers(plan.name, spec, plan.rollout, cancelled=self._closing)
             self._made.wait(timeout=plan.rollout.start_timeout_s)

@@ -143,10 +143,10 @@ def make_engine(spec: EngineSpec, replica_id: str) -> Any:
             type(engine).__name__,
             f"lacks {', '.join(verbs)} of ray_apr.serve.engine.Engine",
         )
-    if spec.is_checked and not hasattr(engine, "expect_scores"):
+    if spec.weight_check_every != 0 and not hasattr(engine, "expect_scores"):
         raise ConfigError(
             "train.weight_check_every",
-            "auto",
+            spec.weight_check_every,
             f"must be 0: the engine {type(engine).__name__} cannot score sequences "
             "(ray_apr.serve.engine.ScoringEngine), by which its weights are checked",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on_across_syncs
 from ray_apr.config.common import DType
@@ -44,8 +44,8 @@ class EngineSpec:
     and wakes for each set of weights."""
     evaluates: bool = False
     """Whether some requests are evaluations, which go first in the engine's queue."""
-    is_checked: bool = False
-    """Whether the engine has to score sequences after weight syncs."""
+    weight_check_every: int | Literal["auto"] = 0
+    """Weight syncs from one to the next after which the engine scores sequences; 0: none."""
     stall_timeout_s: float = 300.0
     """Longest time without progress of an engine that has requests and is not paused."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class EngineSpec:
         *,
         max_model_len: int | None = None,
         evaluates: bool = False,
-        is_checked: bool = False,
+        weight_check_every: int | Literal["auto"] = 0,
     ) -> EngineSpec:
         """What a run's settings say of its engines.
 
@@ -70,7 +70,7 @@ class EngineSpec:
             partial_rollout: What a sync does with requests; None: it leaves none in an engine.
             max_model_len: Longest prompt + response, in tokens; None takes the model's.
             evaluates: Whether some requests are evaluations.
-            is_checked: Whether the trainer checks the engines' weights.
+            weight_check_every: How often the trainer checks the engines' weights.
         """
         across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
         return cls(
@@ -86,7 +86,7 @@ class EngineSpec:
             needs_attestation=across,
             takes_turns=rollout.is_colocated,
             evaluates=evaluates,
-            is_checked=is_checked,
+            weight_check_every=weight_check_every,
             stall_timeout_s=rollout.stall_timeout_s,
             engine_kwargs=rollout.engine_kwargs,
         )

@@ -39,7 +39,7 @@ def test_what_it_cannot_do_is_refused_by_name():
             pass
 
     spec = EngineSpec.of_run("m", MINE)
-    error = refusal(dataclasses.replace(spec, is_checked=True))
+    error = refusal(dataclasses.replace(spec, weight_check_every="auto"))
     assert error.field == "train.weight_check_every" and "must be 0" in str(error)
     across = EngineSpec.of_run("m", MINE, PartialRolloutConfig.preset("in_flight"))
     make_engine(across, "r")

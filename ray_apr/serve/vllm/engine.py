@@ -300,10 +300,6 @@ class VLLMEngine:
 
         If it slept, the weights' memory comes back first.
 
-        Args:
-            policy_version: Version of the weights.
-            notice: What the sender says of them, for the workers' `WeightInbox`.
-
         Raises:
             SyncBrokenError: If the weights did not arrive whole.
             WeightSyncError: If it is not paused, or the weights do not fit.
