@@ -64,6 +64,7 @@ def main() -> None:
             last = run["held_out"][-1]
             print(f"{run['objective']}, {run['staleness']}, {run['seed']}: {last:.3f}", flush=True)
     print(table(runs))
+    args.plot.parent.mkdir(exist_ok=True)
     args.plot.write_text(plots(runs))
 
 
@@ -80,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/ablation.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs/ablation.html")
+    parser.add_argument("--plot", type=Path, default=ROOT / "runs/ablation.html")
     return parser.parse_args()
 
 
@@ -280,30 +281,26 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def plots(runs: list[dict[str, Any]]) -> str:
     """One chart of learning curves for each staleness; the mean over seeds."""
+    from ray_apr.report.figures import SERIES, figure, line
     from ray_apr.report.page import page
-    from ray_apr.report.svg import Chart, nice_ticks
 
     charts = []
     for age in sorted({run["staleness"] for run in runs}):
         of_age = [run for run in runs if run["staleness"] == age]
-        steps = of_age[0]["held_out_step"]
-        chart = Chart(
-            title=f"Held-out accuracy, all data {age} versions old",
-            x_label="optimizer step (batches)",
-            y_label="accuracy",
-            x_low=0,
-            x_high=steps[-1],
-            x_ticks=nice_ticks(0, steps[-1], 8),
-            y_ticks=nice_ticks(0.0, 1.0),
-        )
-        legend = {}
-        for number, name in enumerate(OBJECTIVES, 1):
+        traces = []
+        for name, color in zip(OBJECTIVES, SERIES, strict=False):
             curves = [run["held_out"] for run in of_age if run["objective"] == name]
             if curves:
                 means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-                chart.line(list(zip(steps, means, strict=True)), f"s{number} bold")
-                legend[name] = f"s{number}"
-        charts.append(chart.render(legend))
+                traces.append(line(of_age[0]["held_out_step"], means, name, color))
+        charts.append(
+            figure(
+                f"Held-out accuracy, all data {age} versions old",
+                traces,
+                x_label="optimizer step (batches)",
+                y_label="accuracy",
+            )
+        )
     subtitle = "mean over seeds; benchmarks/ablation.py"
     return page("Objectives and the age of the data", subtitle, "".join(charts))
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray_apr.exceptions import ResourceError
+from ray_apr.rewards.sandbox import find_sandbox
 from ray_apr.serve.plugin import why_not_loaded
 
 _GIB = 2**30
@@ -44,6 +46,7 @@ def run_checks() -> Iterator[Check]:
     for package in ("ray", "torch", "vllm"):
         yield check_import(package)
     yield check_gpus()
+    yield check_sandbox()
 
 
 def installed_version(package: str) -> str | None:
@@ -177,3 +180,15 @@ def check_gpus() -> Check:
     ok, seen = _run_python("import torch; print(torch.cuda.device_count())")
     text = "none, runs use the CPU" if seen == "0" else seen
     return Check(name="GPUs", ok=ok, seen=text, remedy="see torch above")
+
+
+def check_sandbox() -> Check:
+    """How the reward `code_tests` would run programs here; a run without it needs no sandbox."""
+    try:
+        has_namespaces = find_sandbox().has_namespaces
+    except ResourceError as error:
+        seen = str(error)
+    else:
+        less = "resource limits alone: namespaces need a container that permits `unshare`"
+        seen = "namespaces" if has_namespaces else less
+    return Check(name="sandbox for programs", ok=True, seen=seen)

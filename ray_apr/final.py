@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.data.resumption import Counters
-
 if TYPE_CHECKING:
+    from ray_apr.data.resumption import Counters
     from ray_apr.data.stock import BufferStats
     from ray_apr.rollout.worker import RolloutSummary
     from ray_apr.run.spec import RunSpec
@@ -22,9 +21,9 @@ def final_figures(
 ) -> dict[str, Any]:
     """The run's last counters, without those of an actor that did not answer.
 
-    The ledger is closed across engines, worker and buffer. Tokens generated are counted by the
-    engines, where tokens are handed out; their places are counted by the rollout worker and by the
-    buffer. `ledger_error` is the difference. Steps are those that were recorded.
+    The ledger is that of the rollout worker and that of the buffer together. The engines count what
+    they hand out apart from it: `ledger_error` is what they generated and no place has. Steps are
+    those that were recorded.
 
     Args:
         spec: What ran.
@@ -48,7 +47,7 @@ def final_figures(
     if stats is not None:
         figures |= {
             "samples_trained": before.samples_trained + stats.trained_samples,
-            "tokens_trained": before.tokens_trained + stats.trained_tokens,
+            "tokens_trained": before.tokens_trained + stats.ledger.trained,
             "read_ahead_max": stats.read_ahead_max,
         }
     if summary is not None:
@@ -63,14 +62,12 @@ def final_figures(
             "engines": [_engine_figures(engine) for engine in summary.engines],
         }
     if summary is not None and stats is not None:
-        # The worker's ledger ends where a group goes to the buffer; from there the buffer counts.
-        buffered = summary.ledger.pending + stats.buffered_tokens
-        discarded = (before + Counters.of(summary, stats)).tokens_discarded
-        placed = figures["tokens_trained"] + buffered + summary.ledger.interrupted
+        ledger = before.ledger + summary.ledger + stats.ledger
+        uncounted = figures["tokens_generated"] - ledger.generated
         figures |= {
-            "tokens_buffered": buffered,
-            "tokens_discarded": discarded,
-            "ledger_error": figures["tokens_generated"] - placed - sum(discarded.values()),
+            "tokens_buffered": ledger.pending + ledger.buffered,
+            "tokens_discarded": ledger.discarded,
+            "ledger_error": uncounted + ledger.error,
         }
     return figures
 

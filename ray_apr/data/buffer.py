@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures
+from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures, sample_rows
 from ray_apr.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.metrics import Metrics
 from ray_apr.staleness import staleness_capacity
@@ -150,7 +150,7 @@ class SampleBuffer:
 
         def ready() -> bool:
             grant = self._stock.granted
-            new = grant is not None and grant.ticket is not None and grant.step != last_step
+            new = grant is not None and bool(grant.groups) and grant.step != last_step
             return self._closed or self._failure is not None or new
 
         async with self._changed:
@@ -182,7 +182,7 @@ class SampleBuffer:
             APRError: If this is not the step that was handed out.
         """
         async with self._changed:
-            rows = self._stock.end_step(step)
+            rows = sample_rows(self._stock.end_step(step))
             if next_policy_version is not None:
                 self._stock.grant(step + 1, next_policy_version, time.monotonic())
             self._choose()
@@ -216,7 +216,7 @@ class SampleBuffer:
         self._diagnosis = diagnosis
         self._movement.report(moves)
         grant = self._stock.granted
-        waits = grant is not None and grant.ticket is None
+        waits = grant is not None and not grant.groups
         waited_s = time.monotonic() - grant.granted_at if grant is not None and waits else 0.0
         self._metrics.set("apr_buffer_limit_samples", self._limit)
         self._metrics.set("apr_buffer_batch_wait_seconds", waited_s)
@@ -264,7 +264,7 @@ class SampleBuffer:
     def _is_starved(self) -> bool:
         """Fail if the granted batch is waited for and nothing has moved for too long."""
         grant, movement = self._stock.granted, self._movement
-        if grant is None or grant.ticket is not None or not movement.has_begun:
+        if grant is None or grant.groups or not movement.has_begun:
             return False
         waited_s, limit_s = time.monotonic() - grant.granted_at, self._config.wait_timeout_s
         if min(waited_s, movement.quiet_s()) < limit_s:

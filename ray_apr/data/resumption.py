@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.order import prompt_position
 
 if TYPE_CHECKING:
@@ -41,17 +42,23 @@ class Counters:
     @classmethod
     def of(cls, summary: RolloutSummary, stats: BufferStats) -> Counters:
         """What the rollout worker and the buffer have counted since they began."""
-        discarded = dict(summary.ledger.discarded)
-        for reason, tokens in (("stale", stats.evicted_tokens), ("masked", stats.masked_tokens)):
-            if tokens:
-                discarded[reason] = discarded.get(reason, 0) + tokens
+        ledger = summary.ledger + stats.ledger
         return cls(
             samples_trained=stats.trained_samples,
-            tokens_trained=stats.trained_tokens,
+            tokens_trained=ledger.trained,
             samples_interrupted=summary.samples_interrupted,
             samples_resumed=summary.samples_resumed,
-            tokens_generated=summary.ledger.generated,
-            tokens_discarded=discarded,
+            tokens_generated=ledger.generated,
+            tokens_discarded=ledger.discarded,
+        )
+
+    @property
+    def ledger(self) -> LedgerSnapshot:
+        """The tokens as a ledger; closed once all else is lost (`lose`)."""
+        return LedgerSnapshot(
+            generated=self.tokens_generated,
+            trained=self.tokens_trained,
+            discarded=self.tokens_discarded,
         )
 
     def __add__(self, other: Counters) -> Counters:

@@ -4,8 +4,8 @@ Invariants, kept by `Stock`:
     * A group is on the shelf, in the batch of the granted step, or gone: trained or evicted.
     * A batch is chosen against the version of its grant, and listed in an order that depends on its
       groups alone, not on which of them was scored first.
-    * The tokens of a group that was trained are counted once: those in the loss as trained, the
-      others as masked (invariant 1).
+    * Each generated token that came in is in one place of its ledger (invariant 1): buffered, then
+      trained or discarded, as stale with its whole group or as masked beside newer ones.
 
 Pure: no I/O, no clock, no ray, no torch.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import OnStale
+from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
 from ray_apr.data.batch import BatchPlan, plan_batch
 from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import APRError, RolloutError
@@ -37,19 +38,15 @@ class BatchTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """Figures of the buffer; tokens are generated ones, as in the ledger."""
+    """Figures of the buffer."""
 
+    ledger: LedgerSnapshot
+    """Its side of the ledger. Tokens of responses that ``algorithm.overlong_filter`` leaves out of
+    the loss count as trained: they shaped the advantages of their group."""
     buffered_samples: int
-    buffered_tokens: int
     trained_samples: int
     """Samples of the batches that were trained."""
-    trained_tokens: int
-    """Tokens that entered the loss, with those of responses that ``algorithm.overlong_filter``
-    leaves out of it: they shaped the advantages of their group, and stand in the diagnostics."""
-    masked_tokens: int
-    """Tokens of trained groups that were too old for the loss."""
     evicted_samples: int
-    evicted_tokens: int
     read_ahead_max: int
     """Most samples that were handed to Ray Data and not yet trained."""
     held_groups: tuple[str, ...]
@@ -62,14 +59,16 @@ class Grant:
 
     step: int
     policy_version: int
+    oldest_version: int
+    """Version of the oldest token that enters the loss of the step."""
     granted_at: float
+    groups: tuple[GroupMeta, ...] = ()
+    """The batch, in order of the ids; empty until it was chosen."""
+    refs: tuple[Any, ...] = ()
+    """Payload of each group."""
+    num_samples: int = 0
     ticket: BatchTicket | None = None
-
-    @property
-    def groups(self) -> tuple[GroupMeta, ...]:
-        """Groups of the batch."""
-        plan = None if self.ticket is None else self.ticket.plan
-        return () if plan is None else plan.groups
+    """Made when it is first handed out."""
 
 
 class Stock:
@@ -109,8 +108,8 @@ class Stock:
         self._unfinished: Mapping[int, int] = {}
         self._handed_out: dict[str, int] = {}
         self._read_ahead_max = 0
-        self._trained_samples = self._trained_tokens = self._masked_tokens = 0
-        self._evicted_samples = self._evicted_tokens = 0
+        self._ledger = TokenLedger()
+        self._trained_samples = self._evicted_samples = 0
         self.granted: Grant | None = None
         """The step that the trainer waits for or trains."""
         self.num_received = 0
@@ -126,7 +125,7 @@ class Stock:
     @property
     def num_buffered(self) -> int:
         """Samples neither trained nor evicted, those of the step in training included."""
-        return self.num_waiting + sum(len(group.samples) for group in self._in_training())
+        return self.num_waiting + (0 if self.granted is None else self.granted.num_samples)
 
     def put(self, samples: Sequence[SampleMeta], ref: Any) -> None:
         """Take a whole, scored group.
@@ -140,6 +139,7 @@ class Stock:
         # the samples before it are a number that only grows: the order of arrival
         group = GroupMeta(group_id=group_id, sequence=self.num_received, samples=tuple(samples))
         self.num_received += len(group.samples)
+        self._ledger.take_over(group.num_generated)
         self._shelve(group, ref)
 
     def set_unfinished(self, by_version: Mapping[int, int]) -> None:
@@ -149,75 +149,70 @@ class Stock:
     def grant(self, step: int, policy_version: int, now: float) -> None:
         """The trainer is ready for `step`; a batch that was not trained comes back first."""
         self.return_untrained()
-        self.granted = Grant(step, policy_version, now)
+        oldest = oldest_trainable(policy_version, self._max_staleness)
+        self.granted = Grant(step, policy_version, oldest, now)
 
     def choose(self) -> tuple[GroupMeta, ...]:
         """Choose the granted batch if it is complete; returns the groups that were evicted."""
         grant = self.granted
-        if grant is None or grant.ticket is not None:
+        if grant is None or grant.groups:
             return ()
         selection = self._shelf.select(grant.policy_version, self._unfinished)
         for group in selection.evicted:
             del self._refs[group.group_id]
             self._evicted_samples += len(group.samples)
-            self._evicted_tokens += group.num_generated
+            self._ledger.discard(group.num_generated, "buffered", "stale")
         if selection.chosen:
-            grant.ticket = self._ticket(grant, selection.chosen)
+            grant.groups = tuple(sorted(selection.chosen, key=lambda group: group.group_id))
+            grant.refs = tuple(self._refs.pop(group.group_id) for group in grant.groups)
+            grant.num_samples = sum(len(group.samples) for group in grant.groups)
         return selection.evicted
 
     def hand_out(self) -> BatchTicket:
         """The granted batch, for one of its readers; without a plan if there is none."""
         grant = self.granted
-        if grant is None or grant.ticket is None:
+        if grant is None or not grant.groups:
             return BatchTicket()
+        grant.ticket = grant.ticket or BatchTicket(plan=self._plan(grant), refs=grant.refs)
         self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
         self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
         return grant.ticket
 
-    def end_step(self, step: int) -> list[dict[str, Any]]:
-        """The optimizer has done `step`.
-
-        Returns:
-            A row of the run folder for each sample of its batch.
+    def end_step(self, step: int) -> Grant:
+        """The optimizer has done `step`; returns the grant with the batch that was trained.
 
         Raises:
-            APRError: If this is not the step that was handed out.
+            APRError: If this is not the step whose batch was chosen.
         """
         grant = self.granted
-        if grant is None or grant.ticket is None or grant.step != step:
+        if grant is None or not grant.groups or grant.step != step:
             raise APRError(f"step {step} was trained, but its batch was not handed out")
-        oldest = self._oldest_trained(grant)
         for group in grant.groups:
-            trained = sum(sample.trainable_tokens(oldest) for sample in group.samples)
-            self._trained_samples += len(group.samples)
-            self._trained_tokens += trained
-            self._masked_tokens += group.num_generated - trained
+            trained = sum(s.trainable_tokens(grant.oldest_version) for s in group.samples)
+            self._ledger.move(trained, "buffered", "trained")
+            self._ledger.discard(group.num_generated - trained, "buffered", "masked")
             self._handed_out.pop(group.group_id, None)
+        self._trained_samples += grant.num_samples
         self.trainer_version = next_version(grant.policy_version)
         self.granted = None
-        return [
-            _sample_row(sample, grant, oldest) for group in grant.groups for sample in group.samples
-        ]
+        return grant
 
     def return_untrained(self) -> None:
         """Put the batch of a step that never ended back on the shelf, e.g. after a restart."""
         grant, self.granted = self.granted, None
-        if grant is not None and grant.ticket is not None:
-            for group, ref in zip(grant.groups, grant.ticket.refs, strict=True):
+        if grant is not None:
+            for group, ref in zip(grant.groups, grant.refs, strict=True):
                 self._shelve(group, ref)
                 self._handed_out.pop(group.group_id, None)
 
     def stats(self) -> BufferStats:
         """Figures of this moment."""
-        held = (*self._in_training(), *self._shelf)
+        held = (*(() if self.granted is None else self.granted.groups), *self._shelf)
         return BufferStats(
+            ledger=self._ledger.snapshot(),
             buffered_samples=self.num_buffered,
-            buffered_tokens=sum(group.num_generated for group in held),
             trained_samples=self._trained_samples,
-            trained_tokens=self._trained_tokens,
-            masked_tokens=self._masked_tokens,
             evicted_samples=self._evicted_samples,
-            evicted_tokens=self._evicted_tokens,
             read_ahead_max=self._read_ahead_max,
             held_groups=tuple(group.group_id for group in held),
         )
@@ -230,30 +225,21 @@ class Stock:
             there += f", and older ones come first; unfinished by version: {unfinished}"
         return there
 
-    def _in_training(self) -> tuple[GroupMeta, ...]:
-        return () if self.granted is None else self.granted.groups
-
-    def _oldest_trained(self, grant: Grant) -> int:
-        """Version of the oldest token that enters the loss of the granted step."""
-        return oldest_trainable(grant.policy_version, self._max_staleness)
-
     def _shelve(self, group: GroupMeta, ref: Any) -> None:
         self._shelf.add(group)
         self._refs[group.group_id] = ref
 
-    def _ticket(self, grant: Grant, chosen: Sequence[GroupMeta]) -> BatchTicket:
-        plan = plan_batch(
-            sorted(chosen, key=lambda group: group.group_id),
+    def _plan(self, grant: Grant) -> BatchPlan:
+        return plan_batch(
+            grant.groups,
             step=grant.step,
             policy_version=grant.policy_version,
-            oldest_version=self._oldest_trained(grant),
+            oldest_version=grant.oldest_version,
             num_ranks=self._num_ranks,
             micro_batch_tokens=self._micro_batch_tokens,
             mini_batches=self._mini_batches,
             packed=self._packed,
         )
-        refs = tuple(self._refs.pop(group.group_id) for group in plan.groups)
-        return BatchTicket(plan=plan, refs=refs)
 
 
 def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -277,13 +263,20 @@ def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return figures
 
 
-def _sample_row(sample: SampleMeta, grant: Grant, oldest_version: int) -> dict[str, Any]:
-    """Row of a trained sample; without any token in the loss it has no staleness."""
-    version = sample.trained_version(oldest_version)
-    return {
-        "step": grant.step,
-        "staleness": None if version is None else staleness(grant.policy_version, version),
-        "num_generated": sample.num_generated,
-        "num_masked_tokens": sample.num_generated - sample.trainable_tokens(oldest_version),
-        **dataclasses.asdict(sample),
-    }
+def sample_rows(grant: Grant) -> list[dict[str, Any]]:
+    """A row of the run folder for each sample of a step that was trained.
+
+    A sample without any token in the loss has no staleness.
+    """
+    rows = []
+    for sample in (sample for group in grant.groups for sample in group.samples):
+        version = sample.trained_version(grant.oldest_version)
+        trained = sample.trainable_tokens(grant.oldest_version)
+        row = {
+            "step": grant.step,
+            "staleness": None if version is None else staleness(grant.policy_version, version),
+            "num_generated": sample.num_generated,
+            "num_masked_tokens": sample.num_generated - trained,
+        }
+        rows.append(row | dataclasses.asdict(sample))
+    return rows

@@ -1,34 +1,22 @@
-"""The panels of the dashboard, in the order in which an operator asks.
-
-Invariants, which a test keeps:
-    * A query names only metrics that exist: those of `metrics.SPECS` and of `VLLM_METRICS`.
-    * Each query is of the runs that are chosen (``$run``), or of their engines (``$replica``).
-"""
+"""The panels of the dashboard, in the order in which an operator asks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-VLLM_METRICS = (
-    "ray_vllm_generation_tokens_total",
-    "ray_vllm_num_requests_running",
-    "ray_vllm_num_requests_waiting",
-    "ray_vllm_kv_cache_usage_perc",
-    "ray_vllm_num_preemptions_total",
-    "ray_vllm_inter_token_latency_seconds",
+from ray_apr.grafana.queries import (
+    REPLICA,
+    RUN,
+    Query,
+    gauge,
+    mean,
+    of_engines,
+    or_zero,
+    quantile,
+    rate,
+    rate_of_engines,
+    share,
 )
-"""vLLM's own metrics that are shown, as Prometheus calls them (`serve.vllm.stats`)."""
-
-_RUN = 'run=~"$run"'
-_REPLICA = 'ReplicaId=~"$replica"'
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A query and the name of its lines."""
-
-    expr: str
-    legend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +40,6 @@ class Row:
     panels: tuple[Panel, ...]
 
 
-def _gauge(name: str, legend: str) -> Query:
-    return Query(f"max by (run) (ray_apr_{name}{{{_RUN}}})", f"{{{{run}}}} {legend}")
-
-
-def _rate(name: str, by: str = "", *, only: str = "") -> str:
-    """Of a counter, a second; of the series with the labels `only`."""
-    keys = f"run, {by}" if by else "run"
-    labels = f"{_RUN}, {only}" if only else _RUN
-    return f"sum by ({keys}) (rate(ray_apr_{name}{{{labels}}}[$__rate_interval]))"
-
-
-def _or_zero(expr: str) -> str:
-    """The same, and 0 for runs in which it has never happened: Ray exports no counter before."""
-    return f"({expr}) or on (run) (0 * max by (run) (ray_apr_rollout_inflight_samples{{{_RUN}}}))"
-
-
-def _mean(name: str, legend: str) -> Query:
-    """Mean of a histogram's observations; without a point where there was none."""
-    total, count = _rate(f"{name}_sum"), _rate(f"{name}_count")
-    return Query(f"{total} / ({count} > 0)", f"{{{{run}}}} {legend}")
-
-
-def _quantile(q: float, name: str, legend: str) -> Query:
-    return Query(
-        f"histogram_quantile({q:g}, {_rate(f'{name}_bucket', 'le')})", f"{{{{run}}}} {legend}"
-    )
-
-
-def _share(name: str, activity: str) -> str:
-    """Share of the time that goes to an activity."""
-    spent = _rate(name, only=f'activity="{activity}"')
-    return f"{spent} / {_rate(name)}"
-
-
-def _of_engines(name: str, legend: str = "{{ReplicaId}}") -> Query:
-    return Query(f"max by (ReplicaId) (ray_vllm_{name}{{{_REPLICA}}})", legend)
-
-
-def _rate_of_engines(name: str) -> str:
-    return f"sum by (ReplicaId) (rate(ray_vllm_{name}{{{_REPLICA}}}[$__rate_interval]))"
-
-
 ROWS: tuple[Row, ...] = (
     Row(
         "Is it learning?",
@@ -102,40 +48,40 @@ ROWS: tuple[Row, ...] = (
                 "Reward",
                 "Mean reward of the batch that was trained last.",
                 "short",
-                (_gauge("trainer_reward_mean", ""),),
+                (gauge("trainer_reward_mean", ""),),
             ),
             Panel(
                 "Evaluation",
                 "Mean reward of the held-out prompts at the version that was evaluated last.",
                 "short",
-                (_gauge("evaluation_reward_mean", ""),),
+                (gauge("evaluation_reward_mean", ""),),
             ),
             Panel(
                 "Policy version",
                 "Batches trained, and the version that was evaluated last.",
                 "none",
                 (
-                    _gauge("trainer_policy_version", "trained"),
-                    _gauge("evaluation_policy_version", "evaluated"),
+                    gauge("trainer_policy_version", "trained"),
+                    gauge("evaluation_policy_version", "evaluated"),
                 ),
             ),
             Panel(
                 "Loss",
                 "Loss of the batch that was trained last.",
                 "short",
-                (_gauge("trainer_loss", ""),),
+                (gauge("trainer_loss", ""),),
             ),
             Panel(
                 "Gradient norm",
                 "Before clipping, of the batch that was trained last.",
                 "short",
-                (_gauge("trainer_grad_norm", ""),),
+                (gauge("trainer_grad_norm", ""),),
             ),
             Panel(
                 "Entropy (nats)",
                 "Mean over the tokens of the batch. Towards 0 the policy no longer explores.",
                 "short",
-                (_gauge("trainer_entropy_nats", ""),),
+                (gauge("trainer_entropy_nats", ""),),
             ),
         ),
     ),
@@ -147,8 +93,8 @@ ROWS: tuple[Row, ...] = (
                 "Mean and largest staleness of the batch; the largest never exceeds max_staleness.",
                 "none",
                 (
-                    _gauge("trainer_staleness_mean_steps", "mean"),
-                    _gauge("trainer_staleness_max_steps", "max"),
+                    gauge("trainer_staleness_mean_steps", "mean"),
+                    gauge("trainer_staleness_max_steps", "max"),
                 ),
             ),
             Panel(
@@ -156,15 +102,15 @@ ROWS: tuple[Row, ...] = (
                 "Quantiles over the samples, by the oldest token in the loss.",
                 "none",
                 (
-                    _quantile(0.5, "buffer_trained_staleness_steps", "median"),
-                    _quantile(0.95, "buffer_trained_staleness_steps", "95 %"),
+                    quantile(0.5, "buffer_trained_staleness_steps", "median"),
+                    quantile(0.95, "buffer_trained_staleness_steps", "95 %"),
                 ),
             ),
             Panel(
                 "KL of trainer and engines (nats)",
                 "k3 estimate per token: what staleness and numerics make of the log-probs.",
                 "short",
-                (_gauge("trainer_kl_nats", ""),),
+                (gauge("trainer_kl_nats", ""),),
             ),
         ),
     ),
@@ -177,11 +123,9 @@ ROWS: tuple[Row, ...] = (
                 "paused them.",
                 "percentunit",
                 (
+                    Query(or_zero(share("server_activity_seconds_total", "idle")), "{{run}} idle"),
                     Query(
-                        _or_zero(_share("server_activity_seconds_total", "idle")), "{{run}} idle"
-                    ),
-                    Query(
-                        _or_zero(_share("server_activity_seconds_total", "paused")),
+                        or_zero(share("server_activity_seconds_total", "paused")),
                         "{{run}} paused",
                     ),
                 ),
@@ -192,10 +136,8 @@ ROWS: tuple[Row, ...] = (
                 "Share of rank 0's time that goes to waiting for a batch and for weight syncs.",
                 "percentunit",
                 (
-                    Query(_share("trainer_activity_seconds_total", "wait"), "{{run}} batch"),
-                    Query(
-                        _or_zero(_share("trainer_activity_seconds_total", "sync")), "{{run}} sync"
-                    ),
+                    Query(share("trainer_activity_seconds_total", "wait"), "{{run}} batch"),
+                    Query(or_zero(share("trainer_activity_seconds_total", "sync")), "{{run}} sync"),
                 ),
                 top=1.0,
             ),
@@ -204,15 +146,15 @@ ROWS: tuple[Row, ...] = (
                 "How long the trainer has waited for its batch by now; it fails at "
                 "buffer.wait_timeout_s if nothing moves.",
                 "s",
-                (_gauge("buffer_batch_wait_seconds", ""),),
+                (gauge("buffer_batch_wait_seconds", ""),),
             ),
             Panel(
                 "Samples in the engines",
                 "At the limit, partial_rollout.max_inflight holds generation back.",
                 "short",
                 (
-                    _gauge("rollout_inflight_samples", "in flight"),
-                    _gauge("rollout_inflight_limit_samples", "limit"),
+                    gauge("rollout_inflight_samples", "in flight"),
+                    gauge("rollout_inflight_limit_samples", "limit"),
                 ),
             ),
             Panel(
@@ -221,9 +163,9 @@ ROWS: tuple[Row, ...] = (
                 "groups back.",
                 "short",
                 (
-                    _gauge("rollout_unfinished_samples", "unfinished"),
-                    _gauge("rollout_held_samples", "held"),
-                    _gauge("rollout_unfinished_limit_samples", "limit"),
+                    gauge("rollout_unfinished_samples", "unfinished"),
+                    gauge("rollout_held_samples", "held"),
+                    gauge("rollout_unfinished_limit_samples", "limit"),
                 ),
             ),
             Panel(
@@ -231,8 +173,8 @@ ROWS: tuple[Row, ...] = (
                 "Near the limit the trainer is the slower side, near 0 the engines are.",
                 "short",
                 (
-                    _gauge("buffer_samples", "buffered"),
-                    _gauge("buffer_limit_samples", "limit"),
+                    gauge("buffer_samples", "buffered"),
+                    gauge("buffer_limit_samples", "limit"),
                 ),
             ),
             Panel(
@@ -240,15 +182,15 @@ ROWS: tuple[Row, ...] = (
                 "From the end of a response to its reward, the queue included.",
                 "s",
                 (
-                    _mean("reward_duration_seconds", "mean"),
-                    _quantile(0.95, "reward_duration_seconds", "95 %"),
+                    mean("reward_duration_seconds", "mean"),
+                    quantile(0.95, "reward_duration_seconds", "95 %"),
                 ),
             ),
             Panel(
                 "Time of an environment step",
                 "From the end of a turn to the answer; 0 without an environment.",
                 "s",
-                (Query(_or_zero(_mean("environment_duration_seconds", "").expr), "{{run}} mean"),),
+                (Query(or_zero(mean("environment_duration_seconds", "").expr), "{{run}} mean"),),
             ),
         ),
     ),
@@ -261,7 +203,7 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 (
                     Query(
-                        _or_zero(_rate("rollout_discarded_tokens_total", "reason")),
+                        or_zero(rate("rollout_discarded_tokens_total", "reason")),
                         "{{run}} {{reason}}",
                     ),
                 ),
@@ -271,8 +213,8 @@ ROWS: tuple[Row, ...] = (
                 "What lies between them is buffered, held or discarded.",
                 "short",
                 (
-                    Query(_rate("rollout_generated_tokens_total"), "{{run}} generated"),
-                    Query(_rate("buffer_trained_tokens_total"), "{{run}} trained"),
+                    Query(rate("rollout_generated_tokens_total"), "{{run}} generated"),
+                    Query(rate("buffer_trained_tokens_total"), "{{run}} trained"),
                 ),
             ),
             Panel(
@@ -280,10 +222,10 @@ ROWS: tuple[Row, ...] = (
                 "Medians. Trained ones that stay shorter say that long responses are lost.",
                 "short",
                 (
-                    _quantile(0.5, "rollout_response_tokens", "generated"),
-                    _quantile(0.5, "buffer_trained_response_tokens", "trained"),
-                    _quantile(0.95, "rollout_response_tokens", "generated, 95 %"),
-                    _quantile(0.95, "buffer_trained_response_tokens", "trained, 95 %"),
+                    quantile(0.5, "rollout_response_tokens", "generated"),
+                    quantile(0.5, "buffer_trained_response_tokens", "trained"),
+                    quantile(0.95, "rollout_response_tokens", "generated, 95 %"),
+                    quantile(0.95, "buffer_trained_response_tokens", "trained, 95 %"),
                 ),
             ),
             Panel(
@@ -291,23 +233,23 @@ ROWS: tuple[Row, ...] = (
                 "Samples that a sync or a full batch stopped, and that went on.",
                 "short",
                 (
-                    Query(_or_zero(_rate("rollout_interruptions_total")), "{{run}} interrupted"),
-                    Query(_or_zero(_rate("rollout_resumptions_total")), "{{run}} resumed"),
+                    Query(or_zero(rate("rollout_interruptions_total")), "{{run}} interrupted"),
+                    Query(or_zero(rate("rollout_resumptions_total")), "{{run}} resumed"),
                 ),
             ),
             Panel(
                 "Failed rewards and steps a second",
                 "By kind. The group of such a sample is dropped.",
                 "short",
-                (Query(_or_zero(_rate("reward_failures_total", "kind")), "{{run}} {{kind}}"),),
+                (Query(or_zero(rate("reward_failures_total", "kind")), "{{run}} {{kind}}"),),
             ),
             Panel(
                 "Samples evicted and tokens masked a second",
                 "Too old for the loss: whole groups, and tokens of groups that were trained.",
                 "short",
                 (
-                    Query(_or_zero(_rate("buffer_evicted_samples_total")), "{{run}} samples"),
-                    Query(_or_zero(_rate("buffer_masked_tokens_total")), "{{run}} tokens"),
+                    Query(or_zero(rate("buffer_evicted_samples_total")), "{{run}} samples"),
+                    Query(or_zero(rate("buffer_masked_tokens_total")), "{{run}} tokens"),
                 ),
             ),
             Panel(
@@ -316,7 +258,7 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 (
                     Query(
-                        _or_zero(_rate("evaluation_samples_total", "outcome")),
+                        or_zero(rate("evaluation_samples_total", "outcome")),
                         "{{run}} {{outcome}}",
                     ),
                 ),
@@ -330,7 +272,7 @@ ROWS: tuple[Row, ...] = (
                 "Generated tokens a second, by engine",
                 "vLLM's own count, evaluations and requests from outside included.",
                 "short",
-                (Query(_rate_of_engines("generation_tokens_total"), "{{ReplicaId}}"),),
+                (Query(rate_of_engines("generation_tokens_total"), "{{ReplicaId}}"),),
             ),
             Panel(
                 "Requests in an engine",
@@ -338,7 +280,7 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 (
                     Query(
-                        f"max by (run, replica) (ray_apr_server_running_requests{{{_RUN}}})",
+                        f"max by (run, replica) (ray_apr_server_running_requests{{{RUN}}})",
                         "{{run}} {{replica}}",
                     ),
                 ),
@@ -348,15 +290,15 @@ ROWS: tuple[Row, ...] = (
                 "vLLM's own: requests of a step, and those that wait for a place or KV entries.",
                 "short",
                 (
-                    _of_engines("num_requests_running", "{{ReplicaId}} running"),
-                    _of_engines("num_requests_waiting", "{{ReplicaId}} waiting"),
+                    of_engines("num_requests_running", "{{ReplicaId}} running"),
+                    of_engines("num_requests_waiting", "{{ReplicaId}} waiting"),
                 ),
             ),
             Panel(
                 "KV cache in use",
                 "Near 1 the engine preempts requests and computes their entries again.",
                 "percentunit",
-                (_of_engines("kv_cache_usage_perc"),),
+                (of_engines("kv_cache_usage_perc"),),
                 top=1.0,
             ),
             Panel(
@@ -365,8 +307,8 @@ ROWS: tuple[Row, ...] = (
                 "short",
                 (
                     Query(
-                        f"({_rate_of_engines('num_preemptions_total')}) or "
-                        f"(0 * max by (ReplicaId) (ray_vllm_num_requests_running{{{_REPLICA}}}))",
+                        f"({rate_of_engines('num_preemptions_total')}) or "
+                        f"(0 * max by (ReplicaId) (ray_vllm_num_requests_running{{{REPLICA}}}))",
                         "{{ReplicaId}}",
                     ),
                 ),
@@ -377,8 +319,8 @@ ROWS: tuple[Row, ...] = (
                 "s",
                 (
                     Query(
-                        f"{_rate_of_engines('inter_token_latency_seconds_sum')} / "
-                        f"({_rate_of_engines('inter_token_latency_seconds_count')} > 0)",
+                        f"{rate_of_engines('inter_token_latency_seconds_sum')} / "
+                        f"({rate_of_engines('inter_token_latency_seconds_count')} > 0)",
                         "{{ReplicaId}}",
                     ),
                 ),
@@ -394,8 +336,8 @@ ROWS: tuple[Row, ...] = (
                 "percentunit",
                 (
                     Query(
-                        f"{_rate('trainer_activity_seconds_total', 'activity')} / "
-                        f"on (run) group_left () {_rate('trainer_activity_seconds_total')}",
+                        f"{rate('trainer_activity_seconds_total', 'activity')} / "
+                        f"on (run) group_left () {rate('trainer_activity_seconds_total')}",
                         "{{run}} {{activity}}",
                     ),
                 ),
@@ -406,16 +348,16 @@ ROWS: tuple[Row, ...] = (
                 "Forward, backward and optimizer of one batch, and the wait for it.",
                 "s",
                 (
-                    _mean("trainer_step_seconds", "step"),
-                    _mean("trainer_wait_seconds", "wait for the batch"),
-                    _mean("trainer_sync_wait_seconds", "wait for syncs"),
+                    mean("trainer_step_seconds", "step"),
+                    mean("trainer_wait_seconds", "wait for the batch"),
+                    mean("trainer_sync_wait_seconds", "wait for syncs"),
                 ),
             ),
             Panel(
                 "Steps a minute",
                 "Batches trained.",
                 "short",
-                (Query(f"60 * {_rate('trainer_step_seconds_count')}", "{{run}}"),),
+                (Query(f"60 * {rate('trainer_step_seconds_count')}", "{{run}}"),),
             ),
         ),
     ),
@@ -427,16 +369,16 @@ ROWS: tuple[Row, ...] = (
                 "The whole, its gather on the train workers, and how long generation stood still.",
                 "s",
                 (
-                    _mean("weight_sync_seconds", "whole"),
-                    _mean("weight_gather_seconds", "gather"),
-                    _mean("weight_generation_stopped_seconds", "generation stopped"),
+                    mean("weight_sync_seconds", "whole"),
+                    mean("weight_gather_seconds", "gather"),
+                    mean("weight_generation_stopped_seconds", "generation stopped"),
                 ),
             ),
             Panel(
                 "Syncs a minute",
                 "One for each sync_every steps.",
                 "short",
-                (Query(f"60 * {_rate('weight_sync_seconds_count')}", "{{run}}"),),
+                (Query(f"60 * {rate('weight_sync_seconds_count')}", "{{run}}"),),
             ),
         ),
     ),

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ray_apr.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.report.html import number
 from ray_apr.report.load import RunData, load_run
 from ray_apr.report.page import page, table, warning_list
-from ray_apr.report.plots import average_window
 from ray_apr.report.summary import check_run, finite, summarize, training_window
-from ray_apr.report.svg import Chart, moving_average, nice_ticks
 
 
 class Comparison(NamedTuple):
@@ -140,26 +139,15 @@ def _subtitle(runs: Sequence[RunData]) -> str:
 def _chart(
     title: str, x_label: str, key: str, runs: Sequence[RunData], labels: Sequence[str]
 ) -> str:
-    values = finite(row["reward_mean"] for run in runs for row in run.steps)
-    if not values:
+    if not finite(row["reward_mean"] for run in runs for row in run.steps):
         return ""
-    end = max(row[key] for run in runs for row in run.steps) or 1
-    chart = Chart(
-        title=title,
-        x_label=x_label,
-        y_label="mean reward",
-        x_low=0,
-        x_high=end,
-        x_ticks=nice_ticks(0, end, 8),
-        y_ticks=nice_ticks(min(0.0, *values), max(values)),
-        height=340,
-    )
-    for number_, run in enumerate(runs, start=1):
+    traces = []
+    for color, label, run in zip(SERIES, labels, runs, strict=False):
         xs = [row[key] for row in run.steps]
         rewards = [float(row["reward_mean"]) for row in run.steps]
-        chart.line(list(zip(xs, rewards, strict=True)), f"s{number_} thin")
-        chart.line(list(zip(xs, _averages(run), strict=True)), f"s{number_} bold")
-    legend = {
-        f"{label} (moving average; thin: each step)": f"s{i}" for i, label in enumerate(labels, 1)
-    }
-    return chart.render(legend)
+        named = esc(label)
+        traces += [
+            line(xs, rewards, f"{named}: each step", color, opacity=0.4, line={"width": 1}),
+            line(xs, _averages(run), f"{named}: moving average", color, line={"width": 2.6}),
+        ]
+    return figure(title, traces, x_label=x_label, y_label="mean reward", height=360)

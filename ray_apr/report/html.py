@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.report import plots
+from ray_apr.report.figures import BAD, SERIES, esc
 from ray_apr.report.load import RunData, load_run
 from ray_apr.report.page import cards, page, table, warning_list
 from ray_apr.report.summary import check_run, num_end_steps, summarize, write_summary
-from ray_apr.report.svg import esc
 from ray_apr.report.timeline import timeline_figures
 
 _UNKNOWN = "–"
@@ -159,20 +159,20 @@ def _token_table(summary: Mapping[str, Any]) -> str:
     """Where every generated token went (invariant 1)."""
     generated = summary["tokens_generated"]
     places = [
-        ("trained", summary["tokens_trained"], "train"),
-        ("in the buffer at the end", summary["tokens_buffered"], "s1"),
-        ("held by interrupted samples", summary["tokens_interrupted"], "s2"),
+        ("trained", summary["tokens_trained"], SERIES[2]),
+        ("in the buffer at the end", summary["tokens_buffered"], SERIES[0]),
+        ("held by interrupted samples", summary["tokens_interrupted"], SERIES[1]),
     ]
     discarded = summary["tokens_discarded"]
-    places += [(f"discarded: {why}", count, "bad") for why, count in sorted(discarded.items())]
+    places += [(f"discarded: {why}", count, BAD) for why, count in sorted(discarded.items())]
     rows = [f'<tr><td>generated</td><td class="n">{number(generated)}</td><td></td><td></td></tr>']
-    for name, count, css in places:
+    for name, count, color in places:
         share = count / generated if generated and count is not None else None
         width = 0.0 if share is None else min(max(share, 0.0), 1.0)
         rows.append(
             f'<tr><td>{esc(name)}</td><td class="n">{number(count)}</td>'
             f'<td class="n">{number(share, ".1%")}</td>'
-            f'<td class="meter"><i class="{css}" style="width:{width:.2%}"></i></td></tr>'
+            f'<td class="meter"><i style="width:{width:.2%};background:{color}"></i></td></tr>'
         )
     error = number(summary["ledger_error"])
     rows.append(f'<tr><td>ledger error</td><td class="n">{error}</td><td></td><td></td></tr>')

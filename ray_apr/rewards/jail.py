@@ -1,8 +1,9 @@
 """Runs one program with as little of the machine as possible; started as a script by `sandbox.py`.
 
 It is a file of its own, with the standard library alone, because a process with threads (a reward
-worker) can neither fork nor unshare safely. Called as ``python -I -S jail.py SPEC_FD STATUS_FD``:
-the spec is JSON (see `sandbox.Sandbox`), and the status is lines of ``ready``, ``exit CODE``,
+worker) can neither fork nor unshare safely; it imports little, as each program waits for that.
+Called as ``python -I -S jail.py SPEC_FD STATUS_FD``: the spec is a mapping as `marshal` writes it
+(see `sandbox.Sandbox`), and the status is lines of ``ready``, ``exit CODE``,
 ``signal NUMBER`` or ``error TEXT``. The program has the standard input, output and error.
 
 Processes::
@@ -26,15 +27,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import marshal
 import os
 import resource
 import signal
-import socket
 import struct
 import sys
-from collections.abc import Mapping
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+    from typing import Any, NoReturn
 
 SCRATCH = "/apr-sandbox"
 """The program's folder, and all that it can write to, where it has namespaces of its own."""
@@ -45,18 +49,10 @@ _INNER_ID = 1000
 """Who the program is in a user namespace; not 0, so that exec drops all capabilities."""
 
 # include/uapi/linux/sched.h, mount.h, prctl.h
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
-    0x0002_0000,
-    0x0400_0000,
-    0x0800_0000,
-    0x1000_0000,
-    0x2000_0000,
-    0x4000_0000,
-)
-_NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+_NEWUSER = 0x1000_0000
+_NAMESPACES = 0x6C02_0000  # CLONE_NEWNS, UTS, IPC, PID and NET
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_MNT_DETACH = 2
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
+_MNT_DETACH, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 2, 1, 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
 _PR_SET_NO_NEW_PRIVS = 38
@@ -64,20 +60,6 @@ _SYS_MOUNT_SETATTR = 442
 
 _BASE = "/tmp"
 """Where the new root is made; it hides what is there, in its own namespace alone."""
-_SYSTEM_PATHS = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    "/nix/store",
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-)
-"""What a program may read beside its interpreter: the system's programs and libraries."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -111,6 +93,8 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 def _claim_user() -> tuple[int, socket.socket]:
     """Find a user that no other sandbox has now; the socket keeps the claim while it is open."""
+    import socket  # after the rest: a program of another user than root does not wait for it
+
     for uid in _UIDS:
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -147,18 +131,16 @@ def _enter_user_namespace() -> None:
 def _build_root(spec: Mapping[str, Any], owner: int | None) -> None:
     """Make a root that holds what is readable, read-only, and an empty `SCRATCH`; go there."""
     _mount("", "/", "", _MS_REC | _MS_PRIVATE)
-    paths = {path: os.path.realpath(path) for path in _with_parents_first(spec["readable"])}
-    links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
     _mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     old = f"{_BASE}/old"
     os.mkdir(old)
     _call("syscall", ctypes.c_long(spec["pivot_root"]), _BASE.encode(), old.encode())
     os.chdir("/")
-    for path, real in paths.items():
-        if path in links:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.symlink(links[path], path)
-        elif not os.path.lexists(path):
+    for path, target in spec["links"].items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(target, path)
+    for path, real in spec["binds"].items():
+        if not os.path.lexists(path):
             _bind(f"/old{real}", path)
     os.mkdir("/dev")
     for name in _DEVICES:
@@ -174,21 +156,11 @@ def _build_root(spec: Mapping[str, Any], owner: int | None) -> None:
     _call("umount2", b"/old", _MNT_DETACH)
     os.rmdir("/old")
     read_only = struct.pack("4Q", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
-    size = ctypes.c_size_t(len(read_only))
-    number, flags = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_uint(_AT_RECURSIVE)
-    _call("syscall", number, ctypes.c_int(_AT_FDCWD), b"/", flags, read_only, size)
+    number, size = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_size_t(len(read_only))
+    _call("syscall", number, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, size)
     owned = "" if owner is None else f",uid={owner},gid={owner}"
-    options = f"size={spec['limits']['disk_bytes']},nr_inodes=4096,mode=700{owned}"
+    options = f"size={spec['disk_bytes']},nr_inodes=4096,mode=700{owned}"
     _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-
-
-def _with_parents_first(readable: list[str]) -> list[str]:
-    """The paths that exist and are not inside another one."""
-    chosen: list[str] = []
-    for path in sorted({*_SYSTEM_PATHS, *readable}, key=lambda path: path.count("/")):
-        if os.path.exists(path) and not any(path.startswith(f"{c}/") for c in chosen):
-            chosen.append(path)
-    return chosen
 
 
 def _bind(source: str, target: str) -> None:
@@ -203,15 +175,8 @@ def _bind(source: str, target: str) -> None:
 # -- the program ----------------------------------------------------------------------------------
 
 
-def _limit(limits: Mapping[str, int], num_processes: int) -> None:
-    for kind, value in (
-        (resource.RLIMIT_CPU, limits["cpu_s"]),
-        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
-        (resource.RLIMIT_NPROC, num_processes),
-        (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-    ):
+def _limit(limits: Mapping[int, int], num_processes: int) -> None:
+    for kind, value in {resource.RLIMIT_NPROC: num_processes, **limits}.items():
         hard = resource.getrlimit(kind)[1]
         lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (lowest, lowest))
@@ -231,7 +196,7 @@ def _run_program(spec: Mapping[str, Any], uid: int | None, num_processes: int, s
     """Become the program; returns only with an exception."""
     os.setsid()
     scratch = os.getcwd()
-    _limit(spec["limits"], num_processes)
+    _limit(spec["rlimits"], num_processes)
     if uid is not None:
         _become(uid)
     for name, text in spec["files"].items():
@@ -276,11 +241,10 @@ def _report(status: int, wait_status: int) -> None:
 def _be_init(spec: Mapping[str, Any], uid: int | None, status: int) -> NoReturn:
     """Process 1: make the root, start the program, bury orphans until it has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    limits = spec["limits"]
     _build_root(spec, uid)
     os.chdir(SCRATCH)
     # A user namespace counts its processes, and two of them are the jail's.
-    num_processes = limits["processes"] + (2 if uid is None else 0)
+    num_processes = spec["processes"] + (2 if uid is None else 0)
     program = _fork(spec, uid, num_processes, status)
     _prctl(_PR_SET_DUMPABLE, 0)
     while True:
@@ -397,7 +361,7 @@ def _await_end(spec: Mapping[str, Any], route: str, uid: int | None, status: int
     namespaces = route.endswith("namespaces")
     if not namespaces:
         others = 0 if uid is not None else _num_threads_of(os.getuid())
-        child = _fork(spec, uid, spec["limits"]["processes"] + others, status)
+        child = _fork(spec, uid, spec["processes"] + others, status)
     elif (child := os.fork()) == 0:
         try:
             _be_init(spec, uid, status)
@@ -423,8 +387,8 @@ def main() -> None:
     """Read the spec, run the program, end."""
     spec_fd, status = map(int, sys.argv[1:])
     os.set_inheritable(status, False)
-    with open(spec_fd, encoding="utf-8", errors="surrogatepass") as file:
-        spec = json.load(file)
+    with open(spec_fd, "rb") as file:
+        spec = marshal.load(file)
     os.umask(0o022)
     try:
         _supervise(spec, status)

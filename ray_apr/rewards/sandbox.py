@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import json
 import logging
+import marshal
 import os
+import resource
 import selectors
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ray_apr.exceptions import ResourceError
+from ray_apr.rewards.readable import readable_files
 from ray_apr.rewards.system_calls import DENIED, MACHINES, filter_of
 
 logger = logging.getLogger(__name__)
@@ -119,36 +121,34 @@ class Sandbox:
         if machine is None:
             known = ", ".join(MACHINES)
             raise ResourceError(f"there is no sandbox for {os.uname().machine}; only for {known}")
+        readable = readable_files(self.readable)
         spec = {
             "route": self.route,
             "caller": os.getpid(),
             "command": command.arguments,
             "executable": command.executable,
-            "files": command.files,
+            "files": dict(command.files),
             "environment": _ENVIRONMENT,
             "filter": filter_of(machine).hex(),
             "pivot_root": DENIED["pivot_root"][machine.index],
-            "readable": [*_interpreter_paths(), *self.readable],
-            "limits": {
-                "cpu_s": limits.cpu_limit_s,
-                "memory_bytes": limits.memory_mb * _MIB,
-                "processes": limits.max_processes,
-                "disk_bytes": limits.disk_mb * _MIB,
+            "links": readable.links,
+            "binds": readable.binds,
+            "processes": limits.max_processes,
+            "disk_bytes": limits.disk_mb * _MIB,
+            "rlimits": {
+                resource.RLIMIT_CPU: limits.cpu_limit_s,
+                resource.RLIMIT_FSIZE: limits.disk_mb * _MIB,
+                resource.RLIMIT_NOFILE: 256,
+                resource.RLIMIT_CORE: 0,
+                resource.RLIMIT_AS: limits.memory_mb * _MIB,
             },
         }
         with (
-            _memory_file(json.dumps(spec).encode()) as spec_fd,
+            _memory_file(marshal.dumps(spec)) as spec_fd,
             _memory_file(stdin) as stdin_fd,
             _supervisor(spec_fd, stdin_fd) as (process, status_fd),
         ):
             return _Watch(process, status_fd, limits).follow()
-
-
-def _interpreter_paths() -> list[str]:
-    """Where the Python that runs here, its library and its packages are."""
-    executable = os.path.realpath(sys.executable)
-    prefixes = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)]
-    return [*prefixes, os.path.dirname(executable)]
 
 
 @contextlib.contextmanager

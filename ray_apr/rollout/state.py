@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.exceptions import RolloutError
 from ray_apr.protocols import GroupFilter
 from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.ledger import DiscardReason, LedgerSnapshot, Place, TokenLedger
 from ray_apr.rollout.store import SampleStore
 from ray_apr.types import (
     FinishReason,

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.data.movement import Moves
 from ray_apr.data.order import prompt_position
@@ -39,7 +40,6 @@ from ray_apr.protocols import GroupFilter, RolloutClient
 from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
-from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.roster import DispatcherCounts
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.state import RolloutState, TurnRules

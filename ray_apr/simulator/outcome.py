@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ray_apr.rollout.ledger import LedgerSnapshot
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.staleness import staleness
 from ray_apr.types import GroupMeta
 
@@ -43,20 +43,13 @@ class Outcome:
         """Tokens that entered the loss, over the wall time."""
         return self.ledger.trained / self.wall_s
 
-    def count_trained(self, group: GroupMeta, *, policy_version: int, oldest_version: int) -> int:
-        """Count a group that is trained at `policy_version`, from `oldest_version` on.
-
-        Returns:
-            Its tokens that enter the loss.
-        """
-        trained = 0
+    def count_trained(self, group: GroupMeta, policy_version: int, oldest_version: int) -> None:
+        """Count a group that is trained at `policy_version`, from `oldest_version` on."""
         for sample in group.samples:
             version = sample.trained_version(oldest_version)
             if version is None:
                 continue  # all of its tokens are masked
-            trained += sample.trainable_tokens(oldest_version)
             age = staleness(policy_version, version)
             self.staleness_max = max(self.staleness_max, age)
             self.staleness_sum += age
             self.samples_trained += 1
-        return trained

@@ -1,11 +1,11 @@
-"""The simulated run: real dispatcher, store, ledger, shelf and placement; modelled hardware.
+"""The simulated run: real dispatcher, store, ledger, stock and placement; modelled hardware.
 
     prompts of a trace ──► RolloutState ──► Fleet: Placement ──► EngineModel × k
                              ▲    │ ended                           │ tokens
                     versions │    ▼                                 │
                              │  rewards (workers, in order) ◄───────┘
                              │    ▼
-                          trainer ◄── Shelf.select
+                          trainer ◄── Stock.choose
 
 Invariants, kept by `Simulation`:
     * Everything that decides is the code that decides in a real run; this module only says when
@@ -24,24 +24,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.data.selection import Shelf
+from ray_apr.data.stock import Grant, Stock
 from ray_apr.exceptions import SimulationError
 from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.ledger import TokenLedger
 from ray_apr.rollout.state import RolloutState
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.fleet import Blank, Fleet
 from ray_apr.simulator.outcome import Outcome
 from ray_apr.simulator.trace import Trace, TraceGroup, TraceSample
-from ray_apr.staleness import next_version, oldest_trainable
-from ray_apr.types import Generation, GroupMeta, Prompt, RewardResult, SampleMeta
+from ray_apr.staleness import next_version
+from ray_apr.types import Generation, Prompt, RewardResult, SampleMeta
 
 
 @dataclass(slots=True, eq=False)
 class _Training:
     """An optimizer step under way."""
 
-    groups: tuple[GroupMeta, ...]
+    grant: Grant
     begin: float
     work_s: float
     """What is left of it, at full speed, at `since`."""
@@ -77,14 +76,16 @@ class Simulation:
             max_inflight=self._fleet.max_inflight,
         )
         self._state = RolloutState(self._dispatcher, config)
-        self._shelf = Shelf(
-            batch_size=batch.size, max_staleness=config.max_staleness, on_stale=config.on_stale
+        self._stock = Stock(
+            batch_size=batch.size,
+            max_staleness=config.max_staleness,
+            on_stale=config.on_stale,
+            num_ranks=1,
+            micro_batch_tokens=1,  # nobody asks for the plan of a batch
         )
-        self._buffer_ledger = TokenLedger()
         self._groups: dict[str, TraceGroup] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._sequence = itertools.count()
-        self._arrivals = itertools.count()
         self._now = 0.0
         self._free_reward_workers = cluster.reward_workers
         self._unscored: deque[str] = deque()
@@ -92,9 +93,6 @@ class Simulation:
         """Finished samples that use a core right now, to be handed over."""
         self._version = 0
         self._step = 0
-        self._in_training = 0
-        self._is_waiting = True
-        """Whether the trainer waits for a batch."""
         self._trainer_busy_s = 0.0
         self._slowdown = 1.0
         """What engines and trainer make of each other on a shared host."""
@@ -113,6 +111,7 @@ class Simulation:
         Raises:
             SimulationError: If nothing can happen any more before that.
         """
+        self._grant()
         self._pump()
         self._share_host()
         while self._step < self._cluster.steps:
@@ -164,8 +163,7 @@ class Simulation:
                 self._fleet.start(sample, num_left, self._now)
             self._abort(self._dispatcher.to_interrupt())
         self._abort(self._state.take_surplus())
-        if self._is_waiting:
-            self._choose()  # what it waited for may have been dropped
+        self._choose()  # what it waits for may have been dropped
         can_sync = self._sync_due and not self._is_syncing
         if can_sync and not (self._config.drain and self._fleet.num_calls):
             self._begin_sync()
@@ -246,14 +244,7 @@ class Simulation:
         group = self._state.on_reward(sample_id, reward)
         if group is None:
             return
-        self._shelf.add(
-            GroupMeta(
-                group_id=group[0].group_id,
-                sequence=next(self._arrivals),
-                samples=tuple(SampleMeta.of(sample) for sample in group),
-            )
-        )
-        self._buffer_ledger.take_over(sum(sample.num_tokens for sample in group))
+        self._stock.put([SampleMeta.of(sample) for sample in group], None)
         self._tell_buffered()
         self._choose()
 
@@ -261,34 +252,43 @@ class Simulation:
 
     def _tell_buffered(self) -> None:
         self._dispatcher.on_buffer_counts(
-            num_buffered=self._shelf.num_samples + self._in_training,
+            num_buffered=self._stock.num_buffered,
+            num_received=self._stock.num_received,
             trainer_version=self._version,
         )
 
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the trainer waits for a batch."""
+        grant = self._stock.granted
+        return grant is not None and not grant.groups
+
+    def _grant(self) -> None:
+        self._stock.grant(self._step, self._version, self._now)
+
     def _choose(self) -> None:
         """Begin the next step if its batch is there."""
-        if not self._is_waiting:
+        grant = self._stock.granted
+        if grant is None or grant.groups:
             return
-        selection = self._shelf.select(self._version, self._dispatcher.num_by_version)
-        for group in selection.evicted:
-            self._buffer_ledger.discard(group.num_tokens, "buffered", "stale")
-        if selection.chosen:
-            self._is_waiting = False
-            self._in_training = sum(len(group.samples) for group in selection.chosen)
-            self._begin_step(selection.chosen)
-        if selection.chosen or selection.evicted:
+        if self._config.on_stale == "wait":
+            self._stock.set_unfinished(self._dispatcher.num_by_version)
+        evicted = self._stock.choose()
+        if grant.groups:
+            self._begin_step(grant)
+        if grant.groups or evicted:
             self._tell_buffered()
 
-    def _begin_step(self, groups: tuple[GroupMeta, ...]) -> None:
+    def _begin_step(self, grant: Grant) -> None:
         cluster, trainer = self._cluster, self._cluster.trainer
-        tokens = sum(group.num_tokens for group in groups)
+        tokens = sum(group.num_tokens for group in grant.groups)
         rate = trainer.tokens_per_s_per_gpu * cluster.num_train_gpus()
         duration = trainer.step_overhead_s + tokens / rate
         begin = self._now
         if cluster.is_colocated:
             begin += 0 if self._is_stopped else cluster.switch_s
             self._stop_engines(begin + duration)
-        self._training = _Training(groups, begin, duration, begin)
+        self._training = _Training(grant, begin, duration, begin)
         self._time_step()
 
     def _time_step(self) -> None:
@@ -304,18 +304,11 @@ class Simulation:
             return  # it was timed anew
         self._training = None
         self._trainer_busy_s += self._now - step.begin
-        groups = step.groups
-        oldest = oldest_trainable(self._version, self._config.max_staleness)
-        for group in groups:
-            trained = self.outcome.count_trained(
-                group, policy_version=self._version, oldest_version=oldest
-            )
+        for group in self._stock.end_step(self._step).groups:
+            self.outcome.count_trained(group, step.grant.policy_version, step.grant.oldest_version)
             self.outcome.trained_by_decile[self._group(group.group_id).decile] += 1
-            self._buffer_ledger.move(trained, "buffered", "trained")
-            self._buffer_ledger.discard(group.num_tokens - trained, "buffered", "masked")
         self._step += 1
         self._version = next_version(self._version)
-        self._in_training = 0
         self._tell_buffered()
         self.outcome.step_ends.append(self._now)
         if self._step == self._cluster.steps:
@@ -331,7 +324,7 @@ class Simulation:
             self._at(until, self._start_engines, self._num_stops)
 
     def _resume_trainer(self) -> None:
-        self._is_waiting = True
+        self._grant()
         self._choose()
 
     # -- weight sync -----------------------------------------------------------------------------
@@ -382,9 +375,10 @@ class Simulation:
         out.interrupted, out.resumed = counts.interruptions_total, counts.resumptions_total
         for generation in self._fleet.abort_all(self._now):
             self._return(generation)
-        alive = [*self._state.live_groups(), *(group.group_id for group in self._shelf)]
+        stats = self._stock.stats()
+        alive = [*self._state.live_groups(), *stats.held_groups]
         out.alive_by_decile.update(self._group(group_id).decile for group_id in alive)
         busy, out.tokens_reprefilled, out.preempted = self._fleet.close(self._now)
         out.generation_idle_ratio = 1 - busy
         out.trainer_idle_ratio = 1 - self._trainer_busy_s / out.wall_s
-        out.ledger = self._state.ledger() + self._buffer_ledger.snapshot()
+        out.ledger = self._state.ledger() + stats.ledger

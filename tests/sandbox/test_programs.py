@@ -330,6 +330,21 @@ def test_the_disk_is_limited(isolated):
     assert result_of(isolated(disk_mb=2), program).reward == 1.0
 
 
+def test_with_namespaces_the_number_of_files_is_limited(namespaces):
+    """Empty files take memory of the kernel that no other limit counts."""
+    program = """
+        made = 0
+        try:
+            while made < 10_000:
+                open(f"f{made}", "w").close()
+                made += 1
+        except OSError:
+            pass
+        print("ok" if made < 5_000 else made)
+    """
+    assert result_of(code_tests(), program).reward == 1.0
+
+
 @pytest.fixture
 def listener():
     """A server on loopback; yields its port, and asserts that nobody has come."""

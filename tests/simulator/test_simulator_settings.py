@@ -22,9 +22,9 @@ class Watched(Simulation):
         self.trained: list[tuple[int, GroupMeta]] = []
         self.most_inflight = self.most_live = 0
 
-    def _begin_step(self, groups):
-        self.trained += [(self._version, group) for group in groups]
-        super()._begin_step(groups)
+    def _begin_step(self, grant):
+        self.trained += [(self._version, group) for group in grant.groups]
+        super()._begin_step(grant)
 
     def _pump(self):
         super()._pump()

@@ -68,7 +68,8 @@ async def test_no_batch_before_the_grant_and_the_chosen_one_is_of_the_granted_ve
     assert ticket.plan.step == 2
     assert ticket.refs == ("ref-c", "ref-d"), "a and b are two versions old: beyond the bound of 1"
     stats = await buffer.stats()
-    assert (stats.evicted_samples, stats.evicted_tokens, stats.buffered_samples) == (4, 12, 4)
+    assert (stats.evicted_samples, stats.buffered_samples) == (4, 4)
+    assert stats.ledger.discarded["stale"] == 12
 
 
 async def test_a_wait_ends_as_soon_as_the_batch_is_complete():
@@ -90,7 +91,7 @@ async def test_ack_counts_what_was_trained_and_records_a_row_for_each_sample():
     await buffer.take(0, None)
     await buffer.ack(1)
     stats = await buffer.stats()
-    assert (stats.trained_samples, stats.trained_tokens, stats.buffered_samples) == (4, 12, 0)
+    assert (stats.trained_samples, stats.ledger.trained, stats.buffered_samples) == (4, 12, 0)
     assert [row["staleness"] for row in recorder.rows] == [1, 1, 0, 0]
     assert {row["kind"] for row in recorder.rows} == {"sample"}
     with pytest.raises(APRError, match="step 1 was trained"):
@@ -244,11 +245,12 @@ async def test_masked_tokens_of_a_trained_group_are_discarded_and_not_trained():
     ticket = await buffer.take(0, None)
     assert ticket.refs == ("ref-a", "ref-b"), "old tokens do not cost the group its turn"
     assert ticket.plan.oldest_version == 4
-    assert (await buffer.stats()).buffered_tokens == 26
+    assert (await buffer.stats()).ledger.buffered == 26
     await buffer.ack(5)
     stats = await buffer.stats()
-    assert (stats.trained_tokens, stats.masked_tokens, stats.evicted_tokens) == (7 + 6, 10 + 3, 0)
-    assert (stats.trained_samples, stats.buffered_tokens) == (4, 0)
+    ledger = stats.ledger
+    assert (ledger.trained, ledger.discarded["masked"], ledger.discarded["stale"]) == (13, 13, 0)
+    assert (stats.trained_samples, ledger.buffered) == (4, 0)
     rows = {row["sample_id"]: row for row in recorder.rows}
     assert [rows[i]["num_masked_tokens"] for i in ("a-0", "a-1", "b-0")] == [10, 3, 0]
     assert [rows[i]["staleness"] for i in ("a-0", "a-1", "b-0")] == [1, None, 0]

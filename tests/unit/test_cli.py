@@ -15,7 +15,8 @@ import pytest
 import ray
 
 from ray_apr import cli, doctor, launch
-from ray_apr.exceptions import ConfigError, StarvedError, Stopped
+from ray_apr.exceptions import ConfigError, ResourceError, StarvedError, Stopped
+from ray_apr.rewards.sandbox import Sandbox
 from ray_apr.settings import load_settings
 
 YAML = """\
@@ -270,6 +271,27 @@ def test_doctor_measures_memory() -> None:
     assert doctor.check_memory(16 * 2**30).ok
     assert doctor.check_memory(None).ok
     assert not doctor.check_import("no_such_package_at_all").ok
+
+
+@pytest.mark.parametrize(
+    ("route", "seen"),
+    [
+        ("user_namespaces", "namespaces"),
+        ("rlimits", "resource limits alone"),
+        (None, "no sandbox works"),
+    ],
+)
+def test_doctor_says_how_programs_would_run(
+    monkeypatch: pytest.MonkeyPatch, route: Any, seen: str
+) -> None:
+    def find() -> Sandbox:
+        if route is None:
+            raise ResourceError("no sandbox works")
+        return Sandbox(route=route)
+
+    monkeypatch.setattr(doctor, "find_sandbox", find)
+    check = doctor.check_sandbox()
+    assert check.ok and check.seen.startswith(seen)
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

@@ -15,11 +15,11 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from ray_apr import cli, controller, progress
 from ray_apr.causes import cause_of, death_of, write_error_log
 from ray_apr.controller import _Parts
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.resumption import Begin, Counters
 from ray_apr.data.stock import BufferStats
 from ray_apr.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.final import final_figures
-from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.train import loop as loop_module
@@ -29,8 +29,8 @@ from ray_apr.types import SamplingParams
 from tests.run_specs import run_spec
 
 STATS = BufferStats(
-    buffered_samples=0, buffered_tokens=5, trained_samples=12, trained_tokens=40, masked_tokens=3,
-    evicted_samples=0, evicted_tokens=0, read_ahead_max=4, held_groups=(),
+    ledger=LedgerSnapshot(buffered=5, trained=40, discarded={"masked": 3}), buffered_samples=0,
+    trained_samples=12, evicted_samples=0, read_ahead_max=4, held_groups=(),
 )  # fmt: skip
 SUMMARY = RolloutSummary(
     ledger=LedgerSnapshot(interrupted=2), samples_interrupted=1, samples_resumed=1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.resumption import Counters
 from ray_apr.data.stock import BufferStats
 from ray_apr.final import final_figures
-from ray_apr.rollout.ledger import LedgerSnapshot
 from ray_apr.rollout.worker import RolloutSummary
 from tests.fakes import ScriptedEngine
 from tests.run_specs import run_spec
@@ -22,9 +22,8 @@ async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
         pending_prompts=(), engines=(engine, engine),
     )  # fmt: skip
     stats = BufferStats(
-        buffered_samples=0, buffered_tokens=10, trained_samples=0, trained_tokens=30,
-        masked_tokens=0, evicted_samples=0, evicted_tokens=0, read_ahead_max=0,
-        held_groups=(),
+        ledger=LedgerSnapshot(buffered=10, trained=30), buffered_samples=0, trained_samples=0,
+        evicted_samples=0, read_ahead_max=0, held_groups=(),
     )  # fmt: skip
     final = final_figures(run_spec(), summary, stats, 0, Counters())
     assert (final["tokens_generated"], final["tokens_outside"]) == (60, 14)

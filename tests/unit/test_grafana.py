@@ -11,7 +11,8 @@ from ray_apr.cli import main
 from ray_apr.exceptions import ConfigError
 from ray_apr.grafana import dashboard as module
 from ray_apr.grafana.dashboard import FILE_NAME, dashboard, install
-from ray_apr.grafana.panels import ROWS, VLLM_METRICS
+from ray_apr.grafana.panels import ROWS
+from ray_apr.grafana.queries import VLLM_METRICS
 from ray_apr.metrics import SPECS
 
 PANELS = [panel for row in ROWS for panel in row.panels]

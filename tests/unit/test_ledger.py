@@ -1,4 +1,4 @@
-"""Where the tokens are (rollout/ledger.py)."""
+"""Where the tokens are (core/ledger.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
 from ray_apr.exceptions import LedgerError
-from ray_apr.rollout.ledger import LedgerSnapshot, TokenLedger
 
 
 def test_life_of_a_token_over_two_actors():

@@ -41,12 +41,10 @@ def config(**rollout):
 
 async def check_ledger(run) -> int:
     """Tokens that the engines made are all somewhere; returns how many."""
-    stats, ledger = await run.buffer.stats(), run.summary.ledger
-    placed = stats.trained_tokens + stats.masked_tokens + stats.buffered_tokens
-    placed += stats.evicted_tokens + ledger.pending + ledger.interrupted
-    placed += sum(ledger.discarded.values())
-    assert sum(engine.tokens_generated for engine in run.summary.engines) == placed
-    return placed
+    ledger = run.summary.ledger + (await run.buffer.stats()).ledger
+    assert ledger.error == 0
+    assert sum(engine.tokens_generated for engine in run.summary.engines) == ledger.generated
+    return ledger.generated
 
 
 def is_whole(sample) -> bool:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import math
 import re
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 from ray_apr.exceptions import ConfigError
-from ray_apr.report import html
+from ray_apr.report import html, page
 from ray_apr.report.compare import comparison_table, write_comparison
+from ray_apr.report.figures import moving_average
 from ray_apr.report.html import duration, write_report
 from ray_apr.report.load import RunFolderError, load_run
 from ray_apr.report.summary import check_run, covered_s, summarize, training_window
-from ray_apr.report.svg import moving_average, nice_ticks, tick_text
 
+DETAIL = "Each span, from the middle of the run on: drag to zoom, double click for all"
 EVIL = "<script>alert(1)</script>"
 
 FINAL: dict[str, Any] = {
@@ -121,6 +126,19 @@ EXPECTED = {
     "rollout_tokens_per_s": pytest.approx(10.0),  # 120 tokens in 12 s
     "read_ahead_max": 1,
 }
+
+
+@pytest.fixture(autouse=True)
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without Plotly's own 4.8 MB."""
+    monkeypatch.setattr(page, "get_plotlyjs", lambda: "/* Plotly */")
+
+
+def charts(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Title -> what Plotly draws, of a page."""
+    pattern = r'<figcaption class="title">(.*?)</figcaption>.*?"application/json">(.*?)</script>'
+    found = re.findall(pattern, path.read_text())
+    return {unescape(title): json.loads(text)["data"] for title, text in found}
 
 
 def lines(rows: list[dict[str, Any]]) -> str:
@@ -339,9 +357,9 @@ def test_nan_does_not_reach_the_json_and_is_told(make_run: Callable[..., Path]) 
     report = write_report(folder)
     assert "NaN" not in report.summary_path.read_text()
     assert any("no finite number in 1 steps" in w for w in report.warnings)
-    charts = re.findall(r"<svg.*?</svg>", report.html_path.read_text())
-    assert charts
-    assert not re.search(r"[\s\",](nan|inf)[\s\",]", "".join(charts))
+    drawn = charts(report.html_path)
+    assert drawn["Reward"][0]["y"][2] is None
+    assert drawn["Loss"][0]["y"][3] is None
 
 
 class Balance(HTMLParser):
@@ -354,10 +372,12 @@ class Balance(HTMLParser):
         self.open: list[str] = []
         self.seen: set[str] = set()
         self.links: list[str] = []
+        self.scripts = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.add(tag)
         self.links += [str(v) for k, v in attrs if k in ("src", "href")]
+        self.scripts += tag == "script" and ("type", "application/json") not in attrs
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -388,7 +408,7 @@ def test_the_page_stands_alone_and_escapes_text(make_run: Callable[..., Path]) -
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert "script" not in parser.seen
+    assert parser.scripts == 2  # Plotly, and what calls it
     assert parser.links == []
     assert "http" not in text.replace("http-equiv", "")
     assert EVIL not in text
@@ -396,6 +416,48 @@ def test_the_page_stands_alone_and_escapes_text(make_run: Callable[..., Path]) -
     for part in ("Reward", "Staleness of the trained", "interrupted and resumed (1)", "engine-1",
                  "discarded: stale", "partial_rollout.max_staleness", "time (s)"):  # fmt: skip
         assert part in text
+
+
+def test_only_the_pages_own_scripts_may_run(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "get_plotlyjs", get_plotlyjs)
+    text = write_report(make_run()).html_path.read_text()
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)
+    assert policy is not None
+    allowed = re.findall(r"'sha256-(.*?)'", policy[1])
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert allowed == [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    ]
+    assert len(scripts) == 2 and "Plotly.newPlot" in scripts[1] and len(scripts[0]) > 1_000_000
+    assert policy[1].startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy[1]
+
+
+def test_figures_hold_what_the_run_recorded(make_run: Callable[..., Path]) -> None:
+    drawn = charts(write_report(make_run()).html_path)
+    steps, average = drawn["Reward"]
+    assert steps["x"] == [0, 1, 2, 3, 4, 5]
+    assert steps["y"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert average["y"][-1] == pytest.approx(0.55)
+    (ages,) = drawn["Staleness of the trained samples"]
+    assert dict(zip(ages["x"], ages["y"], strict=True)) == {0: 1, 1: 1, 2: 1}
+    spans = {trace["name"]: trace for trace in drawn[DETAIL]}
+    assert spans["trainer waits for a batch"]["x"] == [10.0, 11.0, None, 12.0, 12.5, None]
+    assert spans["trainer waits for a batch"]["y"] == [2, 2, None, 2, 2, None]
+    assert spans["end of a step"]["x"][-3:] == [22.0, 22.0, None]
+
+
+def test_states_that_overlap_share_a_column(make_run: Callable[..., Path]) -> None:
+    drawn = charts(write_report(make_run()).html_path)
+    columns: dict[tuple[float, float], float] = {}
+    for trace in drawn["The whole run: share of time in each state"]:
+        for x, height, base in zip(trace["x"], trace["y"], trace["base"], strict=True):
+            lane = round(base)
+            columns[x, lane] = columns.get((x, lane), 0.0) - height
+    assert {lane for _, lane in columns} == {0, 1, 2}
+    assert max(columns.values()) == pytest.approx(0.76)  # the height of a lane
 
 
 def test_evaluations_are_a_table_and_none_is_no_table(make_run: Callable[..., Path]) -> None:
@@ -429,9 +491,6 @@ def test_comparison_has_the_ratio_of_wall_times(
 
 def test_helpers() -> None:
     assert covered_s([(0, 2), (1, 3), (5, 9)], (1, 6)) == 3
-    assert nice_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert nice_ticks(3, 3)[0] <= 3 <= nice_ticks(3, 3)[-1]
-    assert [tick_text(v) for v in (0.25, 1200, 12000, 3e6)] == ["0.25", "1200", "12k", "3M"]
     assert moving_average([1, math.nan, 3], 2)[:2] == [1, 1]
     assert [duration(s) for s in (None, 8.34, 245, 7380)] == [
         "–", "8.3 s", "4 min 05 s", "2 h 03 min",

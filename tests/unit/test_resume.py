@@ -11,6 +11,7 @@ import ray.train
 
 from ray_apr import resume
 from ray_apr.config import TrainConfig
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.order import prompt_order
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
@@ -50,11 +51,11 @@ def test_prompts_that_were_under_way_come_first_and_then_those_that_had_not_come
 def test_a_checkpoint_notes_what_worker_and_buffer_hold():
     summary = SimpleNamespace(
         num_prompts=4, prompts_position=9, pending_prompts=(3, 8), samples_interrupted=1,
-        samples_resumed=1, ledger=SimpleNamespace(generated=70, discarded={"failed": 5}),
+        samples_resumed=1, ledger=LedgerSnapshot(generated=70, discarded={"failed": 5}),
     )  # fmt: skip
     stats = SimpleNamespace(
-        held_groups=("e1-1", "e2-0~1"), trained_samples=4, trained_tokens=30, evicted_tokens=6,
-        masked_tokens=0,
+        held_groups=("e1-1", "e2-0~1"), trained_samples=4,
+        ledger=LedgerSnapshot(trained=30, discarded={"stale": 6}),
     )  # fmt: skip
     progress = RolloutProgress.of(summary, stats, seed=2, before=BEFORE)
     assert progress.pending == (3, 5, 8)

@@ -376,7 +376,8 @@ async def test_masked_tokens_are_told_apart_from_those_that_were_trained():
         engine.advance(3)
         assert len(await run.step(3)) == 4
         stats = await run.buffer.stats()
-    assert (stats.trained_tokens, stats.masked_tokens) == (4 * 4, 4 * 2), "versions 2, 3, 3, 3"
+    tokens = (stats.ledger.trained, stats.ledger.discarded["masked"])
+    assert tokens == (4 * 4, 4 * 2), "versions 2, 3, 3, 3"
     rows = [row for row in run.recorder.rows if row["kind"] == "sample"]
     assert {(row["staleness"], row["num_masked_tokens"]) for row in rows} == {(1, 2)}
 

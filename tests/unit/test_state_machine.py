@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.ledger import TokenLedger
 from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import RolloutError
 from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.ledger import TokenLedger
 from ray_apr.rollout.state import RolloutState, TurnRules
 from ray_apr.staleness import oldest_trainable
 from ray_apr.types import (

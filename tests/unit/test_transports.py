@@ -77,6 +77,13 @@ def test_a_transport_of_a_file_is_checked_with_the_settings_and_named_in_the_run
     assert described["train"]["weight_transport"] == sender
 
 
+def test_engines_on_the_trainers_device_always_wait_for_the_release():
+    for shares in (False, True):
+        sender = make_sender(WeightSender, weights_on("cpu"), shares_device=shares)
+        assert sender.holds_device == shares
+    assert not WeightSender.holds_device
+
+
 def test_what_is_no_transport_is_refused():
     with pytest.raises(ConfigError, match=r"lacks .*prepare.*WeightSender"):
         make_sender(lambda weights: object(), weights_on("cpu"), shares_device=False)
@@ -111,7 +118,7 @@ def test_a_transport_of_a_file_reaches_processes_that_do_not_know_the_file(tmp_p
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
     )  # fmt: skip
-    expected = sum(float(parameter.abs().sum()) for parameter in model.parameters())
+    expected = sum(float(p.detach().abs().sum()) for p in model.parameters())
     assert float(read.stdout) == pytest.approx(expected)
     assert list(tmp_path.rglob("*.safetensors"))
     sender.release()

@@ -41,7 +41,9 @@ def make_sender(
     device = weights.device.type
     fitting = "shared" if shares_device else "nccl" if device == "cuda" else "gloo"
     if callable(transport):
-        return _checked(transport(weights))
+        sender = _checked(transport(weights))
+        sender.holds_device |= shares_device  # what it gathers is where engines want their memory
+        return sender
     if transport not in ("auto", fitting):
         where = f"of {device} that engines share" if shares_device else f"of {device} of their own"
         raise ConfigError(

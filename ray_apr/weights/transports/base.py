@@ -5,14 +5,15 @@
                                  connect
                                  prepare ──── notice ──────────► Receiver.receive
                                  deliver ════ weights ═════════►  └ Parcel by Parcel
-    release ◄────────────────────────────────────────────────── all have them
+                                 release ◄────────────────────── all have them
 
 Invariants, which every transport keeps:
     * What is delivered is what `gather` saw, also the second time: a sync that breaks off is tried
       again from `prepare` on, as a rule with a new endpoint, until `release`.
     * No wait is longer than the endpoint's limit. What another try may mend is a `SyncBrokenError`,
       or in an engine worker an `OSError` or a `RuntimeError`; any other error ends the run.
-    * After `release` nothing of the weights is left, and nothing is when a process dies.
+    * After `release` nothing of the weights is left; the transports of this package leave nothing
+      behind when a process dies, either.
 """
 
 from __future__ import annotations
@@ -200,7 +201,10 @@ class WeightSender:
         self.check_gathered()
 
     def release(self) -> None:
-        """Free what was gathered, as all engines have it; on every rank, may be called again."""
+        """Free what was gathered, as all engines have it; may be called again.
+
+        Other ranks than 0 call it at once: where engines read from them, it waits for rank 0.
+        """
         self.weights.drop()
 
     def close(self) -> None:
