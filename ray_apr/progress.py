@@ -1,4 +1,8 @@
-"""What a person sees while a run goes on: a line for each step, and one while nothing moves."""
+"""What a person sees while a run goes on: a line for each step, and one while nothing moves.
+
+They are plain lines, in a terminal too: Ray's log handlers and other processes write to the same
+terminal, and a live bar (tried with rich) overwrote six of seven such lines.
+"""
 
 from __future__ import annotations
 

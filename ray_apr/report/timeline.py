@@ -1,7 +1,7 @@
 """The timeline: a lane for each engine and for the trainer, with what it did and waited for.
 
 One figure has the whole run in columns, which the states share as they share the time. The other
-has each span; it opens in the middle of the run, from where a reader goes on.
+has each span of a run, or of a long run's middle, where it opens and a reader goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _OTHER = "#8f7f55"
 _LANE_PX, _FRAME_PX, _LANE = 42, 150, 0.76
 _NUM_COLUMNS = 240
 _MAX_LANES = 17
+_MAX_SPANS = 20_000
+"""Of a figure: with five times as many, a browser took three times as long to draw a page."""
 
 
 def timeline_figures(run: RunData) -> str:
@@ -51,9 +53,12 @@ def timeline_figures(run: RunData) -> str:
     end = max(row["end_s"] for row in spans)
     shares = _shares(spans, end or 1.0)
     whole = [_columns(what, shares, lanes, (end or 1.0) / _NUM_COLUMNS) for what in states]
-    detail = [_spans(what, spans, lanes) for what in states]
     first, last = training_window(run) or (0.0, end)
     start = max(0.0, (first + last - DETAIL_S) / 2)
+    near = sorted(spans, key=lambda row: abs(row["start_s"] - start))[:_MAX_SPANS]
+    reach = min(row["start_s"] for row in near), max(row["end_s"] for row in near)
+    detail = [_spans(what, near, lanes) for what in states]
+    steps = [row for row in run.steps if reach[0] <= row["time_s"] <= reach[1]]
     layout: dict[str, Any] = {
         "x_label": "time since the run began (s)",
         "height": _FRAME_PX + len(lanes) * _LANE_PX,
@@ -70,8 +75,8 @@ def timeline_figures(run: RunData) -> str:
     return figure(
         "The whole run: share of time in each state", whole, barmode="overlay", **layout
     ) + figure(
-        "Each span, from the middle of the run on: drag to zoom, double click for all",
-        [*detail, _step_ends(run.steps, len(lanes))],
+        f"Each span from {reach[0]:.0f} to {reach[1]:.0f} s: drag to zoom, double click for all",
+        [*detail, _step_ends(steps, len(lanes))],
         **shown,
         **layout,
     )
@@ -138,14 +143,14 @@ def _spans(what: str, spans: Sequence[Row], lanes: Sequence[str]) -> go.Scatter:
     """All spans of a state as one interrupted line."""
     xs: list[float | None] = []
     ys: list[int | None] = []
-    tips: list[str] = []
-    for row in spans:
+    tips: list[float | None] = []
+    for row in sorted(spans, key=lambda row: row["start_s"]):
         if row["what"] != what:
             continue
         start, end, lane = row["start_s"], row["end_s"], lanes.index(row["actor"])
-        xs += [start, end, None]
+        xs += [round(start, 3), round(end, 3), None]
         ys += [lane, lane, None]
-        tips += [f"{start:.2f} to {end:.2f} s"] * 2 + [""]
+        tips += [round(end - start, 3)] * 2 + [None]
     name, color = _named(what)
     return go.Scatter(
         x=xs,
@@ -154,7 +159,7 @@ def _spans(what: str, spans: Sequence[Row], lanes: Sequence[str]) -> go.Scatter:
         mode="lines",
         line={"color": color, "width": _LANE_PX * 0.7, "simplify": False},
         customdata=tips,
-        hovertemplate="%{customdata}",
+        hovertemplate="%{x:.2f} s, of %{customdata} s",
     )
 
 

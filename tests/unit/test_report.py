@@ -18,14 +18,14 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from ray_apr.exceptions import ConfigError
-from ray_apr.report import html, page
+from ray_apr.report import html, page, timeline
 from ray_apr.report.compare import comparison_table, write_comparison
 from ray_apr.report.figures import moving_average
 from ray_apr.report.html import duration, write_report
 from ray_apr.report.load import RunFolderError, load_run
 from ray_apr.report.summary import check_run, covered_s, summarize, training_window
 
-DETAIL = "Each span, from the middle of the run on: drag to zoom, double click for all"
+DETAIL = "Each span from 5 to 30 s: drag to zoom, double click for all"
 EVIL = "<script>alert(1)</script>"
 
 FINAL: dict[str, Any] = {
@@ -447,6 +447,16 @@ def test_figures_hold_what_the_run_recorded(make_run: Callable[..., Path]) -> No
     assert spans["trainer waits for a batch"]["x"] == [10.0, 11.0, None, 12.0, 12.5, None]
     assert spans["trainer waits for a batch"]["y"] == [2, 2, None, 2, 2, None]
     assert spans["end of a step"]["x"][-3:] == [22.0, 22.0, None]
+
+
+def test_a_long_run_shows_the_spans_of_its_middle(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "_MAX_SPANS", 4)
+    drawn = charts(write_report(make_run()).html_path)
+    (detail,) = (traces for title, traces in drawn.items() if title.startswith("Each span from"))
+    shown = [x for trace in detail if trace["name"] != "end of a step" for x in trace["x"]]
+    assert len(shown) == 4 * 3
 
 
 def test_states_that_overlap_share_a_column(make_run: Callable[..., Path]) -> None:
