@@ -249,6 +249,10 @@ def make_trainer(
         key: load_function(f"algorithm.{key}", spec, folder)
         for key, spec in settings.objective.items()
     }
+    rules: dict[str, Any] = {
+        key: load_function(f"partial_rollout.{key}", spec, folder)
+        for key, spec in settings.scheduling.items()
+    }
     import ray.train
 
     from ray_apr.trainer import APRTrainer
@@ -260,7 +264,7 @@ def make_trainer(
         reward=functions["reward"],
         group_filter=functions["group_filter"],
         rollout_config=settings.rollout,
-        partial_rollout_config=settings.partial_rollout,
+        partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,
         evaluation_prompts=held_out,
         evaluation_config=settings.evaluation,

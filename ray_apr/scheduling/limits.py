@@ -56,10 +56,10 @@ class Limits:
         self.policy_version = policy_version
         """Version of the engines, as last told."""
         self._trainer_version = policy_version
-        order, admission = config.resume_order, config.admission
+        order, rule = config.resume_order, config.admission
         self.live = LiveSamples(RESUME_ORDERS[order] if isinstance(order, str) else order)
         """Every live sample and group, and the ledger of their tokens."""
-        self._admission = ADMISSIONS[admission] if isinstance(admission, str) else admission
+        self._admission = ADMISSIONS[rule] if isinstance(rule, str) else rule
         self._retries = Retries(batch_size // group_size)
         self._num_owed = 0
         """Groups that were dropped and not yet replaced."""
