@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.simulator.advice import tuning_to_dict
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.run import Simulation
 from ray_apr.simulator.study import study
 from ray_apr.simulator.trace import Trace
 from ray_apr.simulator.tuner import Tuner
+from ray_apr.types import FinishReason, Generation, Prompt, Segment
 
 MODES = ("sync", "one_step_off", "stream", "async", "in_flight", "apr")
 BOUNDS = (1, 2, 4, 8, 16)
@@ -121,21 +122,29 @@ def million(trace: str, machine: ClusterConfig) -> dict[str, Any]:
 
 
 def decision_us(num_alive: int) -> float:
-    """Microseconds of one `next_start` + `on_interrupted` with this many samples alive."""
+    """Microseconds of one interruption and the tick after it with this many samples alive."""
     config = PartialRolloutConfig.preset("apr", max_live_batches=None)
     groups, num_alive = num_alive // 8, num_alive // 8 * 8
-    dispatcher = Dispatcher(config, batch_size=num_alive, group_size=8, max_inflight=num_alive)
+    scheduler = Scheduler(
+        config,
+        batch_size=num_alive,
+        group_size=8,
+        max_inflight=num_alive // 2,
+        budgets=lambda prompt: (1 << 20,),
+    )
     for number in range(groups):
-        dispatcher.add_group(f"g{number}", [f"g{number}-{i}" for i in range(8)])
-    begun = [dispatcher.next_start() for _ in range(num_alive // 2)]
+        scheduler.admit(Prompt(prompt_id=f"g{number}", token_ids=(1,)))
+    begun = list(scheduler.tick(lambda: None).start)
+    token = Segment(policy_version=0, token_ids=(1,), logprobs=(0.0,))
+    nothing = Generation(request_id="", segments=(), finish_reason=FinishReason.ABORT)
+    one = dataclasses.replace(nothing, segments=(token,))
+    for live in begun:
+        scheduler.on_generation(live, one)
+    begun = list(scheduler.tick(lambda: None).start)
     repeats, began = 2000, time.perf_counter()
     for turn in range(repeats):
-        sample_id = begun[turn % len(begun)]
-        assert sample_id is not None
-        dispatcher.on_interrupted(sample_id, oldest_version=0, num_tokens=1)
-        dispatcher.to_interrupt()
-        begun[turn % len(begun)] = dispatcher.next_start()
-        dispatcher.num_groups_to_start()
+        scheduler.on_generation(begun[turn % len(begun)], nothing)
+        (begun[turn % len(begun)],) = scheduler.tick(lambda: None).start
     return (time.perf_counter() - began) / repeats * 1e6
 
 

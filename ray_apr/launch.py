@@ -264,6 +264,10 @@ def make_trainer(
     if isinstance(train.weight_transport, str) and ":" in train.weight_transport:
         transport = load_function("train.weight_transport", train.weight_transport, folder)
         train = dataclasses.replace(train, weight_transport=transport)
+    rules: dict[str, Any] = {
+        key: load_function(f"partial_rollout.{key}", spec, folder)
+        for key, spec in settings.scheduling.items()
+    }
     import ray.train
 
     from ray_apr.trainer import APRTrainer
@@ -275,7 +279,7 @@ def make_trainer(
         reward=functions["reward"],
         group_filter=functions["group_filter"],
         rollout_config=rollout,
-        partial_rollout_config=settings.partial_rollout,
+        partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,
         evaluation_prompts=held_out,
         evaluation_config=settings.evaluation,

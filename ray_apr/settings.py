@@ -160,6 +160,8 @@ class RunSettings(Sections):
     """With an absolute path; what is evaluated."""
     objective: Mapping[str, str]
     """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
+    scheduling: Mapping[str, str]
+    """Code of the user's in the places of ``partial_rollout.admission`` and ``resume_order``."""
     scaling: ScalingSettings
     run: RunFolderSettings
     ray: RaySettings
@@ -221,7 +223,7 @@ def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSet
         for name, cls in _SECTIONS.items()
         if name not in _PRESET_SECTIONS
     }
-    sections["partial_rollout"] = _partial_rollout(values)
+    sections["partial_rollout"], rules = _partial_rollout(values, path.parent)
     sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
     evaluation, held_out = _evaluation(values, path.parent, sections["rollout"].prompt_column)
     code = {name: values[name] for name in _CODE if values.get(name) is not None}
@@ -249,6 +251,7 @@ def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSet
         evaluation=evaluation,
         evaluation_prompts=held_out,
         objective=objective,
+        scheduling=rules,
         **sections,
     )
     settings.check(settings.scaling)
@@ -277,28 +280,39 @@ def _mapping(name: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def _partial_rollout(values: Mapping[str, Any]) -> PartialRolloutConfig:
+def _partial_rollout(
+    values: Mapping[str, Any], base_dir: Path
+) -> tuple[PartialRolloutConfig, dict[str, str]]:
+    """The section, and the rules of the user's that it names."""
     section = _mapping("partial_rollout", values.get("partial_rollout"))
     if "mode" in section:
         raise ConfigError(
             "partial_rollout.mode", section["mode"], "write `mode:` at the top level instead"
         )
+    rules = _take_code("partial_rollout", ("admission", "resume_order"), section, base_dir)
     _check_section("partial_rollout", PartialRolloutConfig, section)
     mode = values.get("mode", "apr")
     if not isinstance(mode, str):
         raise ConfigError("mode", mode, f"must be one of {', '.join(get_args(Mode))}")
-    return PartialRolloutConfig.preset(mode, **section)
+    return PartialRolloutConfig.preset(mode, **section), rules
+
+
+def _take_code(
+    name: str, keys: Sequence[str], section: dict[str, Any], base_dir: Path
+) -> dict[str, str]:
+    """Take what names code of the user's out of a section, once it was found."""
+    code = {k: v for k in keys if isinstance(v := section.get(k), str) and ":" in v}
+    for key, spec in code.items():
+        check_code(f"{name}.{key}", spec, base_dir)
+        del section[key]
+    return code
 
 
 def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, str]]:
     """The section, and the functions of the user's that it names."""
     section = _mapping("algorithm", given)
     preset = section.pop("preset", None)
-    named = {key: section.get(key) for key in ("advantage", "loss")}
-    objective = {k: v for k, v in named.items() if isinstance(v, str) and ":" in v}
-    for key, spec in objective.items():
-        check_code(f"algorithm.{key}", spec, base_dir)
-        del section[key]
+    objective = _take_code("algorithm", ("advantage", "loss"), section, base_dir)
     _check_section("algorithm", AlgorithmConfig, section)
     if preset is None:
         return AlgorithmConfig(**section), objective

@@ -11,6 +11,7 @@ from ray_apr.config import BufferConfig, PartialRolloutConfig, RolloutConfig
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.exceptions import RewardError
+from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.types import RewardResult
@@ -150,8 +151,8 @@ async def until(condition) -> None:
 
 def without_ray(monkeypatch) -> RayMetrics:
     """Let the worker run without Ray and a tokenizer, and retry at once; returns its metrics."""
-    monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(sessions_module.ray, "put", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
-    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)  # this process goes on
     return RayMetrics().install(monkeypatch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ray_apr.checks import at_least, from_mapping, of_type, one_of, require, whole, whole_or_none
+from ray_apr.exceptions import ConfigError
 
 Mode = Literal["sync", "one_step_off", "stream", "async", "in_flight", "apr"]
 Interrupt = Literal["never", "batch_full", "weight_sync"]
@@ -68,9 +69,10 @@ class PartialRolloutConfig:
     one with each trained batch, whatever its ``train.mini_batches`` and ``train.epochs``."""
     oversampling_factor: float = 2.0
     """Samples kept under generation, in batches: supplementation (1 = none)."""
-    admission: Admission = "stream"
+    admission: Admission | Callable[..., Any] = "stream"
     """stream: a new group starts whenever there is room; batch: new groups start a batch at a
-    time, once nothing generates any more."""
+    time, once nothing generates any more. Or a rule of the user's, a function or a class whose
+    instances are called: `scheduling.admission.Admission`."""
     interrupt: Interrupt = "weight_sync"
     """never: a weight sync leaves requests in flight, which takes vLLM 0.32 or `drain`;
     weight_sync: each sync interrupts them; batch_full: as soon as the next batch is complete, the
@@ -85,9 +87,10 @@ class PartialRolloutConfig:
     """What becomes of KV entries of earlier weights at a sync: keep goes on with them (behavior
     log-probs are those of the mixture, so that the correction stays exact), recompute drops them
     and prefills again."""
-    resume_order: ResumeOrder = "oldest_version"
+    resume_order: ResumeOrder | Callable[..., Any] = "oldest_version"
     """Which interrupted sample is resumed first: the one with the oldest token, the one that was
-    interrupted first, or the one with the most tokens."""
+    interrupted first, or the one with the most tokens. Or a rank of the user's, a function or a
+    class whose instances are called: `scheduling.resume_order.ResumeOrder`."""
     tail_round: int | None = None
     """Tail batching: samples that were interrupted twice or more are held back until this many are
     there, and are then resumed together; one at the edge of the staleness bound releases them
@@ -181,8 +184,9 @@ class PartialRolloutConfig:
     def __post_init__(self) -> None:
         s = "partial_rollout"
         one_of(s, self, {"mode": Mode, "interrupt": Interrupt, "after_interrupt": AfterInterrupt})
-        one_of(s, self, {"kv_cache": KVCache, "resume_order": ResumeOrder, "on_stale": OnStale})
-        one_of(s, self, {"admission": Admission})
+        one_of(s, self, {"kv_cache": KVCache, "on_stale": OnStale})
+        self._check_rule("admission", Admission)
+        self._check_rule("resume_order", ResumeOrder)
         of_type(
             s,
             self,
@@ -227,3 +231,18 @@ class PartialRolloutConfig:
             self.max_staleness,
             'must be 0 with mode "sync"; leave it out, or use mode "apr"',
         )
+
+    def _check_rule(self, name: str, builtin: Any) -> None:
+        """Check a built-in name or a rule of the user's; of a class an object is made."""
+        field, rule = f"partial_rollout.{name}", getattr(self, name)
+        if isinstance(rule, type):
+            try:
+                rule = rule()
+            except Exception as error:
+                remedy = f"making one raised {type(error).__name__}: {error}"
+                raise ConfigError(field, rule, remedy) from error
+            object.__setattr__(self, name, rule)
+        if isinstance(rule, str) or not callable(rule):
+            known = get_args(builtin)
+            remedy = f"must be one of {', '.join(known)}, or a function or class of one argument"
+            require(rule in known, field, rule, remedy)

@@ -17,7 +17,7 @@ from ray_apr.exceptions import EngineUnavailableError, RolloutError, one_line
 from ray_apr.metrics import Metrics
 from ray_apr.placement import AdaptiveLimit
 from ray_apr.protocols import RolloutClient
-from ray_apr.rollout.dispatcher import Dispatcher
+from ray_apr.scheduling.limits import Limits
 from ray_apr.types import ServerStatus
 
 logger = logging.getLogger(__name__)
@@ -27,20 +27,20 @@ class EngineWatch:
     """Last status of each engine, and limits that adapt to it.
 
     Args:
-        dispatcher: Its limit of samples in flight is the sum of the engines', where they adapt.
+        limits: Their limit of samples in flight is the sum of the engines', where they adapt.
         recorder: Handle of the recorder; gets the spans.
         metrics: Gets the gauges.
         is_adaptive: Whether the limits adapt.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, recorder: Any, metrics: Metrics, *, is_adaptive: bool
+        self, limits: Limits, recorder: Any, metrics: Metrics, *, is_adaptive: bool
     ) -> None:
-        self._dispatcher = dispatcher
+        self._scheduled = limits
         self._recorder = recorder
         self._metrics = metrics
         self._is_adaptive = is_adaptive
-        self._first_limit = dispatcher.max_inflight
+        self._first_limit = limits.max_inflight
         """Of all engines together, before anything is known of them."""
         self._limits: dict[str, AdaptiveLimit] = {}
         self._statuses: dict[str, ServerStatus] = {}
@@ -139,8 +139,8 @@ class EngineWatch:
                 kv_usage=status.kv_usage,
                 num_preempted=status.num_preempted - before.num_preempted,
                 num_ended=status.num_ended - before.num_ended,
-                is_starved=self._dispatcher.is_starved,
+                is_starved=self._scheduled.is_starved,
             )
         limits = {s.replica_id: self._limits[s.replica_id].limit for s in statuses}
         client.set_limits(limits)
-        self._dispatcher.max_inflight = sum(limits.values())
+        self._scheduled.max_inflight = sum(limits.values())

@@ -28,8 +28,8 @@ from ray_apr.exceptions import EngineUnavailableError, RolloutError, UserCodeErr
 from ray_apr.metrics import Metrics
 from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.rollout.state import TurnRules
 from ray_apr.rollout.turns import encode_step
+from ray_apr.scheduling.live import TurnRules
 from ray_apr.types import Origin, Prompt, RewardResult, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray_apr.exceptions import StepError
 from ray_apr.protocols import Environment
-from ray_apr.rollout.state import TurnRules
+from ray_apr.scheduling.live import TurnRules
 from ray_apr.types import Sample, Step
 
 _MARK = "apr-mark"

@@ -152,14 +152,19 @@ class RunSpec(Sections):
             sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:
             sections["evaluation"] = dataclasses.asdict(self.evaluation)
-        for name in ("advantage", "loss"):
-            if callable(sections["algorithm"][name]):
-                sections["algorithm"][name] = _name(sections["algorithm"][name])
+        for section, names in _RULES.items():
+            for name in names:
+                if callable(sections[section][name]):
+                    sections[section][name] = _name(sections[section][name])
         scaling = {"num_workers": self.scaling.num_workers, "use_gpu": bool(self.scaling.use_gpu)}
         code = {
             name: _name(getattr(self, name)) for name in ("reward", "environment", "group_filter")
         }
         return {"model": self.model, **code, **sections, "scaling": scaling}
+
+
+_RULES = {"algorithm": ("advantage", "loss"), "partial_rollout": ("admission", "resume_order")}
+"""Settings in whose places code of the user's may stand."""
 
 
 def _name(code: object) -> str | None:

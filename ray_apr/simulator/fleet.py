@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.exceptions import SimulationError
 from ray_apr.placement import AdaptiveLimit, Placement
+from ray_apr.scheduling.live import LiveSample
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.engine import EngineModel, Request
-from ray_apr.types import FinishReason, Generation, Sample, Segment
+from ray_apr.types import FinishReason, Generation, Segment
 
+Returned = tuple[LiveSample, Generation]
+"""A sample whose call came back, and what it made."""
 _OBSERVE_EVERY_S = 1.0
 """Time between two looks at an engine's figures, as in a real run."""
 
@@ -39,6 +42,7 @@ class Blank:
 class _Call:
     """A generate call under way."""
 
+    live: LiveSample
     engine: int
     request: Request
     marks: list[tuple[int, int]] = field(default_factory=list)
@@ -110,30 +114,31 @@ class Fleet:
             model.set_slowdown(factor, now)
             self._schedule(engine, now)
 
-    def start(self, sample: Sample, num_left: int, now: float) -> None:
+    def start(self, live: LiveSample, num_left: int, now: float) -> None:
         """Generate the `num_left` tokens that a sample still needs.
 
         Raises:
             SimulationError: If every engine has its most.
         """
+        sample = live.sample
         engine = int(self._placement.enter(sample.sample_id, sample.group_id))
         held = sample.num_tokens
         context = len(sample.prompt.token_ids) + held
         request = Request(sample.sample_id, context, num_left, held > 0)
-        self._calls[sample.sample_id] = _Call(engine, request)
+        self._calls[sample.sample_id] = _Call(live, engine, request)
         self._engines[engine].submit(request, now)
         self._schedule(engine, now)
 
-    def abort(self, sample_ids: Iterable[str], now: float) -> list[Generation]:
+    def abort(self, samples: Iterable[LiveSample], now: float) -> list[Returned]:
         """Stop those of the samples that have a call, and return what they made."""
-        calls = [self._calls[i] for i in sample_ids if i in self._calls]
+        calls = [self._calls[s.sample_id] for s in samples if s.sample_id in self._calls]
         stopped = [self._stop(call, now) for call in calls]
         for engine in sorted({call.engine for call in calls}):
             self._engines[engine].settle(now)
             self._schedule(engine, now)
         return stopped
 
-    def abort_all(self, now: float) -> list[Generation]:
+    def abort_all(self, now: float) -> list[Returned]:
         """Stop all calls, and return what they made."""
         return [self._stop(call, now) for call in tuple(self._calls.values())]
 
@@ -156,7 +161,7 @@ class Fleet:
             if model.num_requests:
                 self._schedule(engine, now)
 
-    def on_event(self, engine: int, epoch: int, now: float) -> list[Generation]:
+    def on_event(self, engine: int, epoch: int, now: float) -> list[Returned]:
         """An event of an engine is due; returns the responses that end with it."""
         model = self._engines[engine]
         if epoch != model.epoch:
@@ -202,11 +207,11 @@ class Fleet:
         if time is not None:
             self._schedule_at(max(time, now), engine, model.epoch)
 
-    def _stop(self, call: _Call, now: float) -> Generation:
+    def _stop(self, call: _Call, now: float) -> Returned:
         self._engines[call.engine].stop(call.request, now, keep=self._keeps_stopped)
         return self._take(call, FinishReason.ABORT)
 
-    def _take(self, call: _Call, reason: FinishReason) -> Generation:
+    def _take(self, call: _Call, reason: FinishReason) -> Returned:
         """A call comes back."""
         sample_id = call.request.sample_id
         del self._calls[sample_id]
@@ -218,4 +223,5 @@ class Fleet:
                 run = Blank(until - before)
                 segments.append(Segment(policy_version=version, token_ids=run, logprobs=run))  # type: ignore[arg-type]
                 before = until
-        return Generation(request_id=sample_id, segments=tuple(segments), finish_reason=reason)
+        made = Generation(request_id=sample_id, segments=tuple(segments), finish_reason=reason)
+        return call.live, made

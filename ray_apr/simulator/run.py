@@ -1,6 +1,6 @@
-"""The simulated run: real dispatcher, store, ledger, stock and placement; modelled hardware.
+"""The simulated run: real scheduler, ledger, stock and placement; modelled hardware.
 
-    prompts of a trace ──► RolloutState ──► Fleet: Placement ──► EngineModel × k
+    prompts of a trace ──► Scheduler    ──► Fleet: Placement ──► EngineModel × k
                              ▲    │ ended                           │ tokens
                     versions │    ▼                                 │
                              │  rewards (workers, in order) ◄───────┘
@@ -20,14 +20,14 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.data.stock import Grant, Stock
 from ray_apr.exceptions import SimulationError
-from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.state import RolloutState
+from ray_apr.scheduling.live import LiveSample
+from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.fleet import Blank, Fleet
 from ray_apr.simulator.outcome import Outcome
@@ -69,13 +69,13 @@ class Simulation:
         self._random = random.Random(seed)
         batch = cluster.batch
         self._fleet = Fleet(cluster, config, self._on_fleet)
-        self._dispatcher = Dispatcher(
+        self._scheduler = Scheduler(
             config,
             batch_size=batch.size,
             group_size=batch.group_size,
             max_inflight=self._fleet.max_inflight,
+            budgets=self._budgets,
         )
-        self._state = RolloutState(self._dispatcher, config)
         self._stock = Stock(
             batch_size=batch.size,
             max_staleness=config.max_staleness,
@@ -88,7 +88,7 @@ class Simulation:
         self._sequence = itertools.count()
         self._now = 0.0
         self._free_reward_workers = cluster.reward_workers
-        self._unscored: deque[str] = deque()
+        self._unscored: deque[LiveSample] = deque()
         self._num_handed = 0
         """Finished samples that use a core right now, to be handed over."""
         self._version = 0
@@ -118,7 +118,7 @@ class Simulation:
             if not self._events:
                 raise SimulationError(
                     f"nothing can happen any more at step {self._step}: "
-                    f"{self._dispatcher.diagnosis()}"
+                    f"{self._scheduler.diagnosis()}"
                 )
             self._now, _, happen, args = heapq.heappop(self._events)
             self.outcome.num_events += 1
@@ -152,36 +152,33 @@ class Simulation:
     # -- scheduling ------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Do what the dispatcher allows now."""
-        self._abort(self._state.evict_stale())
-        for _ in range(self._dispatcher.num_groups_to_start()):
-            self._admit()
+        """Do what the scheduler says now."""
         is_draining = self._sync_due and self._config.drain
-        if not self._is_stopped and not is_draining:
-            while (sample := self._state.start_next()) is not None:
-                num_left = self._traced(sample.sample_id).response_tokens - sample.num_tokens
-                self._fleet.start(sample, num_left, self._now)
-            self._abort(self._dispatcher.to_interrupt())
-        self._abort(self._state.take_surplus())
+        actions = self._scheduler.tick(
+            self._next_prompt, starts=not self._is_stopped and not is_draining
+        )
+        self._abort(actions.abort)
+        for live in actions.start:
+            sample = live.sample
+            num_left = self._traced(sample.sample_id).response_tokens - sample.num_tokens
+            self._fleet.start(live, num_left, self._now)
         self._choose()  # what it waits for may have been dropped
         can_sync = self._sync_due and not self._is_syncing
         if can_sync and not (self._config.drain and self._fleet.num_calls):
             self._begin_sync()
         self._score_next()
 
-    def _admit(self) -> None:
-        prompt = self._state.next_retry()
-        if prompt is None:
-            group = next(self._prompts)
-            prompt_id = str(len(self._groups))
-            self._groups[prompt_id] = group
-            prompt = Prompt(prompt_id=prompt_id, token_ids=Blank(group.prompt_tokens))  # type: ignore[arg-type]
-            self.outcome.started_by_decile[group.decile] += 1
+    def _next_prompt(self) -> Prompt:
+        group = next(self._prompts)
+        prompt_id = str(len(self._groups))
+        self._groups[prompt_id] = group
+        self.outcome.started_by_decile[group.decile] += 1
+        return Prompt(prompt_id=prompt_id, token_ids=Blank(group.prompt_tokens))  # type: ignore[arg-type]
+
+    def _budgets(self, prompt: Prompt) -> tuple[int]:
+        """More than any response of a prompt has: each ends by itself."""
         group = self._group(prompt.prompt_id)
-        longest = max(s.response_tokens for s in group.samples)
-        self._state.admit(
-            prompt, group_size=self._cluster.batch.group_size, max_response_tokens=longest + 1
-        )
+        return (max(s.response_tokens for s in group.samples) + 1,)
 
     def _group(self, group_id: str) -> TraceGroup:
         """The prompt of a group in the trace, whatever try of it this is."""
@@ -196,52 +193,51 @@ class Simulation:
 
     def _on_engine(self, engine: int, epoch: int) -> None:
         """Something ends on an engine, or its KV entries run out."""
-        for generation in self._fleet.on_event(engine, epoch, self._now):
-            self._return(generation)
-        if self._fleet.observe(engine, self._now, is_starved=self._dispatcher.is_starved):
-            self._dispatcher.max_inflight = self._fleet.max_inflight
+        self._return(self._fleet.on_event(engine, epoch, self._now))
+        if self._fleet.observe(engine, self._now, is_starved=self._scheduler.is_starved):
+            self._scheduler.max_inflight = self._fleet.max_inflight
 
-    def _abort(self, sample_ids: Iterable[str]) -> None:
-        if sample_ids:
-            for generation in self._fleet.abort(sample_ids, self._now):
-                self._return(generation)
+    def _abort(self, samples: Sequence[LiveSample]) -> None:
+        if samples:
+            self._return(self._fleet.abort(samples, self._now))
 
-    def _return(self, generation: Generation) -> None:
-        """A generate call came back."""
-        sample = self._state.on_generation(generation.request_id, generation)
-        if sample is not None and sample.finish_reason is not None:
-            self._unscored.append(sample.sample_id)
+    def _return(self, calls: Iterable[tuple[LiveSample, Generation]]) -> None:
+        """Generate calls came back."""
+        for live, generation in calls:
+            sample = self._scheduler.on_generation(live, generation)
+            if sample is not None and sample.finish_reason is not None:
+                self._unscored.append(live)
 
     # -- rewards ---------------------------------------------------------------------------------
 
     def _score_next(self) -> None:
-        if not self._config.overlap_rewards and self._dispatcher.is_generating:
+        if not self._config.overlap_rewards and self._scheduler.live.num_unfinished:
             return
         while self._unscored and self._free_reward_workers:
-            sample_id = self._unscored.popleft()
-            if sample_id in self._state:
+            live = self._unscored.popleft()
+            if live.is_live:
                 self._free_reward_workers -= 1
-                self._hand_over(sample_id)
+                self._hand_over(live)
 
-    def _hand_over(self, sample_id: str) -> None:
+    def _hand_over(self, live: LiveSample) -> None:
         overhead_s = self._cluster.sample_overhead_s
         if not overhead_s:
-            self._reward(sample_id)
+            self._reward(live)
             return
         self._num_handed += 1
-        self._at(self._now + overhead_s * self._slowdown, self._on_handed, sample_id)
+        self._at(self._now + overhead_s * self._slowdown, self._on_handed, live)
 
-    def _on_handed(self, sample_id: str) -> None:
+    def _on_handed(self, live: LiveSample) -> None:
         self._num_handed -= 1
-        self._reward(sample_id)
+        self._reward(live)
 
-    def _reward(self, sample_id: str) -> None:
-        self._at(self._now + self._traced(sample_id).reward_s, self._on_reward, sample_id)
+    def _reward(self, live: LiveSample) -> None:
+        self._at(self._now + self._traced(live.sample_id).reward_s, self._on_reward, live)
 
-    def _on_reward(self, sample_id: str) -> None:
+    def _on_reward(self, live: LiveSample) -> None:
         self._free_reward_workers += 1
         reward = RewardResult(reward=float(self._random.random() < 0.5))
-        group = self._state.on_reward(sample_id, reward)
+        group = self._scheduler.on_reward(live, reward)
         if group is None:
             return
         self._stock.put([SampleMeta.of(sample) for sample in group], None)
@@ -251,7 +247,7 @@ class Simulation:
     # -- trainer ---------------------------------------------------------------------------------
 
     def _tell_buffered(self) -> None:
-        self._dispatcher.on_buffer_counts(
+        self._scheduler.on_buffer_counts(
             num_buffered=self._stock.num_buffered,
             num_received=self._stock.num_received,
             trainer_version=self._version,
@@ -272,7 +268,7 @@ class Simulation:
         if grant is None or grant.groups:
             return
         if self._config.on_stale == "wait":
-            self._stock.set_unfinished(self._dispatcher.num_by_version)
+            self._stock.set_unfinished(self._scheduler.live.num_by_version)
         evicted = self._stock.choose()
         if grant.groups:
             self._begin_step(grant)
@@ -334,8 +330,7 @@ class Simulation:
         self._is_stopped = True
         self._num_stops += 1
         if self._config.interrupt != "never":
-            for generation in self._fleet.abort_all(self._now):
-                self._return(generation)
+            self._return(self._fleet.abort_all(self._now))
         self._fleet.freeze(self._now, until)
 
     def _begin_sync(self) -> None:
@@ -354,7 +349,8 @@ class Simulation:
     def _end_sync(self, version: int) -> None:
         self._fleet.set_version(version)
         self._is_syncing = False
-        self._abort(self._state.on_version(version))
+        self._scheduler.on_version(version)
+        self._abort(self._scheduler.take_aborts())
         if not self._config.overlap_sync or self._cluster.is_colocated:
             self._resume_trainer()
         if self._is_waiting or not self._cluster.is_colocated:
@@ -371,14 +367,13 @@ class Simulation:
     def _finish(self) -> None:
         out = self.outcome
         out.wall_s = self._now
-        counts = self._dispatcher.counts()
+        counts = self._scheduler.counts()
         out.interrupted, out.resumed = counts.interruptions_total, counts.resumptions_total
-        for generation in self._fleet.abort_all(self._now):
-            self._return(generation)
+        self._return(self._fleet.abort_all(self._now))
         stats = self._stock.stats()
-        alive = [*self._state.live_groups(), *stats.held_groups]
+        alive = [*(group.group_id for group in self._scheduler.live.groups), *stats.held_groups]
         out.alive_by_decile.update(self._group(group_id).decile for group_id in alive)
         busy, out.tokens_reprefilled, out.preempted = self._fleet.close(self._now)
         out.generation_idle_ratio = 1 - busy
         out.trainer_idle_ratio = 1 - self._trainer_busy_s / out.wall_s
-        out.ledger = self._state.ledger() + stats.ledger
+        out.ledger = self._scheduler.live.ledger.snapshot() + stats.ledger

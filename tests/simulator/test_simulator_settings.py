@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.state import RolloutState
 from ray_apr.simulator.run import Simulation
-from ray_apr.types import FinishReason, Generation, GroupMeta, Prompt, RewardResult, Segment
+from ray_apr.types import GroupMeta
+from tests.schedules import Driven, prompt
 from tests.traces import make_cluster, make_trace
 
 
@@ -29,7 +28,7 @@ class Watched(Simulation):
     def _pump(self):
         super()._pump()
         self.most_inflight = max(self.most_inflight, self._fleet.num_calls)
-        self.most_live = max(self.most_live, self._dispatcher.counts().live)
+        self.most_live = max(self.most_live, self._scheduler.counts().live)
 
     @property
     def samples(self):
@@ -43,28 +42,13 @@ def simulate(mode="apr", *, trace=None, cluster=None, **overrides):
     return run, run.outcome
 
 
-def make_dispatcher(**overrides):
+def make_scheduler(**overrides):
     config = PartialRolloutConfig(**overrides)
-    return Dispatcher(config, batch_size=4, group_size=2, max_inflight=100)
+    return Driven(config, batch_size=4, group_size=2, max_inflight=100)
 
 
-def admit(dispatcher):
-    for number in range(dispatcher.num_groups_to_start()):
-        dispatcher.add_group(f"g{number}", [f"g{number}-0", f"g{number}-1"])
-
-
-def start_all(dispatcher):
-    return list(iter(dispatcher.next_start, None))
-
-
-def interrupt(dispatcher, sample_id, *, version=0, tokens=5):
-    dispatcher.on_interrupted(sample_id, oldest_version=version, num_tokens=tokens)
-
-
-def finish(dispatcher, group_id):
-    for index in range(2):
-        dispatcher.on_finished(f"{group_id}-{index}", oldest_version=0)
-        dispatcher.on_scored(f"{group_id}-{index}")
+def interrupt(scheduler, sample_id, *, version=0, tokens=5):
+    scheduler.interrupt(sample_id, version, tokens)
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
@@ -75,16 +59,16 @@ def test_max_staleness(bound):
 
 @pytest.mark.parametrize(("factor", "groups"), [(1.0, 2), (1.5, 3), (2.0, 4), (3.0, 6)])
 def test_oversampling_factor(factor, groups):
-    assert make_dispatcher(oversampling_factor=factor).num_groups_to_start() == groups
+    assert make_scheduler(oversampling_factor=factor).num_room == groups
 
 
 def test_admission():
     for admission, groups in (("stream", 1), ("batch", 0)):
-        dispatcher = make_dispatcher(admission=admission)
-        admit(dispatcher)
-        start_all(dispatcher)
-        finish(dispatcher, "g0")
-        assert dispatcher.num_groups_to_start() == groups
+        scheduler = make_scheduler(admission=admission)
+        scheduler.admit_some()
+        scheduler.start_all()
+        scheduler.complete(["g0-0", "g0-1"])
+        assert scheduler.num_room == groups
 
 
 def test_interrupt():
@@ -92,14 +76,13 @@ def test_interrupt():
     _, at_sync = simulate(interrupt="weight_sync")
     assert never.interrupted == 0 and at_sync.interrupted > 0
     for when, aborted in (("batch_full", 4), ("weight_sync", 0)):
-        dispatcher = make_dispatcher(interrupt=when)
-        admit(dispatcher)
-        start_all(dispatcher)
+        scheduler = make_scheduler(interrupt=when)
+        scheduler.admit_some()
+        scheduler.start_all()
         for group_id in ("g0", "g1"):
-            finish(dispatcher, group_id)
-            dispatcher.on_buffered(group_id)
-        assert dispatcher.is_held == (when == "batch_full")
-        assert len(dispatcher.to_interrupt()) == aborted
+            scheduler.complete([f"{group_id}-0", f"{group_id}-1"])
+        assert scheduler.is_held == (when == "batch_full")
+        assert len(scheduler.full_aborts()) == aborted
 
 
 def test_after_interrupt():
@@ -140,41 +123,41 @@ def test_kv_cache(mode):
     ],
 )
 def test_resume_order(order, expected):
-    dispatcher = make_dispatcher(resume_order=order, oversampling_factor=2.0)
-    admit(dispatcher)
-    start_all(dispatcher)
-    dispatcher.on_version(3)
+    scheduler = make_scheduler(resume_order=order, oversampling_factor=2.0)
+    scheduler.admit_some()
+    scheduler.start_all()
+    scheduler.on_version(3)
     for sample_id, version, tokens in (("g1-0", 2, 1), ("g0-0", 1, 9), ("g2-0", 0, 5)):
-        interrupt(dispatcher, sample_id, version=version, tokens=tokens)
-    assert start_all(dispatcher) == expected
+        interrupt(scheduler, sample_id, version=version, tokens=tokens)
+    assert scheduler.start_all() == expected
 
 
 def test_tail_round():
     for tail_round, resumed in ((None, ["g0-0"]), (2, [])):
-        dispatcher = make_dispatcher(tail_round=tail_round)
-        admit(dispatcher)
-        start_all(dispatcher)
-        interrupt(dispatcher, "g0-0")
-        assert dispatcher.next_start() == "g0-0", "the first interruption proves nothing"
-        interrupt(dispatcher, "g0-0")
-        assert start_all(dispatcher) == resumed
-    interrupt(dispatcher, "g1-0")
-    dispatcher.next_start()
-    interrupt(dispatcher, "g1-0")
-    assert start_all(dispatcher) == ["g0-0", "g1-0"], "the round is full"
+        scheduler = make_scheduler(tail_round=tail_round)
+        scheduler.admit_some()
+        scheduler.start_all()
+        interrupt(scheduler, "g0-0")
+        assert scheduler.next_start() == "g0-0", "the first interruption proves nothing"
+        interrupt(scheduler, "g0-0")
+        assert scheduler.start_all() == resumed
+    interrupt(scheduler, "g1-0")
+    scheduler.next_start()
+    interrupt(scheduler, "g1-0")
+    assert scheduler.start_all() == ["g0-0", "g1-0"], "the round is full"
 
 
 def test_tail_round_ends_at_the_edge_of_the_bound():
-    dispatcher = make_dispatcher(tail_round=50, max_staleness=2)
-    admit(dispatcher)
-    start_all(dispatcher)
-    interrupt(dispatcher, "g0-0")
-    dispatcher.next_start()
-    interrupt(dispatcher, "g0-0")
-    dispatcher.on_version(1)
-    assert dispatcher.next_start() is None
-    dispatcher.on_version(2)
-    assert dispatcher.next_start() == "g0-0"
+    scheduler = make_scheduler(tail_round=50, max_staleness=2)
+    scheduler.admit_some()
+    scheduler.start_all()
+    interrupt(scheduler, "g0-0")
+    scheduler.next_start()
+    interrupt(scheduler, "g0-0")
+    scheduler.on_version(1)
+    assert scheduler.next_start() is None
+    scheduler.on_version(2)
+    assert scheduler.next_start() == "g0-0"
 
 
 def test_on_stale():
@@ -248,22 +231,13 @@ def test_filter_zero_variance():
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_max_filter_retries(retries):
     config = PartialRolloutConfig(filter_zero_variance=True, max_filter_retries=retries)
-    dispatcher = Dispatcher(config, batch_size=4, group_size=2, max_inflight=9)
-    state = RolloutState(dispatcher, config)
-    prompt, tries = Prompt(prompt_id="p", token_ids=(1,)), 0
-    while prompt is not None:
+    scheduler = Driven(config, batch_size=4, group_size=2, max_inflight=9)
+    scheduler.admit(prompt("p"))
+    tries = 0
+    while scheduler.live.groups:
         tries += 1
-        state.admit(prompt, group_size=2, max_response_tokens=4)
-        for index in range(2):
-            sample = state.start_next()
-            segment = Segment(policy_version=0, token_ids=(5,), logprobs=(-1.0,))
-            state.on_generation(
-                sample.sample_id,
-                Generation(request_id="r", segments=(segment,), finish_reason=FinishReason.STOP),
-            )
-            group = state.on_reward(sample.sample_id, RewardResult(reward=1.0))
-            assert group is None, f"sample {index} of a group without a signal"
-        prompt = state.next_retry()
+        assert scheduler.complete(scheduler.start_all()) == [], "a group without a signal"
+        scheduler.tick(lambda: None, starts=False)
     assert tries == 1 + retries
 
 

@@ -382,8 +382,8 @@ def test_configs_are_frozen():
 
 def test_the_pure_core_loads_neither_ray_nor_torch():
     modules = (
-        "ray_apr.config, ray_apr.types, ray_apr.rollout.state, ray_apr.rollout.dispatcher, "
-        "ray_apr.rollout.store, ray_apr.core.ledger, ray_apr.data.selection, "
+        "ray_apr.config, ray_apr.types, ray_apr.scheduling.scheduler, ray_apr.core.ledger, "
+        "ray_apr.data.selection, ray_apr.data.stock, "
         "ray_apr.data.packing, ray_apr.data.batch"
     )
     code = f"import sys, {modules}; print({{'ray', 'torch', 'vllm'}} & set(sys.modules))"

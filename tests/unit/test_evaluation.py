@@ -12,7 +12,7 @@ from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.exceptions import ConfigError, EngineUnavailableError, RewardError, RolloutError
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
-from ray_apr.rollout.state import TurnRules
+from ray_apr.scheduling.live import TurnRules
 from ray_apr.types import Origin, Prompt, RewardResult, Step
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 

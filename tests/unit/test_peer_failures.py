@@ -12,11 +12,11 @@ import pytest
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.data.selection import Shelf
-from ray_apr.rollout.dispatcher import Dispatcher
 from ray_apr.simulator.cluster import ClusterConfig
 from ray_apr.simulator.run import Simulation
 from ray_apr.simulator.trace import Trace
 from ray_apr.types import FinishReason, GroupMeta, SampleMeta
+from tests.schedules import Driven
 
 REPORTS = (
     # versions
@@ -91,13 +91,11 @@ def test_a_mode_without_interruption_never_interrupts(mode):
     config = PartialRolloutConfig.preset(mode)
     at_a_sync = {"sync": "abort", "async": "wait", "in_flight": "keep"}
     assert config.pause_mode == at_a_sync[mode], "with sync, evaluations alone are there"
-    dispatcher = Dispatcher(config, batch_size=2, group_size=1, max_inflight=8)
-    for i in range(dispatcher.num_groups_to_start()):
-        dispatcher.add_group(f"g{i}", [f"g{i}-0"])
-    while dispatcher.next_start() is not None:
-        pass
-    dispatcher.on_buffer_counts(num_buffered=8)
-    assert dispatcher.to_interrupt() == ()
+    scheduler = Driven(config, batch_size=2, group_size=1, max_inflight=8)
+    scheduler.admit_some()
+    assert scheduler.start_all()
+    scheduler.on_buffer_counts(num_buffered=8)
+    assert scheduler.full_aborts() == []
 
 
 def test_every_report_has_its_test():

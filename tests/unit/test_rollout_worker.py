@@ -14,6 +14,7 @@ from ray_apr.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
+from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.types import FinishReason
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
@@ -132,7 +133,7 @@ async def test_failures_with_generations_that_succeed_between_them_are_not_in_a_
 
 
 async def test_a_generation_error_is_retried_and_then_costs_its_group(monkeypatch):
-    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.0)
     engine = ScriptedEngine(auto=2)
     engine.fail = {
         "e0-0-0": [RolloutError("flaky")],
@@ -147,7 +148,7 @@ async def test_a_generation_error_is_retried_and_then_costs_its_group(monkeypatc
 
 
 async def test_samples_of_an_engine_that_is_gone_wait_for_another_one(monkeypatch):
-    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.0)
     engine = ScriptedEngine(auto=2)
     engine.fail = {
         sample: [EngineUnavailableError("the replica died") for _ in range(5)]
@@ -160,7 +161,7 @@ async def test_samples_of_an_engine_that_is_gone_wait_for_another_one(monkeypatc
 
 
 async def test_samples_that_fail_together_of_one_cause_do_not_end_a_run(monkeypatch):
-    monkeypatch.setattr(worker_module, "_RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.0)
     engine = ScriptedEngine(auto=2)
     engine.fail = {
         f"e0-{group}-{i}": [RolloutError(f"request e0-{group}-{i}#0: cut off")]

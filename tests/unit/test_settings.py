@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from ray_apr.exceptions import ConfigError
 from ray_apr.launch import make_plan
 from ray_apr.settings import load_settings
 from ray_apr.settings_files import load_environment, load_function, read_json_rows
+from tests.schedules import Driven
 
 BASE = """\
 mode: apr
@@ -59,6 +61,34 @@ def test_an_objective_is_a_preset_with_functions_of_the_user(folder: Path) -> No
     assert settings.objective == {"advantage": "task.py:reward"}
     plan = make_plan(settings)
     assert plan["run"]["objective"].startswith("gspo loss of task.py:reward advantages")
+
+
+def test_scheduling_rules_of_the_user_are_named_in_the_section(folder: Path) -> None:
+    (folder / "rules.py").write_text(
+        "class FewestLeft:\n    def __call__(self, live):\n"
+        "        return live.sample.remaining_budget\n"
+        "def all_there_is_room_for(load):\n    return load.room\n"
+    )
+    (folder / "run.yaml").write_text(
+        BASE + "partial_rollout:\n  resume_order: rules.py:FewestLeft\n"
+        "  admission: rules.py:all_there_is_room_for\n  max_staleness: 2\n"
+    )
+    settings = load_settings(folder / "run.yaml")
+    rules = {
+        name: load_function(f"partial_rollout.{name}", spec, settings.base_dir)
+        for name, spec in settings.scheduling.items()
+    }
+    config = dataclasses.replace(settings.partial_rollout, **rules)
+    assert config.max_staleness == 2
+    assert (config.mode, type(config.resume_order).__name__) == ("apr", "FewestLeft")
+    scheduler = Driven(config, batch_size=8, group_size=4, max_inflight=8)
+    scheduler.admit_some()
+    (first, second, *_) = scheduler.start_all()
+    scheduler.interrupt(first, tokens=1)
+    scheduler.interrupt(second, tokens=5)
+    assert scheduler.start_all()[:2] == [second, first]
+    with pytest.raises(ConfigError, match=r"partial_rollout.admission.*it defines"):
+        load_settings(folder / "run.yaml", ["partial_rollout.admission=rules.py:nothing"])
 
 
 def test_reads_all_sections_and_resolves_paths(folder: Path) -> None:

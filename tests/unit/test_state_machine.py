@@ -1,6 +1,6 @@
-"""Random histories of the scheduling core: dispatcher, store, ledger, selection.
+"""Random histories of the scheduling core: scheduler, ledger, selection.
 
-`APRMachine` drives the real `RolloutState` and `Shelf`; the engines, the buffer actor and
+`APRMachine` drives the real `Scheduler` and `Shelf`; the engines, the buffer actor and
 the trainer are small models in which every message may be late: hand-overs, the buffer's reports,
 aborts, acknowledgements and weight syncs cross in any order. Invariants 1, 2, 4 and 5 of the
 architecture are checked after each step, and at the end that a full batch still comes about.
@@ -23,8 +23,8 @@ from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.ledger import TokenLedger
 from ray_apr.data.selection import Shelf
 from ray_apr.exceptions import RolloutError
-from ray_apr.rollout.dispatcher import Dispatcher
-from ray_apr.rollout.state import RolloutState, TurnRules
+from ray_apr.scheduling.live import LiveSample, TurnRules
+from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.staleness import oldest_trainable
 from ray_apr.types import (
     FinishReason,
@@ -51,7 +51,9 @@ PICK = st.integers(0, 10_000)
 class Request:
     """A generate call inside the model of the engines."""
 
+    live: LiveSample
     sample: Sample
+    """As it was when the call began."""
     versions: list[int] = field(default_factory=list)
     """Of the tokens that it has made so far."""
     is_aborted: bool = False
@@ -129,22 +131,24 @@ class APRMachine(RuleBasedStateMachine):
             max_staleness=eta,
             on_stale=on_stale,  # type: ignore[arg-type]
         )
-        self.dispatcher = Dispatcher(
+        self.scheduler = Scheduler(
             self.config,
             batch_size=self.batch_size,
             group_size=group_size,
             max_inflight=max_inflight,
+            budgets=lambda prompt: [BUDGET],
             policy_version=first_version,
+            turns=turns,
         )
-        self.state = RolloutState(self.dispatcher, self.config, turns)
         self.turns = turns
-        self.asked: dict[int, Sample] = {}
+        self.to_reset: list[LiveSample] = []
+        self.asked: dict[int, tuple[LiveSample, Sample]] = {}
         """Calls of the environment under way, by number; some samples may be gone meanwhile."""
         self.num_asked = 0
         self.engine_version = self.trainer_version = first_version
         self.requests: dict[str, Request] = {}
-        self.in_retry: set[str] = set()
-        self.ended: dict[str, Sample] = {}
+        self.in_retry: dict[str, LiveSample] = {}
+        self.ended: dict[str, LiveSample] = {}
         """Samples that wait for their reward; some may have been dropped meanwhile."""
         self.on_the_way: deque[Arrival] = deque()
         self.buffer: dict[str, Arrival] = {}
@@ -161,48 +165,65 @@ class APRMachine(RuleBasedStateMachine):
 
     @rule(most=st.integers(1, 4))
     def admit(self, most: int) -> None:
-        for _ in range(min(most, self.dispatcher.num_groups_to_start())):
-            prompt = self.state.next_retry()
-            if prompt is None:
-                prompt = Prompt(prompt_id=f"e0-{self.num_groups}", token_ids=PROMPT_IDS)
-                self.num_groups += 1
-            self.state.admit(prompt, group_size=self.group_size, max_response_tokens=BUDGET)
-            self.admission_keeps_its_bounds()
+        for _ in range(most):
+            self.tick(num_prompts=1, num_starts=0)
 
     @rule(most=st.integers(1, 12))
     def start(self, most: int) -> None:
         for _ in range(most):
-            if not self.start_one():
+            if not self.tick(num_prompts=0, num_starts=1):
                 return
 
-    def start_one(self) -> bool:
-        states = (SampleState.INTERRUPTED, SampleState.READY, SampleState.WAITING)
-        runnable = self.in_state(*states)
-        sample = self.state.start_next()
-        if sample is None:
+    def tick(self, num_prompts: int, num_starts: int) -> bool:
+        """A tick with so many prompts and free places; whether a sample was started."""
+        self.drop_stale(self.scheduler.evict_stale)
+        before = len(self.scheduler.live.groups)
+        new = [self.new_prompt() for _ in range(num_prompts)]
+        self.scheduler.max_inflight = min(self.max_inflight, self.num_inflight + num_starts)
+        runnable = self.in_state(SampleState.INTERRUPTED, SampleState.READY, SampleState.WAITING)
+        interrupted = [i for i in runnable if self.live[i].num_generated]
+        actions = self.scheduler.tick(
+            lambda: new.pop() if new else None, starts=bool(num_starts or self.num_inflight)
+        )
+        self.scheduler.max_inflight = self.max_inflight
+        assert len(self.scheduler.live.groups) == before + len(actions.admit)
+        if actions.admit:
+            self.admission_keeps_its_bounds()
+        self.to_reset += actions.reset
+        stopped = [live for live in actions.abort if live.is_live]
+        assert not stopped or (self.interrupt == "batch_full" and not actions.start)
+        self.abort(actions.abort)
+        for live in actions.start:
+            self.check_start(live, interrupted)
+            self.requests[live.sample_id] = Request(live, live.sample)
+        if num_starts and not actions.start:
             full = self.num_inflight >= self.max_inflight
             held_back = self.config.tail_round is not None and self.num_inflight
-            assert full or not runnable or self.dispatcher.is_held or held_back
-            return False
-        interrupted = {i for i in runnable if self.live[i].num_generated}
+            assert full or not runnable or self.scheduler.is_held or held_back
+        return bool(actions.start)
+
+    def new_prompt(self) -> Prompt:
+        self.num_groups += 1
+        return Prompt(prompt_id=f"e0-{self.num_groups}", token_ids=PROMPT_IDS)
+
+    def check_start(self, live: LiveSample, interrupted: list[str]) -> None:
+        """A sample that was just started was the next one, and can go on."""
+        sample = live.sample
         in_order = self.config.resume_order == "oldest_version" and self.config.tail_round is None
         if interrupted and in_order:
             oldest = min(self.live[i].oldest_version for i in interrupted)
             assert sample.num_generated and sample.oldest_version == oldest
-        assert self.dispatcher.is_resumed(sample.sample_id) == bool(sample.num_generated)
-        assert not sample.awaits_step
+        assert live.state is SampleState.INFLIGHT and not sample.awaits_step
         if self.turns is not None and self.turns.resets:
             assert sample.segments, "its environment speaks first"
         assert sample.remaining_budget == BUDGET - sample.num_tokens > 0
-        self.requests[sample.sample_id] = Request(sample)
-        return True
 
     @rule()
     def interrupt_when_full(self) -> None:
-        ids = self.dispatcher.to_interrupt()
-        assert not ids or self.interrupt == "batch_full"
-        assert self.dispatcher.to_interrupt() == ()
-        self.abort(ids)
+        if self.num_inflight and not self.tick(num_prompts=0, num_starts=0):
+            again = self.scheduler.tick(lambda: None, starts=False)
+            assert again.abort == [], "once is enough"
+            self.to_reset += again.reset
 
     @rule(pick=PICK, most=st.integers(1, 12))
     @precondition(lambda self: self.ended)
@@ -213,79 +234,81 @@ class APRMachine(RuleBasedStateMachine):
     def score_one(self, pick: int) -> None:
         sample = self.ended.pop(choose(self.ended, pick))
         result = RewardResult(reward=float(hash_of(sample.sample_id) % 3 > 0))
-        is_live = sample.sample_id in self.state
+        is_live = sample.is_live
         if is_live:
             self.rewarded.add(sample.sample_id)
-        group = self.state.on_reward(sample.sample_id, result)
+        group = self.scheduler.on_reward(sample, result)
         if group is None:
             return
         assert not self.config.filter_zero_variance or len({s.reward for s in group}) > 1
         assert is_live and len(group) == self.group_size
         meta = GroupMeta(
-            group_id=sample.group_id, sequence=0, samples=tuple(SampleMeta.of(s) for s in group)
+            group_id=sample.group.group_id,
+            sequence=0,
+            samples=tuple(SampleMeta.of(s) for s in group),
         )
         self.on_the_way.append(Arrival(meta, group))
 
     @rule(pick=PICK)
     @precondition(lambda self: self.ended)
     def fail_reward(self, pick: int) -> None:
-        self.abort(self.state.fail(self.ended.pop(choose(self.ended, pick)).sample_id))
+        self.scheduler.fail(self.ended.pop(choose(self.ended, pick)))
 
     @rule(pick=PICK)
     @precondition(lambda self: self.in_retry)
     def retry(self, pick: int) -> None:
         sample_id = choose(self.in_retry, pick)
-        self.in_retry.remove(sample_id)
-        if sample_id in self.state:
-            self.state.on_retry(sample_id)
-            self.abort(self.state.take_surplus())
+        live = self.in_retry.pop(sample_id)
+        if live.is_live:
+            self.scheduler.on_retry(live)
 
     @rule(pick=PICK)
     @precondition(lambda self: self.in_retry)
     def give_up(self, pick: int) -> None:
         sample_id = choose(self.in_retry, pick)
-        self.in_retry.remove(sample_id)
-        self.abort(self.state.fail(sample_id))
+        self.scheduler.fail(self.in_retry.pop(sample_id))
 
     @rule()
     def evict_stale(self) -> None:
-        self.drop_stale(self.state.evict_stale)
+        self.drop_stale(self.scheduler.evict_stale)
 
     @rule(pick=PICK)
     def event_in_wrong_state(self, pick: int) -> None:
-        idle = [i for i in self.live if self.dispatcher.state_of(i) is not SampleState.INFLIGHT]
-        sample_id = choose(idle, pick) if idle else "unknown"
-        before = self.dispatcher.counts()
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_finished(sample_id, oldest_version=self.engine_version)
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_interrupted(sample_id, oldest_version=self.engine_version)
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_retry(sample_id)
-        assert self.dispatcher.counts() == before
+        before, ledger = self.scheduler.counts(), self.scheduler.live.ledger.snapshot()
+        idle = [i for i in self.live if self.state_of(i) is not SampleState.INFLIGHT]
+        if idle:
+            live = self.scheduler.live.sample(choose(idle, pick))
+            for reason in FinishReason:
+                with pytest.raises(RolloutError):
+                    self.scheduler.on_generation(live, self.one_token(reason))
+            with pytest.raises(RolloutError):
+                self.scheduler.on_retry(live)
+        resting = [i for i in self.live if self.state_of(i) is not SampleState.STEPPING]
+        if resting:
+            live = self.scheduler.live.sample(choose(resting, pick))
+            for step in (Step(), Step(done=True)):
+                with pytest.raises(RolloutError):
+                    self.scheduler.on_step(live, live.sample, step, ())
+        assert self.scheduler.counts() == before
+        assert self.scheduler.live.ledger.snapshot() == ledger
 
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_turn_ended(sample_id, oldest_version=0, num_tokens=1)
-        resting = [i for i in self.live if self.dispatcher.state_of(i) is not SampleState.STEPPING]
-        sample_id = choose(resting, pick) if resting else "unknown"
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_stepped(sample_id)
-        with pytest.raises(RolloutError):
-            self.dispatcher.on_done(sample_id)
-        assert self.dispatcher.counts() == before
+    def one_token(self, reason: FinishReason) -> Generation:
+        part = Segment(policy_version=self.engine_version, token_ids=(1,), logprobs=(0.0,))
+        return Generation(request_id="r", segments=(part,), finish_reason=reason)
 
     # -- environments ------------------------------------------------------------------------
 
     @rule()
     @precondition(lambda self: self.turns)
     def call_resets(self) -> None:
-        while (sample := self.state.next_reset()) is not None:
-            assert not sample.segments and sample.environment_state == {}
-            self.ask(sample)
+        resets, self.to_reset = self.to_reset, []
+        for live in resets:
+            assert not live.sample.segments and live.sample.environment_state == {}
+            self.ask(live)
 
-    def ask(self, sample: Sample) -> None:
+    def ask(self, live: LiveSample) -> None:
         """A call of the environment begins; its answer may come whenever it likes."""
-        self.asked[self.num_asked] = sample
+        self.asked[self.num_asked] = (live, live.sample)
         self.num_asked += 1
 
     @rule(pick=PICK, num_tokens=st.integers(0, 2), done=st.booleans(), most=st.integers(1, 12))
@@ -295,16 +318,16 @@ class APRMachine(RuleBasedStateMachine):
             self.answer_one(pick, num_tokens, done)
 
     def answer_one(self, pick: int, num_tokens: int, done: bool) -> None:
-        asked = self.asked.pop(choose(self.asked, pick))
-        is_reset, before = not asked.awaits_step, self.dispatcher.counts()
+        live, asked = self.asked.pop(choose(self.asked, pick))
+        is_reset, before = not asked.awaits_step, self.scheduler.counts()
         first, num_tokens = FIRST_OBSERVED + asked.num_tokens, max(num_tokens, int(is_reset))
         step = Step(done=done and not is_reset, state={"num_tokens": asked.num_tokens})
         ids = () if step.done else tuple(range(first, first + num_tokens))
-        is_current = self.state.is_current(asked)
-        updated = self.state.on_step(asked, step, ids)
+        is_current = self.scheduler.is_current(live, asked)
+        updated = self.scheduler.on_step(live, asked, step, ids)
         assert (updated is not None) == is_current
         if updated is None:
-            assert self.dispatcher.counts() == before, "a late answer changes nothing"
+            assert self.scheduler.counts() == before, "a late answer changes nothing"
             return
         assert updated.environment_state == {"num_tokens": asked.num_tokens}
         assert updated.num_generated == asked.num_generated
@@ -315,14 +338,14 @@ class APRMachine(RuleBasedStateMachine):
         else:
             expected = FinishReason.STOP if step.done else FinishReason.LENGTH
             assert updated.finish_reason is expected and not is_reset
-            self.ended[updated.sample_id] = updated
+            self.ended[updated.sample_id] = live
 
     @rule(pick=PICK)
     @precondition(lambda self: self.asked)
     def fail_step(self, pick: int) -> None:
-        asked = self.asked.pop(choose(self.asked, pick))
-        if self.state.is_current(asked):
-            self.abort(self.state.fail(asked.sample_id))
+        live, asked = self.asked.pop(choose(self.asked, pick))
+        if self.scheduler.is_current(live, asked):
+            self.scheduler.fail(live)
 
     # -- engines -----------------------------------------------------------------------------
 
@@ -362,9 +385,9 @@ class APRMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     def fail_generation(self, pick: int) -> None:
         sample_id = choose(self.requests, pick)
-        del self.requests[sample_id]
-        if self.state.on_generation_error(sample_id):
-            self.in_retry.add(sample_id)
+        live = self.requests.pop(sample_id).live
+        if self.scheduler.on_call_failed(live):
+            self.in_retry[sample_id] = live
 
     def deliver(self, request: Request, reason: FinishReason) -> None:
         sample, versions = request.sample, request.versions
@@ -376,18 +399,18 @@ class APRMachine(RuleBasedStateMachine):
         )
         self.tokens_delivered += len(versions)
         generation = Generation(request_id="r", segments=segments, finish_reason=reason)
-        updated = self.state.on_generation(sample.sample_id, generation)
+        updated = self.scheduler.on_generation(request.live, generation)
         if updated is not None and updated.finish_reason is not None:
-            self.ended[updated.sample_id] = updated
+            self.ended[updated.sample_id] = request.live
         elif updated is not None and updated.awaits_step:
             assert self.turns is not None and reason is FinishReason.STOP
-            self.ask(self.state.set_turn_text(updated.sample_id, "turn"))
-        self.abort(self.state.take_surplus())
+            request.live.note(turn_text="turn")
+            self.ask(request.live)
 
-    def abort(self, sample_ids: tuple[str, ...]) -> None:
-        for sample_id in sample_ids:
-            if sample_id in self.requests:
-                self.requests[sample_id].is_aborted = True
+    def abort(self, samples) -> None:
+        for live in samples:
+            if live.sample_id in self.requests:
+                self.requests[live.sample_id].is_aborted = True
 
     # -- buffer ------------------------------------------------------------------------------
 
@@ -424,12 +447,12 @@ class APRMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.reports)
     def report_arrives(self) -> None:
-        self.dispatcher.on_buffer_counts(**self.reports.popleft())
+        self.scheduler.on_buffer_counts(**self.reports.popleft())
 
     def select(self) -> None:
         if self.phase != "granted":
             return
-        selection = self.shelf.select(self.trainer_version, self.dispatcher.num_by_version)
+        selection = self.shelf.select(self.trainer_version, self.scheduler.live.num_by_version)
         for meta in selection.evicted:
             masks = self.config.on_stale == "mask"
             judged = meta.newest_version if masks else meta.oldest_version
@@ -495,13 +518,13 @@ class APRMachine(RuleBasedStateMachine):
         """New weights; what was aborted for them may be delivered before or after."""
         self.engine_version += 1
         if self.interrupt != "never":
-            self.abort(tuple(self.requests))
+            self.abort([request.live for request in self.requests.values()])
         for request in [r for r in self.requests.values() if r.is_aborted and aborts_first]:
             self.deliver(request, FinishReason.ABORT)
-        self.drop_stale(lambda: self.state.on_version(self.engine_version))
+        self.drop_stale(lambda: self.scheduler.on_version(self.engine_version))
         if self.config.restarts:
             for sample in self.live.values():
-                rests = self.dispatcher.state_of(sample.sample_id) is not SampleState.INFLIGHT
+                rests = self.state_of(sample.sample_id) is not SampleState.INFLIGHT
                 assert not (rests and sample.num_generated and sample.finish_reason is None)
         self.end_step("synced")
 
@@ -517,8 +540,9 @@ class APRMachine(RuleBasedStateMachine):
         gives_up = self.config.restarts and self.config.after_interrupt == "discard"
         resting = self.in_state(SampleState.STEPPING, SampleState.READY, SampleState.INTERRUPTED)
         given_up = {before[i].group_id for i in resting if gives_up and before[i].num_generated}
-        self.abort(drop())
-        gone = [s for i, s in before.items() if i not in self.state]
+        drop()
+        self.abort(self.scheduler.take_aborts())
+        gone = [s for i, s in before.items() if i not in self.live]
         gone = [s for s in gone if s.group_id not in given_up]
         for group_id in {s.group_id for s in gone}:
             members = [s for s in gone if s.group_id == group_id]
@@ -530,14 +554,18 @@ class APRMachine(RuleBasedStateMachine):
 
     @property
     def live(self) -> dict[str, Sample]:
-        return {s.sample_id: s for s in self.state._store}
+        return {live.sample_id: live.sample for live in self.scheduler.live.samples}
 
     @property
     def num_inflight(self) -> int:
-        return len([i for i in {*self.requests, *self.in_retry} if i in self.state])
+        calls = [request.live for request in self.requests.values()]
+        return sum(live.is_live for live in (*calls, *self.in_retry.values()))
+
+    def state_of(self, sample_id: str) -> SampleState:
+        return self.scheduler.live.sample(sample_id).state
 
     def in_state(self, *states: SampleState) -> list[str]:
-        return [i for i in self.live if self.dispatcher.state_of(i) in states]
+        return [i for i in self.live if self.state_of(i) in states]
 
     @property
     def num_untrained(self) -> int:
@@ -548,13 +576,14 @@ class APRMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_is_exact(self) -> None:
-        worker, buffer = self.state.ledger(), self.buffer_ledger.snapshot()
+        worker = self.scheduler.live.ledger.snapshot()
+        buffer = self.buffer_ledger.snapshot()
         on_the_way = sum(a.num_tokens for a in self.on_the_way)
         assert (worker + buffer).error == on_the_way
         assert worker.generated == self.tokens_delivered
         live = list(self.live.values())
         held = sum(s.num_generated for s in live if s.finish_reason is None)
-        assert worker.interrupted == self.state._store.held_tokens == held
+        assert worker.interrupted == held
         assert worker.pending == sum(s.num_generated for s in live) - held
         training = self.training if self.phase in ("training", "synced") else []
         in_buffer = [*self.buffer.values(), *training]
@@ -562,18 +591,18 @@ class APRMachine(RuleBasedStateMachine):
 
     def admission_keeps_its_bounds(self) -> None:
         """What was just admitted can still be trained in time, with all that is alive."""
-        live, generating = len(self.live) + self.num_untrained, self.dispatcher.counts().unfinished
+        live, generating = len(self.live) + self.num_untrained, self.scheduler.counts().unfinished
         if self.config.restarts:
             live -= generating
         if self.config.on_stale == "mask":
-            oldest = oldest_trainable(self.dispatcher.policy_version, self.eta)
-            ages = self.dispatcher.num_by_version
+            oldest = oldest_trainable(self.scheduler.policy_version, self.eta)
+            ages = self.scheduler.live.num_by_version
             live -= sum(n for version, n in ages.items() if version < oldest)
         assert live <= (self.eta + 1) * self.batch_size + self.config.restarts * self.batch_size
 
     @invariant()
     def admission_is_bounded(self) -> None:
-        counts = self.dispatcher.counts()
+        counts = self.scheduler.counts()
         live = len(self.live) + self.num_untrained
         assert counts.buffered >= self.num_untrained
         if self.config.on_stale != "mask" and not self.config.restarts:
@@ -583,13 +612,13 @@ class APRMachine(RuleBasedStateMachine):
 
     @invariant()
     def states_agree(self) -> None:
-        counts, live = self.dispatcher.counts(), self.live
+        counts, live = self.scheduler.counts(), self.live
         assert counts.live - counts.buffered == len(live)
-        assert self.dispatcher.diagnosis()
+        assert self.scheduler.diagnosis()
         groups: dict[str, int] = {}
         for sample_id, sample in live.items():
             groups[sample.group_id] = groups.get(sample.group_id, 0) + 1
-            state = self.dispatcher.state_of(sample_id)
+            state = self.state_of(sample_id)
             ended = state in (SampleState.FINISHED, SampleState.SCORED)
             assert ended == (sample.finish_reason is not None)
             assert (state is SampleState.SCORED) == (sample.reward is not None)
@@ -600,12 +629,14 @@ class APRMachine(RuleBasedStateMachine):
             if sample.awaits_step:
                 assert state is SampleState.STEPPING
             if state is SampleState.STEPPING:
-                assert any(self.state.is_current(a) for a in self.asked.values()) or (
-                    not sample.num_generated and sample_id in self.state._resets
+                resets = [s.sample_id for s in (*self.to_reset, *self.scheduler._resets)]
+                asked = [sample for _, sample in self.asked.values()]
+                assert any(sample is a for a in asked) or (
+                    not sample.num_generated and sample_id in resets
                 ), "somebody will answer"
             assert sample.num_tokens <= BUDGET
         assert set(groups.values()) <= {self.group_size}
-        ages = self.dispatcher.num_by_version
+        ages = self.scheduler.live.num_by_version
         assert all(n > 0 for n in ages.values()) and sum(ages.values()) <= len(live)
         for version in {s.oldest_version for s in live.values()} - {None}:
             assert min(ages) <= version
@@ -618,7 +649,7 @@ class APRMachine(RuleBasedStateMachine):
             if self.phase == "training":
                 break
             self.drain()
-        assert self.phase == "training", self.dispatcher.diagnosis()
+        assert self.phase == "training", self.scheduler.diagnosis()
         self.ledger_is_exact()
 
     def drain(self) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from ray_apr.exceptions import RolloutError, StepError
 from ray_apr.protocols import Environment
-from ray_apr.rollout.state import TurnRules
 from ray_apr.rollout.turns import encode_step, turn_rules
+from ray_apr.scheduling.live import TurnRules
 from ray_apr.types import FinishReason, Generation, Prompt, Sample, Segment, Step
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import Scorer, running, until, without_ray

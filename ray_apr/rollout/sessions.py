@@ -1,0 +1,278 @@
+"""One sample's way: generate calls, steps of its environment, its reward, the buffer.
+
+Invariants, kept by `Sessions`:
+    * The scheduler hears of everything that happens to a sample, and alone decides what follows.
+    * A call that fails is tried again after a pause, a bounded number of times; then its group is
+      dropped. When everything fails the run stops, instead of dropping group after group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any
+
+import ray
+
+from ray_apr.config import RolloutConfig
+from ray_apr.core.messages import GenerateRequest
+from ray_apr.exceptions import (
+    EngineUnavailableError,
+    RolloutError,
+    StepError,
+    UserCodeError,
+    one_line,
+)
+from ray_apr.metrics import Metrics
+from ray_apr.protocols import RolloutClient
+from ray_apr.rollout.engines import EngineWatch
+from ray_apr.rollout.failures import FailureCount, Outage, cause_of
+from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.turns import encode_step
+from ray_apr.scheduling.live import LiveSample
+from ray_apr.scheduling.scheduler import Scheduler
+from ray_apr.types import RewardResult, Sample, SampleMeta, Step
+
+logger = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 1.0
+
+
+class Sessions:
+    """The calls of all samples that the scheduler started.
+
+    Args:
+        scheduler: Is told what happened.
+        config: Sampling and limits.
+        overlap_rewards: Score each sample as soon as it ends, or once nothing generates.
+        tokenizer: Decodes for the reward function and the environment, encodes what it says.
+        scorer: Calls them.
+        buffer: Handle of the sample buffer.
+        engines: Counts what comes from each engine.
+        metrics: Of the run.
+    """
+
+    client: RolloutClient
+    """Of the rollout servers, once they run."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: RolloutConfig,
+        *,
+        overlap_rewards: bool,
+        tokenizer: Any,
+        scorer: Scorer,
+        buffer: Any,
+        engines: EngineWatch,
+        metrics: Metrics,
+    ) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._overlap_rewards = overlap_rewards
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+        self._buffer = buffer
+        self._engines = engines
+        self._metrics = metrics
+        self.wake = asyncio.Event()
+        """Set when the scheduler may have something new to say."""
+        self.stopping = asyncio.Event()
+        self.generated = asyncio.Event()
+        """Set while nothing generates; only looked at where rewards do not overlap."""
+        self.fatal: RolloutError | None = None
+        """Why everything stops."""
+        self.num_rewards = 0
+        """Answers of the reward function and of the environment."""
+        self.on_their_way: set[str] = set()
+        """Prompts of groups that the buffer does not have yet."""
+        self.outage = Outage()
+        self._num_calls = 0
+        self._generations = FailureCount("generations")
+        self._steps = FailureCount("steps of the environment")
+        self._scores = FailureCount("rewards")
+
+    def generate(self, live: LiveSample) -> Coroutine[Any, Any, None]:
+        """Run a generate call of a sample that was just started, and what follows from it."""
+        sample = live.sample
+        request = GenerateRequest.of_sample(
+            sample, self._config.sampling_params, number=self._num_calls, seed=self._seed(sample)
+        )
+        live.request_id = request.request_id
+        self._num_calls += 1
+        return self._generate(live, request, self._generations.now)
+
+    async def _generate(self, live: LiveSample, request: GenerateRequest, began: int) -> None:
+        """Run one generate call of a sample, and score it if that was the last one.
+
+        Args:
+            live: In flight.
+            request: What the engine is asked.
+            began: When the call was decided on, for `FailureCount`.
+        """
+        sample_id = live.sample_id
+        if live.sample.num_tokens:
+            self._metrics.add("apr_rollout_resumptions")
+        try:
+            generation = await self.client.generate(request)
+        except RolloutError as error:
+            await self._on_generation_error(live, error, began)
+            return
+        self.outage.ended(sample_id)
+        new = generation.num_tokens
+        if new:
+            self._generations.succeeded()
+        self._engines.count_received(generation.replica_id, new)
+        self._metrics.add("apr_rollout_generated_tokens", new)
+        updated = self._scheduler.on_generation(live, generation)
+        self.wake.set()
+        if updated is None:
+            return
+        if updated.finish_reason is not None:
+            await self._score(live)
+        elif updated.awaits_step:
+            await self._step(live)
+        else:
+            self._metrics.add("apr_rollout_interruptions", float(new > 0))
+
+    async def reset(self, live: LiveSample) -> None:
+        """Ask the environment what comes before the first turn."""
+        await self._observe(live, live.sample, self._scorer.reset(live.sample))
+
+    async def _step(self, live: LiveSample) -> None:
+        """Ask the environment to answer a turn, and score the sample if that was the last one."""
+        text = self._tokenizer.decode(live.sample.turn_ids, skip_special_tokens=True)
+        asked = live.note(turn_text=text)
+        await self._observe(live, asked, self._scorer.step(asked))
+
+    async def _observe(self, live: LiveSample, asked: Sample, answer: Awaitable[Step]) -> None:
+        """Take the environment's answer, unless the sample was dropped or began anew meanwhile."""
+        begin, began = time.monotonic(), self._steps.now
+        try:
+            step = await answer
+            token_ids = () if step.done else encode_step(self._tokenizer, asked, step)
+            sample = self._scheduler.on_step(live, asked, step, token_ids)
+        except (StepError, RolloutError) as error:
+            if self._scheduler.is_current(live, asked):
+                self._metrics.add("apr_reward_failures", kind=getattr(error, "kind", "invalid"))
+                self._fail(live, error, self._steps, began)
+            return
+        self.num_rewards += 1
+        self._steps.succeeded()
+        self._metrics.observe("apr_environment_duration_seconds", time.monotonic() - begin)
+        self.wake.set()
+        if sample is not None and sample.finish_reason is not None:
+            await self._score(live, step.result)
+
+    async def _score(self, live: LiveSample, result: RewardResult | None = None) -> None:
+        """Score a finished sample; the last one of a group sends the group to the buffer.
+
+        Args:
+            live: Finished.
+            result: What its environment gave with the last step, if it did.
+        """
+        if not self._overlap_rewards:
+            await self._all_generated()
+            if not live.is_live:
+                return
+        text = self._tokenizer.decode(live.sample.response_ids, skip_special_tokens=True)
+        sample = live.note(response_text=text)
+        self._metrics.observe("apr_rollout_response_tokens", sample.num_generated)
+        begin, began = time.monotonic(), self._scores.now
+        try:
+            result = result or await self._scorer.score(sample)
+        except UserCodeError as error:
+            self._metrics.add("apr_reward_failures", kind=error.kind)
+            self._fail(live, error, self._scores, began)
+            return
+        self._metrics.observe("apr_reward_duration_seconds", time.monotonic() - begin)
+        self.num_rewards += 1
+        self._scores.succeeded()
+        group = self._scheduler.on_reward(live, result)
+        if group is not None:
+            await self._hand_over(group)
+
+    async def _hand_over(self, group: Sequence[Sample]) -> None:
+        """Give a whole, scored group to the buffer."""
+        group_id = group[0].group_id
+        metas = tuple(SampleMeta.of(member) for member in group)
+        self.on_their_way.add(group_id)
+        await self._buffer.put_group.remote(metas, [ray.put(group)])
+        self.on_their_way.remove(group_id)
+
+    async def _all_generated(self) -> None:
+        """Wait until nothing generates, or the run stops; each call in flight has a limit."""
+        while self._scheduler.live.num_unfinished and not self.stopping.is_set():
+            self.generated.clear()
+            await self.generated.wait()
+
+    async def _on_generation_error(self, live: LiveSample, error: RolloutError, began: int) -> None:
+        """Try a sample again after a pause, or give its group up."""
+        sample_id = live.sample_id
+        if not self._scheduler.on_call_failed(live):
+            self.outage.ended(sample_id)
+            return
+        if isinstance(error, EngineUnavailableError):
+            # no fault of the sample; how long the trainer waits for a batch is the limit
+            self.outage.failed(sample_id, error)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            self._retry(live)
+            return
+        live.num_failures += 1
+        failures = live.num_failures
+        logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
+        if failures >= self._config.max_request_failures:
+            self._fail(live, error, self._generations, began)
+            return
+        self._count_failure(sample_id, error, self._generations, began)
+        await asyncio.sleep(_RETRY_PAUSE_S * failures)
+        self._retry(live)
+
+    def _retry(self, live: LiveSample) -> None:
+        if live.is_live:
+            self._scheduler.on_retry(live)
+            self.wake.set()
+        else:
+            self.outage.ended(live.sample_id)
+
+    def _fail(self, live: LiveSample, error: Exception, count: FailureCount, began: int) -> None:
+        """Drop the group of a sample whose generation, step or reward failed for good."""
+        logger.warning("the group of sample %s is dropped: %s", live.sample_id, error)
+        self._scheduler.fail(live)
+        self.wake.set()
+        self._count_failure(live.sample_id, error, count, began)
+
+    def _count_failure(
+        self, sample_id: str, error: Exception, count: FailureCount, began: int
+    ) -> None:
+        """Stop the run when everything fails, instead of dropping group after group."""
+        limit = self._config.max_consecutive_failures
+        in_a_row = count.failed(cause_of(error, sample_id), began)
+        if in_a_row >= limit and self.fatal is None:
+            self.fatal = RolloutError(
+                f"{limit} {count.what} failed in a row "
+                f"(rollout.max_consecutive_failures); the last: {one_line(error)}"
+            )
+            self.stopping.set()  # not raised: cancelled calls would lose their tokens
+            self.wake.set()
+
+    async def abort(self, samples: Sequence[LiveSample]) -> None:
+        """Abort the generate calls of these samples; those that have ended meanwhile are left, and
+        those of an engine that does not answer end when Serve replaces it."""
+        request_ids = [live.request_id for live in samples if live.request_id]
+        if not request_ids:
+            return
+        try:
+            await self.client.abort(request_ids)
+        except RolloutError as error:
+            logger.warning("%d calls are not aborted: %s", len(request_ids), one_line(error))
+
+    def _seed(self, sample: Sample) -> int | None:
+        """Seed of one request: siblings and continuations draw differently."""
+        if self._config.sampling.seed is None:
+            return None
+        source = f"{self._config.sampling.seed}/{sample.sample_id}/{sample.num_tokens}"
+        return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")

@@ -1,0 +1,1 @@
+"""What runs next, what trains next, and where. Pure: no I/O, no clock, no ray, no torch."""

@@ -1,0 +1,61 @@
+"""Prompts whose group was dropped and that are tried again, and the version that belongs to them.
+
+A group that a full batch stopped twice is long. Beside shorter ones it would be stopped again and
+again; so it waits until it fills a batch together with others of its kind, which then have a
+version to themselves: the catch-up round, without supplementation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+
+from ray_apr.types import Prompt
+
+
+class Retries:
+    """Prompts to be tried again, in the order in which they were dropped.
+
+    Args:
+        groups_per_batch: Groups that fill a batch.
+    """
+
+    def __init__(self, groups_per_batch: int) -> None:
+        self._groups_per_batch = groups_per_batch
+        self._now: deque[Prompt] = deque()
+        self._long: deque[Prompt] = deque()
+        self.is_catching_up = False
+        """Whether this version belongs to the prompts that full batches stopped twice."""
+
+    def __iter__(self) -> Iterator[Prompt]:
+        yield from self._now
+        yield from self._long
+
+    def put_off(self, prompt: Prompt) -> None:
+        """Try a prompt later, whose group has not begun."""
+        self._now.append(prompt)
+
+    def again(self, prompt: Prompt) -> None:
+        """Try a prompt again at once."""
+        self._now.append(_again(prompt))
+
+    def after_stop(self, prompt: Prompt) -> None:
+        """Try a prompt again that a full batch stopped; a second time it waits for its round."""
+        (self._long if prompt.num_retries else self._now).append(_again(prompt))
+
+    def begin_version(self) -> None:
+        """Decide whether the version that begins is a catch-up round."""
+        self.is_catching_up = len(self._long) >= self._groups_per_batch
+
+    def next(self) -> Prompt | None:
+        """The prompt to be admitted now; None: a new one."""
+        if self._long and self.is_catching_up:
+            return self._long.popleft()
+        return self._now.popleft() if self._now else None
+
+
+def _again(prompt: Prompt) -> Prompt:
+    """The same prompt for another try, under an id of its own."""
+    number, name = prompt.num_retries + 1, prompt.prompt_id.partition("~")[0]
+    return dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
