@@ -239,7 +239,10 @@ def our_step(
         micro_batch_tokens=2 * args.tokens,  # ranks may get a little more than their share
         packed=True,
     )[rank]
-    columns = {name: np.asarray(value) for name, value in dataclasses.asdict(batch).items()}
+    columns = {
+        name: value if isinstance(value, bytes) else np.asarray(value)
+        for name, value in batch.to_row().items()
+    }
     batch = RankBatch.from_row(columns)  # as it comes out of Ray Data
     algorithm = AlgorithmConfig()
 

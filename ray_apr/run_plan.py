@@ -167,7 +167,7 @@ class RunPlan:
             sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:
             sections["evaluation"] = dataclasses.asdict(self.evaluation)
-        for name in ("advantage", "loss"):
+        for name in ("advantage", "loss", "correction"):
             if callable(sections["algorithm"][name]):
                 sections["algorithm"][name] = _name(sections["algorithm"][name])
         scaling = {"num_workers": self.scaling.num_workers, "use_gpu": bool(self.scaling.use_gpu)}

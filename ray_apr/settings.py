@@ -155,8 +155,9 @@ class RunSettings:
     """None evaluates nothing."""
     evaluation_prompts: PromptsSettings | None
     """With an absolute path; what is evaluated."""
-    objective: Mapping[str, str]
-    """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
+    objective: Mapping[str, Any]
+    """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
+    ``correction``, and their further arguments."""
     rollout: RolloutConfig
     partial_rollout: PartialRolloutConfig
     buffer: BufferConfig
@@ -310,15 +311,16 @@ def _partial_rollout(values: Mapping[str, Any]) -> PartialRolloutConfig:
     return PartialRolloutConfig.preset(mode, **section)
 
 
-def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, str]]:
-    """The section, and the functions of the user's that it names."""
+def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, Any]]:
+    """The section; and the functions of the user's that it names, with their arguments."""
     section = _mapping("algorithm", given)
     preset = section.pop("preset", None)
-    named = {key: section.get(key) for key in ("advantage", "loss")}
-    objective = {k: v for k, v in named.items() if isinstance(v, str) and ":" in v}
-    for key, spec in objective.items():
-        check_code(f"algorithm.{key}", spec, base_dir)
-        del section[key]
+    named = {key: section.get(key) for key in ("advantage", "loss", "correction")}
+    objective: dict[str, Any] = {}
+    for key, spec in named.items():
+        if isinstance(spec, str) and ":" in spec:
+            objective[key] = check_code(f"algorithm.{key}", section.pop(key), base_dir)
+            objective[f"{key}_kwargs"] = section.pop(f"{key}_kwargs", {})
     _check_section("algorithm", AlgorithmConfig, section)
     if preset is None:
         return AlgorithmConfig(**section), objective
