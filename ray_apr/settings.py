@@ -320,7 +320,8 @@ def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, A
     for key, spec in named.items():
         if isinstance(spec, str) and ":" in spec:
             objective[key] = check_code(f"algorithm.{key}", section.pop(key), base_dir)
-            objective[f"{key}_kwargs"] = section.pop(f"{key}_kwargs", {})
+            if f"{key}_kwargs" in section:
+                objective[f"{key}_kwargs"] = section.pop(f"{key}_kwargs")
     _check_section("algorithm", AlgorithmConfig, section)
     if preset is None:
         return AlgorithmConfig(**section), objective

@@ -1,8 +1,8 @@
 """Functions of the user's in the objective: what they are given, and what they give back.
 
-They see whole samples: `_N` of a micro-batch or `_B` of the whole batch, with their response tokens
-`_T`. Where a micro-batch is padded, the mask is 0 there, and what stands in the other tensors has no
-meaning.
+They see whole samples: `_N` of a micro-batch or `_B` of the whole batch, with their response
+tokens `_T`. Where a micro-batch is padded, the mask is 0, and what stands in the other tensors has
+no meaning.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def costs_of(
     """Costs [N, T] by ``function(logprobs, proximal_logprobs, advantages, mask, **loss_kwargs)``.
 
     A function that has a parameter `behavior_logprobs` gets these, too. It returns the costs of the
-    tokens, or a pair of them and of figures by name, each [N, T], whose means over all tokens of the
-    loss are ``loss/<name>`` of the step.
+    tokens, or a pair of them and of figures by name, each [N, T], whose means over all tokens of
+    the loss are ``loss/<name>`` of the step.
 
     Args:
         function: The loss.

@@ -115,9 +115,10 @@ class Totals:
         figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
         told = exchanged.shape[-1] - len(self.of_loss)
         for name, total in zip(self.of_loss, exchanged[:, :, told:].sum(dim=(0, 1)), strict=True):
-            figures[f"loss/{name}"] = float(total) / trained
-            if not math.isfinite(figures[f"loss/{name}"]):
-                raise TrainError(f"step {step}: the figure {name!r} of algorithm.loss is {total}")
+            mean = float(total) / trained
+            if not math.isfinite(mean):
+                raise TrainError(f"step {step}: the figure {name!r} of algorithm.loss is {mean}")
+            figures[f"loss/{name}"] = mean
         ratios = exchanged[:, :, _ENDS[-1] : told].reshape(num_steps, num_ranks, len(_RATIOS), -1)
         for i, (kind, name) in enumerate(_RATIOS.items()):
             num_counted = len(of_epoch) if kind == "gap_ratios" else num_steps
