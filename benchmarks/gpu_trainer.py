@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import statistics
@@ -239,7 +238,10 @@ def our_step(
         micro_batch_tokens=2 * args.tokens,  # ranks may get a little more than their share
         packed=True,
     )[rank]
-    columns = {name: np.asarray(value) for name, value in dataclasses.asdict(batch).items()}
+    columns = {
+        name: value if isinstance(value, bytes) else np.asarray(value)
+        for name, value in batch.to_row().items()
+    }
     batch = RankBatch.from_row(columns)  # as it comes out of Ray Data
     algorithm = AlgorithmConfig()
 

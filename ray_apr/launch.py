@@ -251,8 +251,8 @@ def make_trainer(
     if settings.environment is not None:
         environment = load_environment(settings.environment, folder)
     objective: dict[str, Any] = {
-        key: load_function(f"algorithm.{key}", spec, folder)
-        for key, spec in settings.objective.items()
+        key: given if key.endswith("_kwargs") else load_function(f"algorithm.{key}", given, folder)
+        for key, given in settings.objective.items()
     }
     rollout = settings.rollout
     if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":

@@ -158,8 +158,9 @@ class RunSettings(Sections):
     """Like `reward`."""
     evaluation_prompts: PromptsSettings | None
     """With an absolute path; what is evaluated."""
-    objective: Mapping[str, str]
-    """Functions of the user's in the places of ``algorithm.advantage`` and ``algorithm.loss``."""
+    objective: Mapping[str, Any]
+    """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
+    ``correction``, and their further arguments."""
     scheduling: Mapping[str, str]
     """Code of the user's in the places of ``partial_rollout.admission`` and ``resume_order``."""
     scaling: ScalingSettings
@@ -308,11 +309,13 @@ def _take_code(
     return code
 
 
-def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, str]]:
-    """The section, and the functions of the user's that it names."""
+def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, Any]]:
+    """The section; and the functions of the user's that it names, with their arguments."""
     section = _mapping("algorithm", given)
     preset = section.pop("preset", None)
-    objective = _take_code("algorithm", ("advantage", "loss"), section, base_dir)
+    named = _take_code("algorithm", ("advantage", "loss", "correction"), section, base_dir)
+    given_by_name = {f"{key}_kwargs" for key in named} & section.keys()
+    objective = {**named, **{key: section.pop(key) for key in given_by_name}}
     _check_section("algorithm", AlgorithmConfig, section)
     if preset is None:
         return AlgorithmConfig(**section), objective

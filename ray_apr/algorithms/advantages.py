@@ -5,11 +5,14 @@ Axis suffixes: `_B` samples of a batch, `_T` response tokens, `_G` groups.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from ray_apr.config.algorithm import Estimator
 from ray_apr.exceptions import ConfigError
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+ESTIMATORS = get_args(Estimator)
 _STD_EPS = 1e-6
 _VARIANCE_EPS = 1e-8
 
@@ -51,6 +54,8 @@ def sample_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor, estimator: str
 ) -> torch.Tensor:
     """The advantage [B] of each sample, which all of its tokens share; see `group_advantages`.
+
+    Training runs it on the whole batch, of which a rank has some tokens alone.
 
     Args:
         rewards: [B].

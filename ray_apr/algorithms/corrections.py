@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from ray_apr.config.algorithm import Rejection
 from ray_apr.exceptions import ConfigError
 
 LEVELS = ("token", "sequence")
-REJECTIONS = (
-    "token_k1",
-    "seq_sum_k1",
-    "seq_mean_k1",
-    "token_k3",
-    "seq_mean_k3",
-    "seq_max_k3",
-)
+REJECTIONS = get_args(Rejection)
 _LOG_RATIO_LIMIT = 20.0
 
 
@@ -38,7 +34,8 @@ def importance_weights(
             tokens, the same for all of them.
         cap: Largest weight, in (0, inf); None does not truncate.
         batch_normalize: Divide the truncated weights by their mean, over the trained tokens or over
-            the samples, so that the mean is 1.
+            the samples, so that the mean is 1. Training, which has a part of the batch at a time,
+            divides by the mean of the whole batch instead.
 
     Returns:
         [B, T], 0 where the mask is 0.
@@ -47,7 +44,7 @@ def importance_weights(
         ConfigError: For a level that does not exist.
     """
     if level not in LEVELS:
-        raise ConfigError("algorithm.importance", level, f"must be one of {', '.join(LEVELS)}")
+        raise ConfigError("level", level, f"must be one of {', '.join(LEVELS)}")
     kept = mask != 0
     log_ratio = (proximal_logprobs - behavior_logprobs).masked_fill(~kept, 0.0)
     if level == "sequence":

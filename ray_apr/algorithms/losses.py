@@ -6,13 +6,16 @@ of the batch passes `normalizer`, and then the parts add up to the loss of the w
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from ray_apr.config.algorithm import Aggregation, KLKind, Loss
 from ray_apr.exceptions import ConfigError
 
-LOSSES = ("ppo", "gspo", "cispo")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-KL_KINDS = ("k1", "k2", "k3")
+LOSSES = get_args(Loss)
+AGGREGATIONS = get_args(Aggregation)
+KL_KINDS = get_args(KLKind)
 _LENGTH_EPS = 1e-8
 _LOG_RATIO_LIMIT = 20.0
 
@@ -54,7 +57,8 @@ def policy_loss(
         clip_high: r is clipped above at 1 + clip_high.
         dual_clip: Bound c > 1 of -A * c on the cost of a token with a negative advantage; it has
             no meaning for ``"cispo"``, which takes no gradient through the ratio.
-        importance_weights: [B, T], detached factors of the tokens' costs.
+        importance_weights: [B, T], detached factors of the tokens' costs, in which training also
+            puts what is rejected or filtered (0).
         normalizer: Denominator over the whole batch (see `loss_normalizer`) when these rows are a
             part of it; None counts the rows that are here.
 

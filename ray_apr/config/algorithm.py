@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray_apr.checks import (
@@ -69,12 +70,15 @@ class AlgorithmConfig:
     """
 
     advantage: Estimator | Callable[..., Any] = "grpo"
-    """See `algorithms.group_advantages`; or a function ``(rewards [B], groups [B]) -> [B]`` of
-    tensors in float64, which sees the whole batch."""
+    """See `algorithms.group_advantages`; or a function of the user's
+    (`algorithms.user.advantages_of`)."""
+    advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of an advantage function of the user's."""
     loss: Loss | Callable[..., Any] = "ppo"
-    """See `algorithms.policy_loss`; or a function ``(logprobs, proximal_logprobs, advantages, mask)
-    -> costs`` of tensors [B, T], which sees whole samples. Its costs are weighted and aggregated as
-    those of the others."""
+    """See `algorithms.policy_loss`; or a function of the user's (`algorithms.user.costs_of`), whose
+    costs are weighted and aggregated as those of the others."""
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of a loss function of the user's."""
     aggregation: Aggregation = "token-mean"
     """How token losses become one number; denominators count the whole batch over all ranks."""
     clip_low: float = 0.2
@@ -102,6 +106,11 @@ class AlgorithmConfig:
     """Divide the weights by their mean over the whole batch."""
     icepop_bounds: tuple[float, float] = (0.5, 5.0)
     """Smallest and largest ratio that IcePop keeps."""
+    correction: Callable[..., Any] | None = None
+    """A function of the user's in the place of `importance` and `rejection`
+    (`algorithms.user.weights_of`), which are refused beside it; None: those."""
+    correction_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of a correction function of the user's."""
     rejection: Rejection | None = None
     """Metric by which tokens or responses too far from the policy are taken out of the loss; see
     `algorithms.rejection_mask`. Refused with ``proximal="behavior"``, whose ratio is 1."""
@@ -201,6 +210,8 @@ class AlgorithmConfig:
             'needs proximal="forward", whose log-probs are known before the update',
         )
         self._check_inert()
+        for name, num_given in _NUM_GIVEN.items():
+            _check_function(name, getattr(self, name), num_given, getattr(self, f"{name}_kwargs"))
 
     def _check_inert(self) -> None:
         """Refuse what the loss that is asked for would not look at."""
@@ -211,6 +222,20 @@ class AlgorithmConfig:
             self.dual_clip,
             'needs loss="ppo" or "gspo"; no other one takes a bound: leave it out',
         )
+        require(
+            self.correction is None or self.proximal != "behavior",
+            f"{s}.correction",
+            function_name(self.correction),
+            'has no meaning with proximal="behavior", whose ratio to the behavior policy is 1; '
+            'leave it out, or set proximal="forward"',
+        )
+        for name in ("importance", "importance_cap", "importance_normalize", "rejection"):
+            require(
+                self.correction is None or getattr(self, name) == getattr(type(self), name),
+                f"{s}.{name}",
+                getattr(self, name),
+                "has no meaning beside algorithm.correction, which takes its place; leave it out",
+            )
         if self.proximal != "behavior":
             return
         unused = {
@@ -241,6 +266,51 @@ class AlgorithmConfig:
             f"{s}.rejection_bound",
             self.rejection_bound,
             f"must be one number for {self.rejection}",
+        )
+
+
+_NUM_GIVEN = {"advantage": 2, "loss": 4, "correction": 3}
+"""Functions that the user may give, and how many arguments they get without their names."""
+
+
+def function_name(function: object) -> str | None:
+    """Where a function of the user's is defined; None for None."""
+    if function is None:
+        return None
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _check_function(name: str, function: object, num_given: int, kwargs: Any) -> None:
+    """Check that a function of the user's takes what it is given."""
+    key = f"algorithm.{name}_kwargs"
+    is_texts = isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+    require(is_texts, key, kwargs, "must be a mapping of names to values")
+    if not callable(function):
+        require(not kwargs, key, kwargs, f"needs a function of your own as algorithm.{name}")
+        require(
+            name != "correction" or function is None,
+            f"algorithm.{name}",
+            function,
+            "must be a function, or None",
+        )
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of compiled code, which says nothing of its arguments
+        return
+    given = {
+        n: None for n in ("behavior_logprobs",) if n in signature.parameters and name == "loss"
+    }
+    try:
+        signature.bind(*[None] * num_given, **given, **kwargs)
+    except TypeError as error:
+        require(
+            False,
+            key if kwargs else f"algorithm.{name}",
+            dict(kwargs) if kwargs else function_name(function),
+            f"the function gets {num_given} tensors and {sorted(kwargs) or 'nothing else'}: {error}"
+            " (docs/objectives.md)",
         )
 
 

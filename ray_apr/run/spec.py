@@ -163,7 +163,10 @@ class RunSpec(Sections):
         return {"model": self.model, **code, **sections, "scaling": scaling}
 
 
-_RULES = {"algorithm": ("advantage", "loss"), "partial_rollout": ("admission", "resume_order")}
+_RULES = {
+    "algorithm": ("advantage", "loss", "correction"),
+    "partial_rollout": ("admission", "resume_order"),
+}
 """Settings in whose places code of the user's may stand."""
 
 

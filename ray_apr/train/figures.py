@@ -37,6 +37,8 @@ class Totals:
     num_epochs: int = 1
     exchanged: list[torch.Tensor] = field(default_factory=list)
     """[ranks, K] on the device, of each optimizer step; `_ENDS` says what stands where."""
+    of_loss: tuple[str, ...] = ()
+    """Names of what a loss of the user's tells; their sums are the end of each row."""
     are_finite: torch.Tensor | None = None
     """Whether loss and gradient have been finite in all steps so far, on the device."""
 
@@ -53,12 +55,28 @@ class Totals:
         chosen = [_some(torch.cat([getattr(d, name) for d in found])) for name in _RATIOS]
         norm_1 = squared_norm.to(sums).reshape(1)
         ages = self.ages.to(sums.device, non_blocking=True)
-        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen]))
+        told = self._told(found)
+        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen, *told]))
         self.exchanged.append(exchanged)
         loss, norm = exchanged[:, _LOSS].sum(), exchanged[:, _NORM].sum().sqrt()
         is_finite = loss.isfinite() & norm.isfinite()
         self.are_finite = is_finite if self.are_finite is None else self.are_finite & is_finite
         return norm, self.are_finite
+
+    def _told(self, found: list[Diagnostics]) -> list[torch.Tensor]:
+        """Sums [1] of what a loss of the user's tells, in one order of names on all ranks.
+
+        Raises:
+            TrainError: If it does not tell the same each time.
+        """
+        names = self.of_loss or tuple(sorted(found[0].of_loss))
+        if any(tuple(sorted(d.of_loss)) != names for d in found):
+            raise TrainError(
+                "the function algorithm.loss gives figures of other names from call to call: "
+                f"{sorted({name for d in found for name in d.of_loss})}; give all of them each time"
+            )
+        self.of_loss = names
+        return [torch.stack([d.of_loss[name] for d in found]).sum().reshape(1) for name in names]
 
     def figures(self, step: int) -> Figures:
         """Means over tokens, quantiles, and what separates engines and trainer.
@@ -95,7 +113,13 @@ class Totals:
         figures["kl_k3"] = k3 / count
         figures["chi2"] = squared / count - 1
         figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
-        ratios = exchanged[:, :, _ENDS[-1] :].reshape(num_steps, num_ranks, len(_RATIOS), -1)
+        told = exchanged.shape[-1] - len(self.of_loss)
+        for name, total in zip(self.of_loss, exchanged[:, :, told:].sum(dim=(0, 1)), strict=True):
+            mean = float(total) / trained
+            if not math.isfinite(mean):
+                raise TrainError(f"step {step}: the figure {name!r} of algorithm.loss is {mean}")
+            figures[f"loss/{name}"] = mean
+        ratios = exchanged[:, :, _ENDS[-1] : told].reshape(num_steps, num_ranks, len(_RATIOS), -1)
         for i, (kind, name) in enumerate(_RATIOS.items()):
             num_counted = len(of_epoch) if kind == "gap_ratios" else num_steps
             values = ratios[:num_counted, :, i].flatten()

@@ -11,8 +11,8 @@ Axis suffixes: `_N` samples of a micro-batch, `_T` response tokens, `_A` ages of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from ray_apr.algorithms.losses import (
     aggregate,
     is_clipped,
     kl_estimate,
-    policy_costs,
+    policy_loss,
     policy_ratio,
 )
+from ray_apr.algorithms.user import costs_of, weights_of
 from ray_apr.config import AlgorithmConfig
 from ray_apr.train.logprobs import MicroBatch, response_logprobs
 
@@ -87,6 +88,8 @@ class Diagnostics:
     """[tokens of the loss], proximal / behavior."""
     logprobs: torch.Tensor
     """[N, T], of the current policy; with gradients no more."""
+    of_loss: Mapping[str, torch.Tensor]
+    """Sums over the tokens of the loss of what a loss of the user's tells, by name."""
 
 
 @torch.no_grad()
@@ -141,11 +144,11 @@ def backward(
     proximal = _proximal(logprobs.detach(), part, frozen, algorithm, whole)
     mask, behavior = part.mask, part.behavior_logprobs
     advantages = whole.advantages_B[part.sample_index].unsqueeze(1).expand_as(mask)
-    costs = _costs(logprobs, proximal, advantages, mask, algorithm)
     weights = correction(proximal, behavior, mask, algorithm)
+    factors = whole.kept_B[part.sample_index].unsqueeze(1).expand_as(mask)
     if weights is not None:
         weights = weights / whole.mean_weight
-        costs = costs * weights
+        factors = factors * weights
     kept = mask
     if algorithm.rejection is not None:
         kept = rejection_mask(
@@ -155,16 +158,21 @@ def backward(
             metric=algorithm.rejection,
             bound=algorithm.rejection_bound,
         )
-        costs = costs * kept
+        factors = factors * kept
+    loss, of_loss = _policy_loss(
+        logprobs, proximal, advantages, factors, part, algorithm, whole.normalizer
+    )
     kl = None
+    terms = torch.zeros_like(mask)
     if frozen.reference is not None:
         kl = kl_estimate(logprobs, frozen.reference, algorithm.kl)
         if algorithm.kl_in == "loss":
-            costs = costs + algorithm.kl_coef * kl
+            terms = terms + algorithm.kl_coef * kl
     if entropy_gradients:
-        costs = costs - algorithm.entropy_coef * entropies
-    costs = costs * whole.kept_B[part.sample_index].unsqueeze(1)
-    loss = aggregate(costs, mask, algorithm.aggregation, normalizer=whole.normalizer)
+        terms = terms - algorithm.entropy_coef * entropies
+    if terms.requires_grad:
+        terms = terms * whole.kept_B[part.sample_index].unsqueeze(1)
+        loss = loss + aggregate(terms, mask, algorithm.aggregation, normalizer=whole.normalizer)
     (loss * whole.loss_scale).backward()
     with torch.no_grad():
         ratio, clipped = _clipping(logprobs.detach(), proximal, advantages, mask, algorithm)
@@ -189,6 +197,10 @@ def backward(
             ratios=_in_loss(ratio, part).double(),
             gap_ratios=log_gap.double().exp(),
             logprobs=logprobs.detach(),
+            of_loss={
+                name: values.masked_fill(mask == 0, 0.0).double().sum()
+                for name, values in of_loss.items()
+            },
         )
 
 
@@ -196,6 +208,9 @@ def correction(
     proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor, algorithm: AlgorithmConfig
 ) -> torch.Tensor | None:
     """Importance weights [N, T] as the settings ask for them, before they are normalised."""
+    if algorithm.correction is not None:
+        kwargs = algorithm.correction_kwargs
+        return weights_of(algorithm.correction, proximal, behavior, mask, kwargs)
     if algorithm.importance is None or algorithm.proximal == "behavior":
         return None
     if algorithm.importance == "icepop":
@@ -231,26 +246,43 @@ def _in_loss(values: torch.Tensor, part: MicroBatch) -> torch.Tensor:
     return values.flatten().index_select(0, part.places)
 
 
-def _costs(
+def _policy_loss(
     logprobs: torch.Tensor,
     proximal: torch.Tensor,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
+    factors: torch.Tensor,
+    part: MicroBatch,
     algorithm: AlgorithmConfig,
-) -> torch.Tensor:
-    if not isinstance(algorithm.loss, str):
-        costs: Any = algorithm.loss(logprobs, proximal, advantages, mask)
-        return costs  # type: ignore[no-any-return]
-    return policy_costs(
+    normalizer: float,
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The policy's loss, whose costs are multiplied by `factors` [N, T]; and what a loss of the
+    user's tells."""
+    if isinstance(algorithm.loss, str):
+        loss = policy_loss(
+            logprobs,
+            proximal,
+            advantages,
+            part.mask,
+            loss=algorithm.loss,
+            aggregation=algorithm.aggregation,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            importance_weights=factors,
+            normalizer=normalizer,
+        )
+        return loss, {}
+    costs, of_loss = costs_of(
+        algorithm.loss,
         logprobs,
         proximal,
         advantages,
-        mask,
-        loss=algorithm.loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
+        part.mask,
+        behavior_logprobs=part.behavior_logprobs,
+        kwargs=algorithm.loss_kwargs,
     )
+    loss = aggregate(costs * factors, part.mask, algorithm.aggregation, normalizer=normalizer)
+    return loss, of_loss
 
 
 def _clipping(

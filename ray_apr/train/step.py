@@ -23,6 +23,7 @@ from torch import nn
 
 from ray_apr.algorithms.advantages import overlong_penalties, sample_advantages
 from ray_apr.algorithms.losses import kl_estimate, loss_normalizer
+from ray_apr.algorithms.user import advantages_of
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.exceptions import TrainError
 from ray_apr.staleness import is_stale
@@ -176,12 +177,8 @@ def _advantages(
             kl_B.index_add_(0, part.sample_index, kl.sum(dim=1).double())
         rewards_B = rewards_B - algorithm.kl_coef * _sum_over_ranks(kl_B).cpu()
     if not isinstance(algorithm.advantage, str):
-        advantages_B = torch.as_tensor(algorithm.advantage(rewards_B, groups_B))
-        if advantages_B.shape != rewards_B.shape:
-            raise TrainError(
-                f"the advantage function returned shape {tuple(advantages_B.shape)}, not "
-                f"{tuple(rewards_B.shape)}: one number for each sample of the batch"
-            )
+        kwargs = algorithm.advantage_kwargs
+        advantages_B = advantages_of(algorithm.advantage, rewards_B, groups_B, kwargs)
     else:
         lengths_B = torch.tensor(np.asarray(batch.all_loss_lens, dtype=np.float64))
         advantages_B = sample_advantages(rewards_B, groups_B, lengths_B, algorithm.advantage)
