@@ -217,11 +217,105 @@ def test_functions_of_the_user_take_the_places_of_loss_and_advantage(folder):
     assert seen["loss"][0].shape == seen["loss"][1].shape
 
 
+def decoupled(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs, floor=0.0):
+    """A loss that corrects for the age of the tokens itself, and says how far it had to."""
+    age = (proximal_logprobs - behavior_logprobs).exp().clamp(min=floor, max=2.0)
+    costs = -(logprobs - proximal_logprobs).exp() * advantages * age
+    return costs, {"age": age, "is_old": (age > 1.2).float()}
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_a_loss_of_the_users_has_arguments_behavior_logprobs_and_figures(folder, packing):
+    p = Policies(make_samples())
+    config = AlgorithmConfig(loss=decoupled, loss_kwargs={"floor": 0.6}, importance=None)
+    for micro_batch_tokens in (64, 4096):
+        (row,) = make_batches(
+            p.samples, micro_batch_tokens=micro_batch_tokens, packed=packing == "packed"
+        )
+        model = load(folder)
+        train = dataclasses.replace(TRAIN, packing=packing)
+        optimizer = Recorder(model)
+        figures = train_step(model, optimizer, row, config, train)
+        advantages = group_advantages(p.rewards, p.groups, p.mask, "grpo").float()
+        current = p.of(model)[0]
+        costs, told = decoupled(
+            current, current.detach(), advantages, p.mask, behavior_logprobs=p.behavior, floor=0.6
+        )
+        assert 0 < told["is_old"][p.mask > 0].mean() < 1
+        expected = gradients_of(aggregate(costs, p.mask, "token-mean"), model)
+        assert distance(optimizer.gradients[0], expected) < 1e-5
+        for name, values in told.items():
+            mean = (values * p.mask).sum().item() / p.mask.sum().item()
+            assert figures[f"loss/{name}"] == pytest.approx(mean, rel=1e-4), name
+
+
+def truncated(proximal_logprobs, behavior_logprobs, mask, cap):
+    return (proximal_logprobs - behavior_logprobs).exp().clamp(max=cap)
+
+
+def test_a_correction_of_the_users_weighs_like_the_one_that_is_built_in(folder):
+    gradients, figures = [], []
+    for config in (
+        AlgorithmConfig(correction=truncated, correction_kwargs={"cap": 1.3}),
+        AlgorithmConfig(importance="token", importance_cap=1.3),
+    ):
+        model = load(folder)
+        optimizer = Recorder(model)
+        (row,) = make_batches(make_samples(), micro_batch_tokens=64)
+        figures.append(train_step(model, optimizer, row, config, TRAIN))
+        gradients.append(optimizer.gradients[0])
+    assert distance(*gradients) < 1e-6
+    assert figures[0]["importance_weight_mean"] == pytest.approx(
+        figures[1]["importance_weight_mean"]
+    )
+
+
+def test_an_advantage_of_the_users_has_arguments(folder):
+    (row,) = make_batches(make_samples())
+    gradients = []
+    for scale in (1.0, 2.0):
+        model = load(folder)
+        optimizer = Recorder(model)
+        config = AlgorithmConfig(
+            advantage=lambda rewards, groups, scale: (rewards - rewards.mean()) * scale,
+            advantage_kwargs={"scale": scale},
+        )
+        train_step(model, optimizer, row, config, TRAIN)
+        gradients.append(optimizer.gradients[0])
+    assert distance([2 * g for g in gradients[0]], gradients[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"loss": lambda log, p, a, m: log.sum()},
+            r"algorithm\.loss returned shape \(\), not shape",
+        ),
+        ({"loss": lambda log, p, a, m: (-log * a, {"x": log[:1]})}, r"figure 'x'"),
+        (
+            {"loss": lambda log, p, a, m: (-log * a, {str(i): log for i in range(17)})},
+            "17 figures; at most 16",
+        ),
+        (
+            {"loss": lambda log, p, a, m: (-log * a, {"x": log * math.nan})},
+            "'x' of algorithm.loss is nan",
+        ),
+        ({"correction": lambda p, b, m: None}, r"algorithm\.correction returned NoneType"),
+    ],
+)
+def test_what_functions_of_the_users_must_not_return_is_an_error(folder, settings, said):
+    (row,) = make_batches(make_samples(), micro_batch_tokens=64)
+    model = load(folder)
+    with pytest.raises(TrainError, match=said):
+        train_step(model, Recorder(model), row, AlgorithmConfig(**settings), TRAIN)
+
+
 def test_an_advantage_function_that_returns_something_else_is_an_error(folder):
     config = AlgorithmConfig(advantage=lambda rewards, groups: rewards[:2])
     (row,) = make_batches(make_samples())
     model = load(folder)
-    with pytest.raises(TrainError, match=r"shape \(2,\), not \(16,\)"):
+    with pytest.raises(TrainError, match=r"shape \(2,\), not shape \(16,\)"):
         train_step(model, Recorder(model), row, config, TRAIN)
 
 

@@ -391,3 +391,42 @@ def test_the_pure_core_loads_neither_ray_nor_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "set()"
+
+
+def own_loss(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs, floor):
+    return -logprobs * advantages
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss_kwargs": {"floor": 1.0}}, r"loss_kwargs.*needs a function of your own"),
+        ({"loss": own_loss}, r"algorithm\.loss = .*own_loss.*missing.*'floor'"),
+        ({"loss": own_loss, "loss_kwargs": {"flor": 1.0}}, r"loss_kwargs = .*flor.*missing"),
+        ({"loss": own_loss, "loss_kwargs": [1]}, r"loss_kwargs = \[1\]: must be a mapping"),
+        ({"advantage": lambda rewards: rewards}, r"algorithm\.advantage.*gets 2 tensors"),
+        ({"correction": "token"}, r"algorithm\.correction = 'token': must be a function"),
+        (
+            {"correction": lambda p, b, m: m, "importance_cap": 3.0},
+            r"importance_cap = 3\.0: has no",
+        ),
+        (
+            {"correction": lambda p, b, m: m, "proximal": "behavior", "importance": None},
+            r"algorithm\.correction.*proximal=\"forward\"",
+        ),
+    ],
+)
+def test_functions_of_the_users_that_cannot_be_called_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        AlgorithmConfig(**settings)
+
+
+def test_functions_of_the_users_are_taken_with_their_arguments():
+    algorithm = AlgorithmConfig(
+        loss=own_loss,
+        loss_kwargs={"floor": 0.5},
+        correction=lambda proximal, behavior, mask, cap: mask,
+        correction_kwargs={"cap": 2.0},
+        advantage=lambda rewards, groups: rewards,
+    )
+    assert algorithm.loss_kwargs == {"floor": 0.5}
