@@ -164,8 +164,10 @@ $(RUNTIME): requirements/cpu.txt pyproject.toml $(REMAKE)
 	echo "$(CURDIR)" > $(RUNTIME)
 	say "$(VENV) is ready"
 
-$(DEV): requirements/dev.txt $(RUNTIME)
+$(DEV): requirements/dev.txt requirements/compiled.txt $(RUNTIME)
 	@$(FUNCTIONS)
 	say "installing the development tools"
 	install -r requirements/dev.txt
+	(install -r requirements/compiled.txt) 2>/dev/null ||
+		say "no C compiler: the tests of Reasoning Gym will be skipped"
 	touch $(DEV)
