@@ -103,7 +103,7 @@ def one_run(case: tuple[str, int, int, argparse.Namespace]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ray_apr import AlgorithmConfig, TrainConfig
-    from ray_apr.data.batch import build_rank_batches
+    from ray_apr.scheduling.batch import build_rank_batches
     from ray_apr.train.fsdp import build_optimizer
     from ray_apr.train.head import attach_response_logprobs
     from ray_apr.train.step import train_step
@@ -178,7 +178,7 @@ def _sample(
     sys.path.insert(0, str(EXAMPLE))
     import task
 
-    from ray_apr.types import FinishReason, Prompt, Sample, Segment
+    from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 
     asked = [(row, str(n), i) for n, row in enumerate(rows) for i in range(num_samples)]
     prompts = [tokenizer(row["prompt"], add_special_tokens=False).input_ids for row, *_ in asked]
@@ -281,8 +281,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def plots(runs: list[dict[str, Any]]) -> str:
     """One chart of learning curves for each staleness; the mean over seeds."""
-    from ray_apr.report.figures import SERIES, figure, line
-    from ray_apr.report.page import page
+    from ray_apr.tools.report.figures import SERIES, figure, line
+    from ray_apr.tools.report.page import page
 
     charts = []
     for age in sorted({run["staleness"] for run in runs}):

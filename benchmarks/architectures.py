@@ -28,7 +28,7 @@ from host import ROOT, describe_call, gpu_names, package_versions
 
 sys.path.insert(0, str(ROOT))
 
-from ray_apr.architectures import REFUSED, SUPPORTED
+from ray_apr.core.architectures import REFUSED, SUPPORTED
 from tests.families import FAMILIES, architecture_of, has_latent_attention
 
 BOUND = {"float32": 1e-4, "bfloat16": 0.5}

@@ -22,9 +22,9 @@ from typing import Any
 from cpu_time import CPUClock
 
 from ray_apr import PartialRolloutConfig, RolloutConfig
-from ray_apr.simulator.cluster import ClusterConfig
-from ray_apr.simulator.run import Simulation
-from ray_apr.simulator.trace import Trace
+from ray_apr.tools.simulator.cluster import ClusterConfig
+from ray_apr.tools.simulator.run import Simulation
+from ray_apr.tools.simulator.trace import Trace
 
 _SHORT, _LONG = 16, 144
 _TURNS = 3
@@ -182,8 +182,7 @@ async def _make_client(config: RolloutConfig, size: int) -> Any:
 
 async def _respond(client: Any, config: RolloutConfig, prompt_tokens: int, tokens: int) -> None:
     """One response, resumed until it has its length."""
-    from ray_apr.core.messages import GenerateRequest, PromptInput
-    from ray_apr.types import SamplingParams
+    from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
 
     number = next(_numbers)
     name, rng = f"calibration-{number}", random.Random(number // config.group_size)

@@ -109,8 +109,7 @@ def _start(engine: Any, count: int, length: int) -> list[asyncio.Task[Any]]:
 
 
 async def _request(engine: Any, index: int, length: int) -> Any:
-    from ray_apr.core.messages import GenerateRequest, PromptInput
-    from ray_apr.types import SamplingParams
+    from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
 
     rng = random.Random(index)
     prompt = tuple(rng.randrange(3, 500) for _ in range(PROMPT_TOKENS))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from host import ray_environment
 
-from ray_apr.report.load import load_run
+from ray_apr.tools.report.load import load_run
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64

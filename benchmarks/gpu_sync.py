@@ -312,8 +312,7 @@ class Driver:
             await asyncio.sleep(0.1)
 
     async def _request(self, index: int) -> None:
-        from ray_apr.core.messages import GenerateRequest, PromptInput
-        from ray_apr.types import SamplingParams
+        from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
 
         sampling = SamplingParams(ignore_eos=True)
         for turn in itertools.count():
@@ -332,8 +331,7 @@ class Driver:
 
     async def greedy(self) -> list[tuple[list[int], list[float]]]:
         """Prompt + response and its log-probs, of a few greedy requests."""
-        from ray_apr.core.messages import GenerateRequest, PromptInput
-        from ray_apr.types import SamplingParams
+        from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
 
         async def one(index: int) -> tuple[list[int], list[float]]:
             prompt = self._prompt()

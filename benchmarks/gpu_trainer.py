@@ -49,7 +49,7 @@ def response_lengths(tokens: int, count: int) -> np.ndarray:
 
 def make_samples(tokens: int, count: int, vocabulary: int) -> list[Any]:
     """Scored samples of random tokens, in groups of `GROUP_SIZE`."""
-    from ray_apr.types import FinishReason, Prompt, Sample, Segment
+    from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 
     rng = np.random.default_rng(1)
     samples = []
@@ -207,7 +207,7 @@ def our_step(
 ) -> tuple[Callable[[], object], int]:
     """`train_step` as the train loop calls it."""
     from ray_apr.config import AlgorithmConfig, TrainConfig
-    from ray_apr.data.batch import RankBatch, build_rank_batches
+    from ray_apr.scheduling.batch import RankBatch, build_rank_batches
     from ray_apr.train.fsdp import build_model, build_optimizer
     from ray_apr.train.logprobs import warm_up
     from ray_apr.train.step import train_step
@@ -259,7 +259,7 @@ def bare_step(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ray_apr.data.batch import build_rank_batches
+    from ray_apr.scheduling.batch import build_rank_batches
     from ray_apr.train.attention import attention_name
     from ray_apr.train.head import attach_response_logprobs
     from ray_apr.train.logprobs import (

@@ -29,8 +29,8 @@ from calibrate import measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
 from host import describe_call, gpu_names, package_versions, ray_environment
 
-from ray_apr.report.load import load_run
-from ray_apr.report.summary import summarize
+from ray_apr.tools.report.load import load_run
+from ray_apr.tools.report.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +40,7 @@ def main() -> None:
     args = _arguments()
     import ray
 
-    from ray_apr.simulator.trace import Trace
+    from ray_apr.tools.simulator.trace import Trace
 
     ray.init(
         num_cpus=(8 if args.gpu else 2) * num_gpus(args) + 1,
@@ -121,7 +121,7 @@ def _arguments() -> argparse.Namespace:
 
 def scaled(trace: Any, args: argparse.Namespace) -> Any:
     """The trace with the lengths and the reward times of this benchmark."""
-    from ray_apr.simulator.trace import Trace
+    from ray_apr.tools.simulator.trace import Trace
 
     rows = [
         {

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Segment
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.simulator.advice import tuning_to_dict
-from ray_apr.simulator.cluster import ClusterConfig
-from ray_apr.simulator.run import Simulation
-from ray_apr.simulator.study import study
-from ray_apr.simulator.trace import Trace
-from ray_apr.simulator.tuner import Tuner
-from ray_apr.types import FinishReason, Generation, Prompt, Segment
+from ray_apr.tools.simulator.advice import tuning_to_dict
+from ray_apr.tools.simulator.cluster import ClusterConfig
+from ray_apr.tools.simulator.run import Simulation
+from ray_apr.tools.simulator.study import study
+from ray_apr.tools.simulator.trace import Trace
+from ray_apr.tools.simulator.tuner import Tuner
 
 MODES = ("sync", "one_step_off", "stream", "async", "in_flight", "apr")
 BOUNDS = (1, 2, 4, 8, 16)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from host import ROOT, describe_call, gpu_names, package_versions
 
-from ray_apr.exceptions import WeightMismatchError
+from ray_apr.core.exceptions import WeightMismatchError
 from ray_apr.train.attention import Packing
 from ray_apr.train.logprobs import response_logprobs
 from ray_apr.weights.check import Limits

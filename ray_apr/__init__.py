@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         RolloutConfig,
         TrainConfig,
     )
-    from ray_apr.exceptions import APRError, ConfigError
-    from ray_apr.protocols import Environment
+    from ray_apr.core.exceptions import APRError, ConfigError
+    from ray_apr.core.sample import Sample
+    from ray_apr.core.user import Environment, RewardResult, Step
     from ray_apr.session import TrainingSession
     from ray_apr.trainer import APRTrainer
-    from ray_apr.types import RewardResult, Sample, Step
 
 __version__ = "0.1.0"
 
@@ -39,12 +39,12 @@ _HOMES = {
     "AlgorithmConfig": "ray_apr.config",
     "LoRAConfig": "ray_apr.config",
     "TrainConfig": "ray_apr.config",
-    "APRError": "ray_apr.exceptions",
-    "ConfigError": "ray_apr.exceptions",
-    "Sample": "ray_apr.types",
-    "RewardResult": "ray_apr.types",
-    "Environment": "ray_apr.protocols",
-    "Step": "ray_apr.types",
+    "APRError": "ray_apr.core.exceptions",
+    "ConfigError": "ray_apr.core.exceptions",
+    "Sample": "ray_apr.core.sample",
+    "RewardResult": "ray_apr.core.user",
+    "Environment": "ray_apr.core.user",
+    "Step": "ray_apr.core.user",
     "TrainingSession": "ray_apr.session",
 }
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from ray_apr.cli import main
+from ray_apr.cli.main import main
 
 
 def run() -> None:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from ray.train import Checkpoint
 
-from ray_apr.checks import require
-from ray_apr.exceptions import APRError
-from ray_apr.resume import find_begin
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import APRError
+from ray_apr.run.resume import find_begin
 from ray_apr.train.gate import Order
 
 if TYPE_CHECKING:

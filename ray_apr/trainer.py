@@ -19,16 +19,16 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
-from ray_apr.controller import run
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError
-from ray_apr.host import HostedRun, is_captured
-from ray_apr.preflight import check_port
-from ray_apr.protocols import Environment, GroupFilter, RewardFunction
-from ray_apr.resume import find_begin
 from ray_apr.run.checks import check_resources, check_spec
+from ray_apr.run.controller import run
+from ray_apr.run.host import HostedRun, is_captured
 from ray_apr.run.model import check_model, context_of
+from ray_apr.run.preflight import check_port
+from ray_apr.run.resume import find_begin
 from ray_apr.run.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class APRTrainer:
 
         Args:
             progress: Gets one line a step, and one every few seconds while nothing moves, e.g.
-                ``print``; None hands them to the logger ``ray_apr.controller`` at level INFO,
+                ``print``; None hands them to the logger ``ray_apr.run.controller`` at level INFO,
                 which Python shows only where logging is set up for it.
 
         Returns:

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
 
-from ray_apr.core.messages import GenerateRequest, PromptInput, WeightGroup
-from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
-from ray_apr.protocols import PauseMode
-from ray_apr.types import (
-    FinishReason,
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.messages import (
+    GenerateRequest,
     Generation,
+    PromptInput,
     SamplingParams,
-    Segment,
     ServerStatus,
+    WeightGroup,
     WeightGroupState,
     WeightScores,
 )
+from ray_apr.core.protocols import PauseMode
+from ray_apr.core.sample import FinishReason, Segment
+from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 
 FIRST_TOKEN = 1000
 """Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray.train
 
-from ray_apr.data.order import prompt_position
 from ray_apr.data.resumption import ROLLOUT_FILE, RolloutProgress
+from ray_apr.scheduling.order import prompt_position
 from tests.whole_runs import ONE_OF_EACH, start_run
 
 BATCH = 32

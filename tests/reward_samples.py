@@ -6,7 +6,8 @@ from typing import Any
 
 import ray.cloudpickle
 
-from ray_apr.types import FinishReason, Generation, Prompt, Sample, Segment
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 
 
 def sample_of(response: str | None, *, num_tokens: int = 1, **row: Any) -> Sample:

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import ray
 from ray.rllib.utils.test_utils import check_train_results_new_api_stack
 
+from ray_apr.cli.user_files import load_function
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib import APR, APRConfig
-from ray_apr.settings_files import load_function
 from tests.whole_runs import RAYS_OWN
 
 ARITHMETIC = Path(__file__).parents[1] / "examples" / "arithmetic"

@@ -8,13 +8,13 @@ import contextlib
 import pyarrow as pa
 
 from ray_apr.config import BufferConfig, PartialRolloutConfig, RolloutConfig
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.user import RewardResult
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
-from ray_apr.exceptions import RewardError
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.worker import RolloutWorker
-from ray_apr.types import RewardResult
 from tests.fakes import RayMetrics
 
 PROMPTS = pa.table({"prompt": ["a", "b", "c"], TOKEN_IDS: [[1, 2], [3], [4, 5, 6]]})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, SampleState, Segment
+from ray_apr.core.user import RewardResult
 from ray_apr.scheduling.live import LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.types import FinishReason, Generation, Prompt, RewardResult, SampleState, Segment
 
 BUDGET = 1000
 

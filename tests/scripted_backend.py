@@ -12,8 +12,9 @@ import math
 import random
 import time
 
-from ray_apr.exceptions import EngineUnavailableError
-from ray_apr.types import FinishReason, Generation, Segment, ServerStatus
+from ray_apr.core.exceptions import EngineUnavailableError
+from ray_apr.core.messages import Generation, ServerStatus
+from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.weights.inbox import WeightInbox
 
 TICK_S = 0.005

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import EngineUnavailableError
+from ray_apr.core.exceptions import EngineUnavailableError
 from ray_apr.serve import handle as handle_module
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.mailbox import Mailboxes

@@ -6,8 +6,8 @@ import dataclasses
 import random
 from typing import Any
 
-from ray_apr.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
-from ray_apr.simulator.trace import Trace
+from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
+from ray_apr.tools.simulator.trace import Trace
 
 
 def make_rows(

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from ray_apr.config.algorithm import Estimator
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 
 ESTIMATORS = get_args(Estimator)
 _STD_EPS = 1e-6

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 
 from ray_apr.config.algorithm import Rejection
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 
 LEVELS = ("token", "sequence")
 REJECTIONS = get_args(Rejection)

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 
 from ray_apr.config.algorithm import Aggregation, KLKind, Loss
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 
 LOSSES = get_args(Loss)
 AGGREGATIONS = get_args(Aggregation)

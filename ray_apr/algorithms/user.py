@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 
 MAX_METRICS = 16
 """Most figures of a loss."""

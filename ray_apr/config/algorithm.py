@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ray_apr.checks import (
+from ray_apr.core.checks import (
     at_least,
     from_mapping,
     is_number,

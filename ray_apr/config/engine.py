@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ray_apr.checks import at_least, of_type, one_of, positive, require, whole, whole_or_none
 from ray_apr.config.common import AutoDType, Placement
 from ray_apr.config.engine_options import check_engine_options
+from ray_apr.core.checks import at_least, of_type, one_of, positive, require, whole, whole_or_none
 
 Device = Literal["auto", "cpu", "cuda"]
 

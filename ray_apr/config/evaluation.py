@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ray_apr.checks import at_least, of_type, positive, require, whole, whole_or_none
 from ray_apr.config.common import LEAST_TEMPERATURE
+from ray_apr.core.checks import at_least, of_type, positive, require, whole, whole_or_none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 
-from ray_apr.checks import of_type, require, whole_or_none
+from ray_apr.core.checks import of_type, require, whole_or_none
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ray_apr.checks import at_least, from_mapping, of_type, one_of, require, whole, whole_or_none
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.checks import (
+    at_least,
+    from_mapping,
+    of_type,
+    one_of,
+    require,
+    whole,
+    whole_or_none,
+)
+from ray_apr.core.exceptions import ConfigError
 
 Mode = Literal["sync", "one_step_off", "stream", "async", "in_flight", "apr"]
 Interrupt = Literal["never", "batch_full", "weight_sync"]

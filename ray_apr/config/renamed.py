@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ray_apr.checks import require
+from ray_apr.core.checks import require
 
 RENAMED: Mapping[str, str] = {
     **{

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_apr.checks import at_least, positive, whole
+from ray_apr.core.checks import at_least, positive, whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ray_apr.checks import at_least, from_mapping, of_type, require, whole, whole_or_none
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.http import HttpConfig
 from ray_apr.config.renamed import renew
 from ray_apr.config.reward import RewardConfig
 from ray_apr.config.sampling import SamplingConfig
+from ray_apr.core.checks import at_least, from_mapping, of_type, require, whole, whole_or_none
 from ray_apr.core.messages import SamplingParams
 
 _C = TypeVar("_C")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_apr.checks import (
+from ray_apr.config.common import LEAST_TEMPERATURE
+from ray_apr.core.checks import (
     at_least,
     is_number,
     of_type,
@@ -13,7 +14,6 @@ from ray_apr.checks import (
     whole,
     whole_or_none,
 )
-from ray_apr.config.common import LEAST_TEMPERATURE
 
 _MOST_END_IDS = 100
 """Most ids that end a response after a least number of tokens; with those of the model vLLM's GPU

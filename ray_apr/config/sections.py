@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ray_apr.checks import is_number, require
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.train import BufferConfig, TrainConfig
+from ray_apr.core.checks import is_number, require
 
 
 class Scaling(Protocol):

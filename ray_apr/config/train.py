@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ray_apr.checks import (
+from ray_apr.config.common import AutoDType, DType, dtype_on
+from ray_apr.core.checks import (
     at_least,
     from_mapping,
     is_number,
@@ -18,7 +19,6 @@ from ray_apr.checks import (
     whole,
     whole_or_none,
 )
-from ray_apr.config.common import AutoDType, DType, dtype_on
 
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -195,8 +195,9 @@ class TrainConfig:
             self.betas,
             "must be two numbers in [0, 1)",
         )
-        if isinstance(self.lora, Mapping):
-            object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", self.lora))
+        lora: Any = self.lora
+        if isinstance(lora, Mapping):
+            object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", lora))
         of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
         whole_or_none(s, self, 1, "num_threads", "shard_ranks")
 

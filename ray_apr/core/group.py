@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.sample import FinishReason, Sample, Segment
-from ray_apr.exceptions import RolloutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from ray_apr.exceptions import LedgerError
+from ray_apr.core.exceptions import LedgerError
 
 Place = Literal["pending", "interrupted", "buffered", "trained"]
 DiscardReason = Literal["stale", "masked", "restarted", "surplus", "failed", "filtered", "shutdown"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import FinishReason, Sample, Segment
-from ray_apr.exceptions import ConfigError
 
 _EQUAL_LOGITS = 64
 """Logits equal to the last one within top_k that a support has room for."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.exceptions import RolloutError
+from ray_apr.core.exceptions import RolloutError
 
 if TYPE_CHECKING:
     from ray_apr.core.messages import Generation

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
+from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
+from ray_apr.core.group import SampleMeta
+from ray_apr.core.metrics import Metrics
+from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.data.stock import BatchTicket, BufferStats, Stock, reward_figures, sample_rows
-from ray_apr.exceptions import APRError, ResourceError, StarvedError
-from ray_apr.metrics import Metrics
-from ray_apr.staleness import staleness_capacity
-from ray_apr.types import SampleMeta
+from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, reward_figures, sample_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 if TYPE_CHECKING:
-    from ray_apr.data.stock import BatchTicket
+    from ray_apr.scheduling.stock import BatchTicket
 
 READ_TASK_CPUS = 0.01
 """CPUs of each rank's read task: where all others are taken, it would never start."""

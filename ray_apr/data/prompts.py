@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ray_apr.data.order import prompt_id, prompt_order
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.sample import Prompt
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError
-from ray_apr.types import Prompt
+from ray_apr.scheduling.order import prompt_id, prompt_order
 
 if TYPE_CHECKING:
     import ray

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.data.order import prompt_position
+from ray_apr.scheduling.order import prompt_position
 
 if TYPE_CHECKING:
-    from ray_apr.data.stock import BufferStats
     from ray_apr.rollout.worker import RolloutSummary
+    from ray_apr.scheduling.stock import BufferStats
 
 PROGRESS_FILE = "progress.json"
 """File of a checkpoint with the step and the policy version that it goes on with."""

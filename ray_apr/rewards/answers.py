@@ -8,9 +8,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ray_apr.checks import require
-from ray_apr.exceptions import RewardError
-from ray_apr.types import RewardResult, Sample
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardResult
 
 Extract = Callable[[str], str | None]
 """Finds the answer in a response; None where there is none."""

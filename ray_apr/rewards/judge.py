@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_apr.checks import is_number, of_type, positive, require, whole
-from ray_apr.exceptions import ConfigError, RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import is_number, of_type, positive, require, whole
+from ray_apr.core.exceptions import ConfigError, RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import compiled, last_match, response_of
-from ray_apr.types import RewardResult, Sample
 
 SCORE = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
 """A verdict such as ``Score: 0.7``."""

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.checks import of_type, require
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import of_type, require
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction
 from ray_apr.rewards.answers import (
     Extract,
     check_extraction,
@@ -17,7 +18,6 @@ from ray_apr.rewards.answers import (
     extracted,
     response_of,
 )
-from ray_apr.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def exact_match(
         ConfigError: For an argument that cannot be used.
 
     Example:
-        >>> from ray_apr.types import Prompt, Sample
+        >>> from ray_apr.core.sample import Prompt, Sample
         >>> reward = exact_match(pattern=r"answer is (\d+)")
         >>> prompt = Prompt(prompt_id="p", token_ids=(1,), row={"answer": 42})
         >>> sample = Sample(sample_id="p-0", group_id="p", prompt=prompt, max_response_tokens=9,

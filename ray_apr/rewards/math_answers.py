@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.checks import of_type, require, whole
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import of_type, require, whole
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import column_of, optional_package, response_of
-from ray_apr.types import RewardResult, Sample
 
 _BOXED = "\\boxed{"
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")

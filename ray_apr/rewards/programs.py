@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ray_apr.checks import of_type, one_of, positive, require, whole
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import of_type, one_of, positive, require, whole
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import Extract, column_of, response_of
 from ray_apr.rewards.sandbox import (
     Command,
@@ -24,7 +25,6 @@ from ray_apr.rewards.sandbox import (
     SandboxLimits,
     find_sandbox,
 )
-from ray_apr.types import RewardResult, Sample
 
 Score = Literal["all", "fraction"]
 Compare = Callable[[str, str], bool]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.checks import of_type, require
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import of_type, require
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import (
     Extract,
     as_result,
@@ -22,7 +23,6 @@ from ray_apr.rewards.answers import (
     optional_package,
     response_of,
 )
-from ray_apr.types import RewardResult, Sample
 
 ANSWER_TAGS = r"<answer>\s*(.*?)\s*</answer>"
 """How Reasoning Gym's own prompts ask for the answer."""

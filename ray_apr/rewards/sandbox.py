@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ray_apr.exceptions import ResourceError
+from ray_apr.core.exceptions import ResourceError
 from ray_apr.rewards.readable import readable_files
 from ray_apr.rewards.system_calls import DENIED, MACHINES, filter_of
 

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.checks import is_number, of_type, require, whole, whole_or_none
-from ray_apr.exceptions import RewardError
-from ray_apr.protocols import RewardFunction
+from ray_apr.core.checks import is_number, of_type, require, whole, whole_or_none
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import as_result, compiled, response_of
-from ray_apr.types import RewardResult, Sample
 
 _NUM_THREADS = 64
 """Parts of weighted sums that are plain functions, at once in one process."""

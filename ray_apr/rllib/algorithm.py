@@ -30,14 +30,14 @@ from ray.rllib.utils import metrics as names
 from ray.tune import PlacementGroupFactory
 from ray.tune.result import DONE, TRAINING_ITERATION
 
-from ray_apr.checks import require
+from ray_apr.compat.rllib import TRIAL_INFO, Checkpointable, make_callback
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError, TrainError
 from ray_apr.rllib.config import APRConfig, as_rows
 from ray_apr.rllib.environment import TextEnvironment, env_maker, is_text_environment
 from ray_apr.rllib.results import Lifetime, evaluation_results, iteration_results
 from ray_apr.rllib.settings import Settings, check_callbacks, resolve
-from ray_apr.rllib_private import TRIAL_INFO, Checkpointable, make_callback
 from ray_apr.trainer import APRTrainer
 
 RUN_FOLDER = "run"

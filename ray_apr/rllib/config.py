@@ -24,8 +24,8 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
+from ray_apr.core.user import GroupFilter, RewardFunction
 from ray_apr.data.rows import PromptRows
-from ray_apr.protocols import GroupFilter, RewardFunction
 from ray_apr.rllib.settings import refuse_unknown, resolve
 
 _PROMPTS = ("prompts", "evaluation_prompts")

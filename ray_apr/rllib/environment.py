@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import gymnasium
 
-from ray_apr.checks import require
+from ray_apr.compat.rllib import ENV_CREATOR, EnvContext, _global_registry
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import Environment, Step
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError
-from ray_apr.protocols import Environment
-from ray_apr.rllib_private import ENV_CREATOR, EnvContext, _global_registry
-from ray_apr.types import Sample, Step
 
 SEED_COLUMN = "env_seed"
 _TURNS = "turns"

@@ -16,7 +16,7 @@ from ray.rllib.core import ALL_MODULES, DEFAULT_AGENT_ID, DEFAULT_MODULE_ID
 from ray.rllib.core.learner.learner import DEFAULT_OPTIMIZER, ENTROPY_KEY, LR_KEY
 from ray.rllib.utils import metrics as names
 
-from ray_apr.checks import is_number
+from ray_apr.core.checks import is_number
 
 Row = Mapping[str, Any]
 

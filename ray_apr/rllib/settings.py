@@ -14,7 +14,7 @@ from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.policy.policy import PolicySpec
 from ray.rllib.utils import force_list
 
-from ray_apr.checks import from_mapping, is_number, require
+from ray_apr.compat.rllib import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -25,9 +25,9 @@ from ray_apr.config import (
     TrainConfig,
 )
 from ray_apr.config.renamed import renew
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.checks import from_mapping, is_number, require
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.rllib.environment import check_spaces, is_text_environment
-from ray_apr.rllib_private import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 if TYPE_CHECKING:
     from ray_apr.rllib.config import APRConfig

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, one_line
-from ray_apr.metrics import Metrics
-from ray_apr.placement import AdaptiveLimit
-from ray_apr.protocols import RolloutClient
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, one_line
+from ray_apr.core.messages import ServerStatus
+from ray_apr.core.metrics import Metrics
+from ray_apr.core.protocols import RolloutClient
 from ray_apr.scheduling.limits import Limits
-from ray_apr.types import ServerStatus
+from ray_apr.scheduling.routing import AdaptiveLimit
 
 logger = logging.getLogger(__name__)
 

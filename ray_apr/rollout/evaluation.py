@@ -22,15 +22,16 @@ from dataclasses import replace
 from typing import Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, UserCodeError
+from ray_apr.core.messages import GenerateRequest, Origin, SamplingParams
+from ray_apr.core.metrics import Metrics
+from ray_apr.core.protocols import RolloutClient
+from ray_apr.core.sample import Prompt, Sample
+from ray_apr.core.user import RewardResult
 from ray_apr.data.prompts import load_tokenizer
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, UserCodeError
-from ray_apr.metrics import Metrics
-from ray_apr.protocols import RolloutClient
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
 from ray_apr.scheduling.live import TurnRules
-from ray_apr.types import Origin, Prompt, RewardResult, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable
 
-from ray_apr.exceptions import UserCodeError, one_line
+from ray_apr.core.exceptions import UserCodeError, one_line
 
 logger = logging.getLogger(__name__)
 

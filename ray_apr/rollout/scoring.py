@@ -23,9 +23,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import RewardError, StepError, UserCodeError
-from ray_apr.protocols import Environment, RewardFunction
-from ray_apr.types import RewardResult, Sample, Step
+from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
 
 logger = logging.getLogger(__name__)
 

@@ -18,23 +18,25 @@ from typing import Any
 import ray
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.messages import GenerateRequest
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     EngineUnavailableError,
     RolloutError,
     StepError,
     UserCodeError,
     one_line,
 )
-from ray_apr.metrics import Metrics
-from ray_apr.protocols import RolloutClient
+from ray_apr.core.group import SampleMeta
+from ray_apr.core.messages import GenerateRequest
+from ray_apr.core.metrics import Metrics
+from ray_apr.core.protocols import RolloutClient
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
 from ray_apr.scheduling.live import LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.types import RewardResult, Sample, SampleMeta, Step
 
 logger = logging.getLogger(__name__)
 

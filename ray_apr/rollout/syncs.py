@@ -14,10 +14,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import NoEngineError, RolloutError, SyncBrokenError
-from ray_apr.protocols import RolloutClient
-from ray_apr.types import WeightGroupState, WeightScores
+from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError
+from ray_apr.core.messages import WeightGroup, WeightGroupState, WeightScores
+from ray_apr.core.protocols import RolloutClient
 from ray_apr.weights.sync import WeightSync
 
 _DRAIN_CALL_S = 20.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_apr.exceptions import StepError
-from ray_apr.protocols import Environment
+from ray_apr.core.exceptions import StepError
+from ray_apr.core.sample import Sample
+from ray_apr.core.user import Environment, Step
 from ray_apr.scheduling.live import TurnRules
-from ray_apr.types import Sample, Step
 
 _MARK = "apr-mark"
 

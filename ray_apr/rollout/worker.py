@@ -19,27 +19,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
-from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.data.movement import Moves
-from ray_apr.data.order import prompt_position
-from ray_apr.data.prompts import PromptSource, load_tokenizer
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     APRError,
     EngineUnavailableError,
     RolloutError,
 )
-from ray_apr.metrics import Metrics
-from ray_apr.protocols import GroupFilter, RolloutClient
+from ray_apr.core.ledger import LedgerSnapshot
+from ray_apr.core.messages import ServerStatus
+from ray_apr.core.metrics import Metrics
+from ray_apr.core.protocols import RolloutClient
+from ray_apr.core.sample import Prompt
+from ray_apr.core.user import GroupFilter
+from ray_apr.data.movement import Moves
+from ray_apr.data.prompts import PromptSource, load_tokenizer
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
 from ray_apr.scheduling.live import Counts, TurnRules
+from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.types import (
-    Prompt,
-    ServerStatus,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
-from ray_apr.recorder import RunRecorder
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
+from ray_apr.run.recorder import RunRecorder
 
 if TYPE_CHECKING:
     import ray.data

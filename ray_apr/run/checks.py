@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.datasource import READ_TASK_CPUS
-from ray_apr.exceptions import ConfigError
 from ray_apr.run.model import context_of
 from ray_apr.run.spec import RESTARTS, RunSpec
 

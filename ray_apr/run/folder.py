@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 
 
 def run_folder(storage_path: str, name: str) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ray_apr.architectures import check_config, read_config
-from ray_apr.checks import require
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.architectures import check_config, read_config
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -16,8 +16,8 @@ import ray.train
 from ray_apr.config import Sections
 from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
 from ray_apr.config.engine import Device
-from ray_apr.exceptions import ConfigError
-from ray_apr.protocols import Environment, GroupFilter, RewardFunction
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.run.folder import run_folder
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")

@@ -14,13 +14,8 @@ from __future__ import annotations
 import math
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.exceptions import ConfigError
-from ray_apr.scheduling.admission import ADMISSIONS, Load, Room, batch
-from ray_apr.scheduling.live import Counts, LiveGroup, LiveSample
-from ray_apr.scheduling.queues import LiveSamples
-from ray_apr.scheduling.resume_order import RESUME_ORDERS
-from ray_apr.scheduling.retries import Retries
-from ray_apr.staleness import (
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.staleness import (
     is_stale,
     leaves_none_behind,
     next_version,
@@ -29,6 +24,11 @@ from ray_apr.staleness import (
     staleness_capacity,
     supplementation_capacity,
 )
+from ray_apr.scheduling.admission import ADMISSIONS, Load, Room, batch
+from ray_apr.scheduling.live import Counts, LiveGroup, LiveSample
+from ray_apr.scheduling.queues import LiveSamples
+from ray_apr.scheduling.resume_order import RESUME_ORDERS
+from ray_apr.scheduling.retries import Retries
 
 
 class Limits:

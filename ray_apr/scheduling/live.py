@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import DiscardReason
-from ray_apr.exceptions import RolloutError
-from ray_apr.types import FinishReason, Prompt, Sample, SampleState, Step
+from ray_apr.core.sample import FinishReason, Prompt, Sample, SampleState
+from ray_apr.core.user import Step
 
 _S = SampleState
 UNFINISHED = (_S.WAITING, _S.INFLIGHT, _S.INTERRUPTED, _S.STEPPING, _S.READY)

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import TokenLedger
-from ray_apr.exceptions import RolloutError
+from ray_apr.core.sample import Prompt, Sample, SampleState
 from ray_apr.scheduling.live import UNFINISHED, Counts, Event, LiveGroup, LiveSample, transition
-from ray_apr.types import Prompt, Sample, SampleState
 
 _S = SampleState
 

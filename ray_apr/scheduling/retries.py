@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator
 
-from ray_apr.types import Prompt
+from ray_apr.core.sample import Prompt
 
 
 class Retries:

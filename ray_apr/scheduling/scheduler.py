@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import DiscardReason
-from ray_apr.exceptions import RolloutError
-from ray_apr.protocols import GroupFilter
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import Prompt, Sample, SampleState
+from ray_apr.core.user import GroupFilter, RewardResult, Step
 from ray_apr.scheduling.limits import Limits
 from ray_apr.scheduling.live import LiveGroup, LiveSample, TurnRules, transition
-from ray_apr.types import Generation, Prompt, RewardResult, Sample, SampleState, Step
 
 
 class Actions(NamedTuple):

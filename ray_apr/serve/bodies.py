@@ -11,9 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ray_apr.core.messages import GenerateRequest, PromptInput
-from ray_apr.protocols import PauseMode
-from ray_apr.types import Origin, SamplingParams
+from ray_apr.core.messages import GenerateRequest, Origin, PromptInput, SamplingParams
+from ray_apr.core.protocols import PauseMode
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _MAX_STOP_IDS, _MAX_ABORTED = 1024, 100_000

@@ -19,7 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from ray_apr.config import RolloutConfig
 from ray_apr.config.common import dtype_on
 from ray_apr.config.engine import Device
-from ray_apr.exceptions import ResourceError
+from ray_apr.core.exceptions import ResourceError
 from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.server import RolloutServer

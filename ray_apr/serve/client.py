@@ -28,24 +28,25 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.messages import GenerateRequest, WeightGroup
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     EngineUnavailableError,
     RolloutError,
     SyncBrokenError,
 )
-from ray_apr.placement import Placement
-from ray_apr.protocols import PauseMode
+from ray_apr.core.messages import (
+    GenerateRequest,
+    Generation,
+    ServerStatus,
+    WeightGroup,
+    WeightGroupState,
+    WeightScores,
+)
+from ray_apr.core.protocols import PauseMode
+from ray_apr.scheduling.routing import Placement
 from ray_apr.serve.errors import none_runs, ours, translated
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.handle import EngineHandle, engine_names, is_death
 from ray_apr.serve.spec import SCORE_LIMIT_S
-from ray_apr.types import (
-    Generation,
-    ServerStatus,
-    WeightGroupState,
-    WeightScores,
-)
 
 logger = logging.getLogger(__name__)
 

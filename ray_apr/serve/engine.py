@@ -18,11 +18,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
-from ray_apr.core.messages import GenerateRequest, WeightGroup
-from ray_apr.exceptions import ConfigError
-from ray_apr.protocols import PauseMode
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import (
+    GenerateRequest,
+    Generation,
+    ServerStatus,
+    WeightGroup,
+    WeightScores,
+)
+from ray_apr.core.protocols import PauseMode
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.types import Generation, ServerStatus, WeightScores
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     APRError,
     EngineUnavailableError,
     NoEngineError,

@@ -27,12 +27,12 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from ray_apr.core.messages import GenerateRequest
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.messages import GenerateRequest, Generation
+from ray_apr.core.sample import FinishReason
 from ray_apr.serve.errors import ours, without_pages
 from ray_apr.serve.handle import EngineHandle
 from ray_apr.serve.mailbox import STREAM_S, Outcome
-from ray_apr.types import FinishReason, Generation
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""

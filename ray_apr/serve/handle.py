@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from ray_apr.exceptions import EngineDiedError
+from ray_apr.core.exceptions import EngineDiedError
 
 
 def engine_names(num_engines: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from ray import serve
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.serve.bodies import AbortBody, GenerateBody, PauseBody
 from ray_apr.serve.client import ServeRolloutClient
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from ray_apr.exceptions import ResourceError
+from ray_apr.core.exceptions import ResourceError
 from ray_apr.serve.builder import stop_rollout_servers
 
 logger = logging.getLogger(__name__)

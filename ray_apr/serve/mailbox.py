@@ -12,8 +12,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from ray_apr.exceptions import APRError
-from ray_apr.types import Generation
+from ray_apr.core.exceptions import APRError
+from ray_apr.core.messages import Generation
 
 Outcome = Generation | APRError
 

@@ -25,8 +25,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
+from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.serve.reload import check_kernels, needs_reload, reloading
 from ray_apr.serve.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.inbox import WeightInbox

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 
 _HOOK = "process_weights_after_loading"
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

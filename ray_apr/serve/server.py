@@ -9,13 +9,18 @@ from typing import Any
 
 from ray import serve
 
-from ray_apr.core.messages import GenerateRequest, WeightGroup
-from ray_apr.exceptions import APRError, RolloutError
-from ray_apr.protocols import PauseMode
+from ray_apr.core.exceptions import APRError, RolloutError
+from ray_apr.core.messages import (
+    GenerateRequest,
+    Generation,
+    ServerStatus,
+    WeightGroup,
+    WeightScores,
+)
+from ray_apr.core.protocols import PauseMode
 from ray_apr.serve.engine import make_engine
 from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.types import Generation, ServerStatus, WeightScores
 
 logger = logging.getLogger(__name__)
 

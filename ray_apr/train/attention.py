@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 
 VARLEN = "ray_apr_varlen"
 """Name of our attention in Transformers' registry."""

@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoTokenizer
 
+from ray_apr.core.exceptions import TrainError
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, RolloutProgress
-from ray_apr.exceptions import TrainError
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.wire import wire_tensors

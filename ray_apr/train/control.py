@@ -16,13 +16,13 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ray_apr.config import EvaluationConfig
+from ray_apr.core.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
 from ray_apr.core.messages import WeightGroup
+from ray_apr.core.metrics import Metrics
 from ray_apr.data.resumption import Begin, RolloutProgress
-from ray_apr.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
-from ray_apr.metrics import Metrics
 
 if TYPE_CHECKING:
-    from ray_apr.types import WeightGroupState, WeightScores
+    from ray_apr.core.messages import WeightGroupState, WeightScores
     from ray_apr.weights.check import Probes
     from ray_apr.weights.transports.base import WeightSender
 

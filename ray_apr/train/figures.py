@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ray_apr.exceptions import TrainError
-from ray_apr.staleness import staleness
+from ray_apr.core.exceptions import TrainError
+from ray_apr.core.staleness import staleness
 from ray_apr.train.objective import GAPS, NUM_AGES, NUM_QUANTILE_TOKENS, SUMS, Diagnostics
 
 if TYPE_CHECKING:
-    from ray_apr.data.batch import RankBatch
+    from ray_apr.scheduling.batch import RankBatch
 
 Figures = dict[str, float | int | list[float]]
 _QUANTILES = (0.01, 0.5, 0.99)

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ray_apr.architectures import check_config
 from ray_apr.config import LoRAConfig, TrainConfig
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.architectures import check_config
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.head import attach_response_logprobs

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ray_apr.core.messages import SamplingParams
 from ray_apr.train.attention import Packing
 from ray_apr.train.head import METHOD
-from ray_apr.types import SamplingParams
 from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
-    from ray_apr.data.batch import RankBatch
+    from ray_apr.scheduling.batch import RankBatch
 
 _PLAIN = SamplingParams()
 

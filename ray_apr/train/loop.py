@@ -33,10 +33,11 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from ray_apr.data.batch import RankBatch
+from ray_apr.core.exceptions import StarvedError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.staleness import next_version
 from ray_apr.data.prompts import end_token_ids
-from ray_apr.exceptions import StarvedError
-from ray_apr.staleness import next_version
+from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
@@ -56,7 +57,6 @@ from ray_apr.train.spec import WorkerSpec
 from ray_apr.train.step import check_batch, train_step
 from ray_apr.train.tensors import compute_device
 from ray_apr.train.weight_check import WeightCheck
-from ray_apr.types import SamplingParams
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.transports import make_sender
 

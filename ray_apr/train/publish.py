@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_apr.exceptions import NoEngineError, RolloutError, SyncBrokenError, WeightSyncError
+from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError, WeightSyncError
 from ray_apr.train.span import Span
 
 if TYPE_CHECKING:

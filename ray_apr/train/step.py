@@ -25,8 +25,9 @@ from ray_apr.algorithms.advantages import overlong_penalties, sample_advantages
 from ray_apr.algorithms.losses import kl_estimate, loss_normalizer
 from ray_apr.algorithms.user import advantages_of
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.exceptions import TrainError
-from ray_apr.staleness import is_stale
+from ray_apr.core.exceptions import TrainError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.staleness import is_stale
 from ray_apr.train.figures import Figures, Totals, ages_of, batch_figures, oldest_versions
 from ray_apr.train.fsdp import (
     StepSync,
@@ -45,10 +46,9 @@ from ray_apr.train.objective import (
     frozen_policies,
 )
 from ray_apr.train.tensors import compute_device
-from ray_apr.types import SamplingParams
 
 if TYPE_CHECKING:
-    from ray_apr.data.batch import RankBatch
+    from ray_apr.scheduling.batch import RankBatch
     from ray_apr.train.checkpoint import Progress
 
 _PLAIN = SamplingParams()

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_apr.config import TrainConfig
-from ray_apr.data.batch import build_rank_batches
-from ray_apr.exceptions import RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.core.exceptions import RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
+from ray_apr.scheduling.batch import build_rank_batches
 from ray_apr.train.fsdp import decoder_layers
 from ray_apr.train.logprobs import MicroBatch, micro_batches, response_logprobs
 from ray_apr.train.span import Span
 from ray_apr.train.tensors import compute_device
-from ray_apr.types import FinishReason, Prompt, Sample, Segment
 from ray_apr.weights.check import (
     Comparison,
     Limits,
@@ -46,8 +46,8 @@ from ray_apr.weights.check import (
 from ray_apr.weights.probes import one_expert_each, probe_input, projections
 
 if TYPE_CHECKING:
+    from ray_apr.core.messages import WeightScores
     from ray_apr.train.control import RunControl
-    from ray_apr.types import WeightScores
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 from ray.util.collective import types
 
-from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
-from ray_apr.ray_private import (
+from ray_apr.compat.ray import (
     BaseGroup,
     collective_backend,
     is_backend_available,
     register_collective_backend,
 )
+from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator
 
 import torch
 
+from ray_apr.core.exceptions import SYNC_BROKEN, APRError, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, APRError, SyncBrokenError, WeightSyncError
 from ray_apr.weights.transports.base import Member, Parcel, Receiver
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 
 ALIGNMENT = 64
 """Offsets are multiples of this, in bytes: a cache line, and more than any data type needs."""

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.exceptions import RolloutError, SyncBrokenError, WeightSyncError
-from ray_apr.protocols import PauseMode, RolloutClient
+from ray_apr.core.exceptions import RolloutError, SyncBrokenError, WeightSyncError
+from ray_apr.core.protocols import PauseMode, RolloutClient
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     is_old = importlib.util.find_spec("transformers.core_model_loading") is None
     if is_old or not isinstance(model, PreTrainedModel):  # models of 4 are as their checkpoints
         return tensors
-    from ray_apr.transformers_private import revert_weight_conversion
+    from ray_apr.compat.transformers import revert_weight_conversion
 
     with _NoCopies():
         saved: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))

@@ -9,10 +9,10 @@ import ray
 import torch
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.messages import SamplingParams
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.types import SamplingParams
 from tests.fakes import generate_request
 from tests.processes import kill_all, marked_environment
 from tests.whole_runs import CONFIG, running_cluster

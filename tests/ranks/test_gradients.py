@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
 from ray_apr.config.algorithm import Aggregation
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 from ray_apr.train import fsdp
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor

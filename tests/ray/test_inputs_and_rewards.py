@@ -22,12 +22,12 @@ from ray.util.scheduling_strategies import (
 from ray.util.state import list_actors
 
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
+from ray_apr.core.exceptions import RewardError
+from ray_apr.core.sample import Prompt, Sample
 from ray_apr.data.prompts import encode_dataset
-from ray_apr.exceptions import RewardError
-from ray_apr.host import is_captured
-from ray_apr.preflight import found_no_place, nodes_without, not_placed, placement_limit
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.types import Prompt, Sample
+from ray_apr.run.host import is_captured
+from ray_apr.run.preflight import found_no_place, nodes_without, not_placed, placement_limit
 from tests.run_specs import run_spec
 from tests.tiny_model import make_tiny_model
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from ray_apr.cli import main
-from ray_apr.grafana.dashboard import FILE_NAME
-from ray_apr.grafana.panels import ROWS
-from ray_apr.metrics import SPECS
+from ray_apr.cli.main import main
+from ray_apr.core.metrics import SPECS
+from ray_apr.tools.grafana.dashboard import FILE_NAME
+from ray_apr.tools.grafana.panels import ROWS
 from tests.whole_runs import free_port, running_cluster, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -29,7 +29,7 @@ _REPORTS_EVERY = {"RAY_metrics_report_interval_ms": "1000"}
 _SAMPLE = re.compile(r"^(\w+)\{(.*)\} ")
 _SHOW_ALL = """
 import sys, time, ray
-from ray_apr.metrics import SPECS, Metrics
+from ray_apr.core.metrics import SPECS, Metrics
 ray.init(address=sys.argv[1], log_to_driver=False)
 metrics = Metrics("a-run")
 verbs = {"counter": metrics.add, "gauge": metrics.set, "histogram": metrics.observe}

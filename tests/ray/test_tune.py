@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.state import list_actors, list_placement_groups
 
 from ray_apr import APRTrainer, RolloutConfig, TrainConfig, TrainingSession
+from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import APRError, RolloutError
 from tests.processes import MARK, kill_all, marked_environment, processes_of, wait_until_none
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import RAYS_OWN

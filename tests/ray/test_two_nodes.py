@@ -31,8 +31,8 @@ pytestmark = [
 _SECOND_NODE = 'mount -t tmpfs none "$1" && shift && exec "$@"'
 _START_OF_A_RUN = """
 import sys, time, ray, ray.train
-from ray_apr.exceptions import ConfigError
-from ray_apr.preflight import make_run_folder
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.preflight import make_run_folder
 from tests.run_specs import run_spec
 ray.init(address=sys.argv[1], log_to_driver=False)
 deadline = time.monotonic() + 60

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_apr.exceptions import ConfigError, ResourceError, RewardError
+from ray_apr.core.exceptions import ConfigError, ResourceError, RewardError
 from ray_apr.rewards import code_tests, programs
 from ray_apr.rewards.programs import fenced_program, same_output
 from ray_apr.rewards.sandbox import Command, Sandbox, SandboxLimits, find_sandbox

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ray_apr.exceptions import ResourceError
+from ray_apr.core.exceptions import ResourceError
 from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
 from ray_apr.rewards.system_calls import DENIED, MACHINES
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ray_apr.config import Mode, PartialRolloutConfig
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
-from ray_apr.exceptions import ConfigError
-from ray_apr.simulator.run import Simulation
-from ray_apr.simulator.study import best_split, bound_tokens_per_s, climb, study
-from ray_apr.simulator.trace import Trace
+from ray_apr.tools.simulator.run import Simulation
+from ray_apr.tools.simulator.study import best_split, bound_tokens_per_s, climb, study
+from ray_apr.tools.simulator.trace import Trace
 from tests.traces import make_cluster, make_trace
 
 MODES = get_args(Mode)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.simulator.run import Simulation
-from ray_apr.types import GroupMeta
+from ray_apr.core.group import GroupMeta
+from ray_apr.tools.simulator.run import Simulation
 from tests.schedules import Driven, prompt
 from tests.traces import make_cluster, make_trace
 

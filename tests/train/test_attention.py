@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.train import attention
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 from ray_apr.train.checkpoint import (
     Progress,
     export_hf,

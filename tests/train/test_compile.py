@@ -7,12 +7,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.core.messages import SamplingParams
 from ray_apr.train import attention, fsdp, head, logprobs
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.step import train_step
-from ray_apr.types import SamplingParams
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from ray_apr.architectures import SUPPORTED
 from ray_apr.config import LoRAConfig, TrainConfig
+from ray_apr.core.architectures import SUPPORTED
 from ray_apr.train import attention
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model

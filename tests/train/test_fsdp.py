@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import SamplingParams
 from ray_apr.train import fsdp
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer, learning_rate, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.step import train_step
-from ray_apr.types import SamplingParams
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group

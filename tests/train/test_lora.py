@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.train.checkpoint import (
     Progress,
     export_hf,

@@ -19,7 +19,7 @@ from ray_apr.algorithms import (
 from ray_apr.algorithms.advantages import overlong_penalties
 from ray_apr.algorithms.losses import aggregate, policy_costs
 from ray_apr.config import AlgorithmConfig
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 from ray_apr.train.step import train_step
 from tests.plain_policies import TRAIN, Policies, Recorder, distance, gradients_of, load
 from tests.tiny_model import make_tiny_model

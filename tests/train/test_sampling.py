@@ -16,10 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
 from ray_apr.train.head import attach_response_logprobs
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.train.step import train_step
-from ray_apr.types import FinishReason, Prompt, Sample, SamplingParams, Segment, pack_ids
 from tests.train_batches import make_batches
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"

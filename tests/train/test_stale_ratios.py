@@ -10,10 +10,10 @@ import torch
 
 from ray_apr.algorithms import importance_weights
 from ray_apr.config import AlgorithmConfig
+from ray_apr.core.sample import FinishReason
 from ray_apr.train.logprobs import MicroBatch
 from ray_apr.train.objective import Frozen, Whole, backward
 from ray_apr.train.step import train_step
-from ray_apr.types import FinishReason
 from tests.loss_oracle import CASES
 from tests.plain_policies import TRAIN, Policies, Recorder, distance, gradients_of, load
 from tests.tiny_model import make_tiny_model

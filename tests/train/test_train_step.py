@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ray_apr.algorithms import group_advantages, importance_weights, policy_loss
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 from ray_apr.train.figures import oldest_versions
 from ray_apr.train.fsdp import build_optimizer
 from ray_apr.train.head import attach_response_logprobs

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ray_apr.config import LoRAConfig, TrainConfig
-from ray_apr.exceptions import RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.core.exceptions import RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.core.messages import WeightScores
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.publish import WeightPublisher
 from ray_apr.train.weight_check import WeightCheck
-from ray_apr.types import WeightScores
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import process_group, start_ranks
 from tests.vllm.engines import hf_logprobs

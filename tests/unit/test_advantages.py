@@ -5,7 +5,7 @@ import torch
 
 from ray_apr.algorithms import group_advantages
 from ray_apr.algorithms.advantages import ESTIMATORS
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from tests.loss_oracle import CASES, tensor
 
 

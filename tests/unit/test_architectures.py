@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_apr.architectures import REFUSED, SUPPORTED, check_config, read_config
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.architectures import REFUSED, SUPPORTED, check_config, read_config
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.model import check_hub_model, check_model
 from tests.families import FAMILIES, architecture_of, make_family
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_apr.data.batch import BatchPlan, RankBatch, build_rank_batches, loss_mask, plan_batch
-from ray_apr.exceptions import RolloutError
-from ray_apr.types import FinishReason, GroupMeta, Prompt, Sample, SampleMeta, Segment, pack_ids
+from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
+from ray_apr.scheduling.batch import BatchPlan, RankBatch, build_rank_batches, loss_mask, plan_batch
 
 
 def make_sample(number, group, num_prompt, num_response, versions=(0,)):

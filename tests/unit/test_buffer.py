@@ -8,10 +8,11 @@ import dataclasses
 import pytest
 
 from ray_apr.config import BufferConfig
+from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, StarvedError
+from ray_apr.core.group import SampleMeta
+from ray_apr.core.sample import FinishReason
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.movement import Moves
-from ray_apr.exceptions import APRError, ResourceError, RolloutError, StarvedError
-from ray_apr.types import FinishReason, SampleMeta
 
 
 class FakeRecorder:

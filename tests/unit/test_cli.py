@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import ray
 
-from ray_apr import cli, doctor, launch
-from ray_apr.exceptions import ConfigError, ResourceError, StarvedError, Stopped
+from ray_apr.cli import doctor, launch
+from ray_apr.cli import main as cli
+from ray_apr.cli.settings import load_settings
+from ray_apr.core.exceptions import ConfigError, ResourceError, StarvedError, Stopped
 from ray_apr.rewards.sandbox import Sandbox
-from ray_apr.settings import load_settings
 
 YAML = """\
 model: base_model

@@ -6,7 +6,7 @@ import pytest
 import ray.train
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, Sections
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import checks
 from ray_apr.serve import builder
 from ray_apr.serve.spec import EngineSpec

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from ray_apr.checks import from_mapping
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -24,7 +23,8 @@ from ray_apr.config import (
     check_placement,
     check_together,
 )
-from ray_apr.exceptions import APRError, ConfigError
+from ray_apr.core.checks import from_mapping
+from ray_apr.core.exceptions import APRError, ConfigError
 
 SECTIONS = {
     "rollout": RolloutConfig,
@@ -382,9 +382,9 @@ def test_configs_are_frozen():
 
 def test_the_pure_core_loads_neither_ray_nor_torch():
     modules = (
-        "ray_apr.config, ray_apr.types, ray_apr.scheduling.scheduler, ray_apr.core.ledger, "
-        "ray_apr.data.selection, ray_apr.data.stock, "
-        "ray_apr.data.packing, ray_apr.data.batch"
+        "ray_apr.config, ray_apr.core.sample, ray_apr.scheduling.scheduler, ray_apr.core.ledger, "
+        "ray_apr.scheduling.shelf, ray_apr.scheduling.stock, "
+        "ray_apr.scheduling.packing, ray_apr.scheduling.batch"
     )
     code = f"import sys, {modules}; print({{'ray', 'torch', 'vllm'}} & set(sys.modules))"
     done = subprocess.run(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ray_apr.algorithms import icepop_weights, importance_weights, rejection_mask
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from tests.loss_oracle import CASES, tensor
 
 CORRECTIONS = [(case, expected) for case in CASES for expected in case["corrections"]]

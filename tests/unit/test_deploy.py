@@ -25,7 +25,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ray_apr import cli, launch, settings
+from ray_apr.cli import launch, settings
+from ray_apr.cli import main as cli
 from tests.deploy_schemas import ANYSCALE_JOB, RAYJOB
 
 ROOT = Path(__file__).resolve().parents[2]

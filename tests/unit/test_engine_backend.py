@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.serve.engine import make_engine
 from ray_apr.serve.spec import EngineSpec
 from tests.run_specs import run_spec

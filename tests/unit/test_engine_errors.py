@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ray_apr.core.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm import engine as engine_module

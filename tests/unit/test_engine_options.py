@@ -8,7 +8,7 @@ import pytest
 
 from ray_apr.config import RolloutConfig
 from ray_apr.config.engine_options import REFUSED, TUNES
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.serve.builder import start_rollout_servers
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments

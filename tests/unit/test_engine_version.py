@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation, installed_vllm
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm.engine import VLLMEngine

@@ -9,11 +9,13 @@ import itertools
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.exceptions import ConfigError, EngineUnavailableError, RewardError, RolloutError
+from ray_apr.core.exceptions import ConfigError, EngineUnavailableError, RewardError, RolloutError
+from ray_apr.core.messages import Origin
+from ray_apr.core.sample import Prompt
+from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
 from ray_apr.scheduling.live import TurnRules
-from ray_apr.types import Origin, Prompt, RewardResult, Step
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 
 PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]

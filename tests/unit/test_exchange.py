@@ -7,11 +7,12 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason
 from ray_apr.serve import exchange, mailbox
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.mailbox import Mailboxes
-from ray_apr.types import FinishReason, Generation
 from tests.fakes import generate_request
 
 

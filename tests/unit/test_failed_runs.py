@@ -12,20 +12,21 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from ray_apr import cli, controller, progress
-from ray_apr.causes import cause_of, death_of, write_error_log
-from ray_apr.controller import _Parts
+from ray_apr.cli import main as cli
+from ray_apr.core.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.core.ledger import LedgerSnapshot
+from ray_apr.core.messages import SamplingParams
 from ray_apr.data.resumption import Begin, Counters
-from ray_apr.data.stock import BufferStats
-from ray_apr.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
-from ray_apr.final import final_figures
 from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.run import controller, progress
 from ray_apr.run.actors import Actors
+from ray_apr.run.causes import cause_of, death_of, write_error_log
+from ray_apr.run.controller import _Parts
+from ray_apr.run.final import final_figures
+from ray_apr.scheduling.stock import BufferStats
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.residency import AlwaysThere
-from ray_apr.types import SamplingParams
 from tests.run_specs import run_spec
 
 STATS = BufferStats(
@@ -113,9 +114,9 @@ def get(answer, timeout=None):
 
 
 def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
-    monkeypatch.setattr("ray_apr.controller.ray.get", get)
+    monkeypatch.setattr("ray_apr.run.controller.ray.get", get)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: None)
-    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
+    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", lambda name: None)
     parts = object.__new__(_Parts)
     parts.spec = run_spec()
     monkeypatch.setattr(type(parts.spec), "folder", tmp_path)
@@ -166,7 +167,7 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
     def stop(name):
         raise KeyError(name)
 
-    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", stop)
+    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", stop)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", killed.append)
     parts._worker = Handle(stop=SUMMARY)
     parts._actors.handles = ["the recorder", "the lease"]
@@ -188,9 +189,9 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
         raise ActorDiedError()
 
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
-    monkeypatch.setattr("ray_apr.controller.stop_rollout_servers", lambda name: None)
+    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", lambda name: None)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: is_killed.set())
-    monkeypatch.setattr("ray_apr.progress.ray.get", answer)
+    monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
     parts._watch = threading.Thread(target=end_after, args=(0.3,))
     parts._watch.start()
     parts._actors.handles = ["the recorder"]
@@ -241,7 +242,7 @@ def test_an_error_of_the_servers_is_reported_as_one_of_theirs(monkeypatch, tmp_p
     def start(*_, **__):
         raise KeyError("no such deployment")
 
-    monkeypatch.setattr("ray_apr.controller.start_rollout_servers", start)
+    monkeypatch.setattr("ray_apr.run.controller.start_rollout_servers", start)
     parts._start_servers()
     reason = parts._reason(group_error(rank0=OfAWorker(RuntimeError("the stream broke"))))
     assert told == [reason] and str(reason) == "servers: KeyError('no such deployment')"
@@ -271,8 +272,8 @@ def test_a_rollout_worker_that_cannot_be_reached_for_a_moment_has_not_died(monke
         if error := answers.pop(0):
             raise error
 
-    monkeypatch.setattr("ray_apr.controller.ray.get", answer)
-    monkeypatch.setattr("ray_apr.controller._ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("ray_apr.run.controller.ray.get", answer)
+    monkeypatch.setattr("ray_apr.run.controller._ASK_AGAIN_S", 0.0)
     parts._closing = threading.Event()
     parts._watch_worker()
     assert not told and not answers, "it was asked again"

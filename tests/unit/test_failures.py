@@ -7,8 +7,8 @@ import asyncio
 import logging
 from types import SimpleNamespace
 
+from ray_apr.core.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
 from ray_apr.serve.vllm.stall import StallWatch
 from ray_apr.serve.vllm.stats import EngineLoad

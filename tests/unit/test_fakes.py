@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
-from ray_apr.types import FinishReason, SamplingParams
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import FinishReason
 from tests.fakes import FakeClock, ScriptedEngine, generate_request
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.resumption import Counters
-from ray_apr.data.stock import BufferStats
-from ray_apr.final import final_figures
 from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.run.final import final_figures
+from ray_apr.scheduling.stock import BufferStats
 from tests.fakes import ScriptedEngine
 from tests.run_specs import run_spec
 

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from ray_apr.cli import main
-from ray_apr.exceptions import ConfigError
-from ray_apr.grafana import dashboard as module
-from ray_apr.grafana.dashboard import FILE_NAME, dashboard, install
-from ray_apr.grafana.panels import ROWS
-from ray_apr.grafana.queries import VLLM_METRICS
-from ray_apr.metrics import SPECS
+from ray_apr.cli.main import main
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.metrics import SPECS
+from ray_apr.tools.grafana import dashboard as module
+from ray_apr.tools.grafana.dashboard import FILE_NAME, dashboard, install
+from ray_apr.tools.grafana.panels import ROWS
+from ray_apr.tools.grafana.queries import VLLM_METRICS
 
 PANELS = [panel for row in ROWS for panel in row.panels]
 KNOWN = {

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import ConfigError, EngineUnavailableError
+from ray_apr.core.exceptions import ConfigError, EngineUnavailableError
+from ray_apr.core.messages import Origin
 from ray_apr.serve.ingress import make_api
-from ray_apr.types import Origin
 from tests.fakes import OutsideClient
 
 TOKEN = "secret"

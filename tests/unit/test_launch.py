@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 import ray
 
-from ray_apr import launch
+from ray_apr.cli import launch
+from ray_apr.cli.settings import RaySettings
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.prompts import encode_prompt, has_chat_template
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError
 from ray_apr.run.model import check_hub_model
-from ray_apr.settings import RaySettings
 from tests.run_specs import run_spec
 
 

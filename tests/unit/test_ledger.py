@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_apr.core.exceptions import LedgerError
 from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
-from ray_apr.exceptions import LedgerError
 
 
 def test_life_of_a_token_over_two_actors():

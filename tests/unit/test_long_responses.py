@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from ray_apr.config import BufferConfig, RolloutConfig
-from ray_apr.exceptions import EngineUnavailableError, StarvedError
+from ray_apr.core.exceptions import EngineUnavailableError, StarvedError
 from ray_apr.rollout import worker as worker_module
 from tests.fakes import FIRST_TOKEN
 from tests.rollout_run import running, without_ray

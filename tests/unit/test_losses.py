@@ -5,7 +5,7 @@ import torch
 
 from ray_apr.algorithms import importance_weights, kl_estimate, policy_loss
 from ray_apr.algorithms.losses import AGGREGATIONS, is_clipped, loss_normalizer, policy_ratio
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from tests.loss_oracle import CASES, tensor
 
 LOSSES = [(case, expected) for case in CASES for expected in case["losses"]]

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from ray_apr.core.messages import GenerateRequest, PromptInput
-from ray_apr.exceptions import ConfigError
-from ray_apr.types import Prompt, Sample, SamplingParams, Segment
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
+from ray_apr.core.sample import Prompt, Sample, Segment
 
 
 def test_a_request_of_a_sample_goes_on_where_it_stopped():

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
+from ray_apr.core.metrics import SPECS, Metrics
+from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.movement import Moves
-from ray_apr.metrics import SPECS, Metrics
 from ray_apr.rollout import evaluation
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 from ray_apr.train.publish import NO_SYNC
-from ray_apr.types import Prompt
 from tests.fakes import RayMetrics, ScriptedEngine
 from tests.rollout_run import Handle, Recorder, Scorer, Tokenizer, running, until, without_ray
 

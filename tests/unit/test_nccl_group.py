@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights import collective
 from ray_apr.weights.plan import ParamSpec
 from ray_apr.weights.transports import nccl

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ray_apr.data.packing import plan_micro_batches
+from ray_apr.scheduling.packing import plan_micro_batches
 
 
 def plan(lengths, ranks, limit, packed=False):

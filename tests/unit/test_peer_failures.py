@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.data.selection import Shelf
-from ray_apr.simulator.cluster import ClusterConfig
-from ray_apr.simulator.run import Simulation
-from ray_apr.simulator.trace import Trace
-from ray_apr.types import FinishReason, GroupMeta, SampleMeta
+from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.sample import FinishReason
+from ray_apr.scheduling.shelf import Shelf
+from ray_apr.tools.simulator.cluster import ClusterConfig
+from ray_apr.tools.simulator.run import Simulation
+from ray_apr.tools.simulator.trace import Trace
 from tests.schedules import Driven
 
 REPORTS = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_apr.placement import AdaptiveLimit, Placement
+from ray_apr.scheduling.routing import AdaptiveLimit, Placement
 
 moves = st.lists(
     st.tuples(st.sampled_from(["enter", "leave", "limit"]), st.integers(0, 20), st.integers(0, 9)),

@@ -8,8 +8,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from ray_apr import doctor
-from ray_apr.exceptions import EngineUnavailableError
+from ray_apr.cli import doctor
+from ray_apr.core.exceptions import EngineUnavailableError
 from ray_apr.serve import plugin
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.engine import VLLMEngine

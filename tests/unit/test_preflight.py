@@ -9,17 +9,17 @@ import pytest
 import ray.train
 from ray.exceptions import ActorDiedError
 
-from ray_apr import preflight
 from ray_apr.config import Sections, TrainConfig
-from ray_apr.exceptions import ConfigError
-from ray_apr.preflight import (
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run import preflight
+from ray_apr.run.checks import check_restarts
+from ray_apr.run.preflight import (
     check_shared_folder,
     make_run_folder,
     not_placed,
     other_nodes,
     placement_limit,
 )
-from ray_apr.run.checks import check_restarts
 from ray_apr.run.spec import RESTARTS
 from tests.run_specs import run_spec
 

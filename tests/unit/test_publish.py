@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     NoEngineError,
     RolloutError,
     SyncBrokenError,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.serve.reload import check_kernels, needs_reload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

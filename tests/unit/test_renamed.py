@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 
+from ray_apr.cli.settings import load_settings
 from ray_apr.config import EngineConfig, RolloutConfig, SamplingConfig
 from ray_apr.config.renamed import RENAMED, renew
-from ray_apr.exceptions import ConfigError
-from ray_apr.settings import load_settings
+from ray_apr.core.exceptions import ConfigError
 from tests.whole_runs import CONFIG
 
 VALUES = {

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
-from ray_apr.exceptions import ConfigError
-from ray_apr.report import html, page, timeline
-from ray_apr.report.compare import comparison_table, write_comparison
-from ray_apr.report.figures import moving_average
-from ray_apr.report.html import duration, write_report
-from ray_apr.report.load import RunFolderError, load_run
-from ray_apr.report.summary import check_run, covered_s, summarize, training_window
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.report import html, page, timeline
+from ray_apr.tools.report.compare import comparison_table, write_comparison
+from ray_apr.tools.report.figures import moving_average
+from ray_apr.tools.report.html import duration, write_report
+from ray_apr.tools.report.load import RunFolderError, load_run
+from ray_apr.tools.report.summary import check_run, covered_s, summarize, training_window
 
 DETAIL = "Each span from 5 to 30 s: drag to zoom, double click for all"
 EVIL = "<script>alert(1)</script>"

@@ -9,10 +9,9 @@ import pyarrow as pa
 import pytest
 import ray.train
 
-from ray_apr import resume
 from ray_apr.config import TrainConfig
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.data.order import prompt_order
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
@@ -21,9 +20,10 @@ from ray_apr.data.resumption import (
     Counters,
     RolloutProgress,
 )
-from ray_apr.exceptions import ConfigError
-from ray_apr.recorder import RunRecorder
-from ray_apr.resume import find_begin, hold_folder, resume_folder
+from ray_apr.run import resume
+from ray_apr.run.recorder import RunRecorder
+from ray_apr.run.resume import find_begin, hold_folder, resume_folder
+from ray_apr.scheduling.order import prompt_order
 from tests.run_specs import run_spec
 
 BEFORE = Counters(

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 import ray_apr.rewards
-from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.rewards import exact_match, math_equal, reasoning, reasoning_gym_score
 from ray_apr.rewards.answers import optional_package
 from ray_apr.rewards.math_answers import last_boxed

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.rewards import llm_judge
 from tests.reward_samples import round_trip, sample_of
 

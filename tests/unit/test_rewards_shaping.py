@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from ray_apr.exceptions import ConfigError, RewardError
+from ray_apr.core.exceptions import ConfigError, RewardError
+from ray_apr.core.user import RewardResult
 from ray_apr.rewards import exact_match, format_reward, length_penalty, weighted_sum
 from ray_apr.rollout.scoring import RewardWorker
-from ray_apr.types import RewardResult
 from tests.reward_samples import round_trip, sample_of
 
 

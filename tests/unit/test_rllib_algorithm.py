@@ -10,7 +10,7 @@ import pytest
 from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.utils.test_utils import check_train_results_new_api_stack
 
-from ray_apr.exceptions import ConfigError, TrainError
+from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.rllib import APR
 from ray_apr.rllib.results import Lifetime, evaluation_results, iteration_results
 from tests.fakes import FakeSession, evaluation_row, step_row

@@ -12,7 +12,7 @@ from ray import cloudpickle, tune
 from ray.rllib.callbacks.callbacks import RLlibCallback
 
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, TrainConfig
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.rllib import APR, APRConfig
 from ray_apr.rllib.settings import resolve
 from tests.rllib_configs import Guess, config

@@ -10,10 +10,11 @@ import gymnasium
 import pytest
 from ray import cloudpickle, tune
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.rllib.environment import SEED_COLUMN, TextEnvironment, env_maker
 from ray_apr.rollout.turns import turn_rules
-from ray_apr.types import FinishReason, Generation, Prompt, Sample, Segment
 from tests.rllib_configs import Guess
 
 

@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from ray_apr.data.order import prompt_position
-from ray_apr.data.resumption import Counters, RolloutProgress
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     EngineUnavailableError,
     NoEngineError,
     RolloutError,
     SyncBrokenError,
 )
+from ray_apr.core.sample import FinishReason
+from ray_apr.data.resumption import Counters, RolloutProgress
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
-from ray_apr.types import FinishReason
+from ray_apr.scheduling.order import prompt_position
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import PROMPTS, Run, Scorer, running, until, without_ray
 

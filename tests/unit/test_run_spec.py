@@ -10,8 +10,8 @@ import ray.train
 
 from ray_apr import trainer as trainer_module
 from ray_apr.config import EvaluationConfig, RolloutConfig, Sections, TrainConfig
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
-from ray_apr.exceptions import ConfigError
 from ray_apr.run.checks import check_spec
 from ray_apr.run.folder import run_folder
 from ray_apr.trainer import APRTrainer

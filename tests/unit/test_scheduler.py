@@ -8,9 +8,10 @@ import time
 import pytest
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.exceptions import ConfigError, RolloutError
+from ray_apr.core.exceptions import ConfigError, RolloutError
+from ray_apr.core.sample import SampleState
+from ray_apr.core.user import RewardResult
 from ray_apr.scheduling.live import TRANSITIONS
-from ray_apr.types import RewardResult, SampleState
 from tests.schedules import Driven, generation, prompt
 
 

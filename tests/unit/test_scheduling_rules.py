@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.exceptions import ConfigError, RolloutError
+from ray_apr.core.exceptions import ConfigError, RolloutError
 from ray_apr.scheduling.admission import Room
-from ray_apr.simulator.run import Simulation
+from ray_apr.tools.simulator.run import Simulation
 from tests.schedules import Driven
 from tests.traces import make_cluster, make_trace
 

@@ -10,18 +10,12 @@ import time
 import pytest
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import RewardError, StepError, UserCodeError
+from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
+from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout import scoring
 from ray_apr.rollout.scoring import RewardWorker, Scorer
-from ray_apr.types import (
-    FinishReason,
-    Generation,
-    Prompt,
-    RewardResult,
-    Sample,
-    Segment,
-    Step,
-)
 
 SAMPLE = Sample(
     sample_id="g0-0",

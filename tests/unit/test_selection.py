@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_apr.data.selection import Selection, Shelf
-from ray_apr.types import FinishReason, GroupMeta, SampleMeta
+from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.sample import FinishReason
+from ray_apr.scheduling.shelf import Selection, Shelf
 
 
 def group(sequence, *versions, newest=9):

@@ -12,20 +12,20 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
-from ray_apr.core.messages import WeightGroup
-from ray_apr.data.resumption import Begin
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
     RolloutError,
     SyncBrokenError,
 )
+from ray_apr.core.messages import ServerStatus, WeightGroup, WeightGroupState
+from ray_apr.core.sample import FinishReason
+from ray_apr.data.resumption import Begin
 from ray_apr.serve import client as client_module
 from ray_apr.serve import handle as handle_module
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import SCORE_LIMIT_S
-from ray_apr.types import FinishReason, ServerStatus, WeightGroupState
 from tests.fakes import ScriptedEngine, generate_request
 from tests.run_specs import run_spec
 

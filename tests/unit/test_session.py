@@ -9,10 +9,10 @@ import pytest
 import ray.train
 from ray.exceptions import ActorDiedError
 
-from ray_apr import host as host_module
 from ray_apr.config import TrainConfig
-from ray_apr.exceptions import APRError, ConfigError, RewardError, Stopped, TrainError
-from ray_apr.host import HostedRun, _as_value, _host
+from ray_apr.core.exceptions import APRError, ConfigError, RewardError, Stopped, TrainError
+from ray_apr.run import host as host_module
+from ray_apr.run.host import HostedRun, _as_value, _host
 from ray_apr.session import TrainingSession
 from tests.fakes import FakeHostedRun
 from tests.run_specs import run_spec

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ray_apr.exceptions import ConfigError
-from ray_apr.launch import make_plan
-from ray_apr.settings import load_settings
-from ray_apr.settings_files import load_environment, load_function, read_json_rows
+from ray_apr.cli.launch import make_plan
+from ray_apr.cli.settings import load_settings
+from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
+from ray_apr.core.exceptions import ConfigError
 from tests.schedules import Driven
 
 BASE = """\
@@ -261,7 +261,7 @@ def test_rows_keep_their_types_and_a_bad_one_is_named(folder: Path) -> None:
 
 def test_reading_settings_loads_nothing_heavy(folder: Path) -> None:
     code = (
-        "import sys; from ray_apr.settings import load_settings; load_settings(sys.argv[1]); "
+        "import sys; from ray_apr.cli.settings import load_settings; load_settings(sys.argv[1]); "
         "print([m for m in ('ray', 'torch', 'vllm', 'task', 'helper') if m in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(folder / "run.yaml")]

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.weights.buffers import as_tensor
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox

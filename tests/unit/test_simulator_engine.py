@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_apr.simulator.cluster import EngineConfig
-from ray_apr.simulator.engine import EngineModel, Request
+from ray_apr.tools.simulator.cluster import EngineConfig
+from ray_apr.tools.simulator.engine import EngineModel, Request
 
 # odd numbers, so that nothing falls on the boundary of a step by chance
 CONFIG = dict(

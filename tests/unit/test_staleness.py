@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_apr.staleness import (
+from ray_apr.core.staleness import (
     is_stale,
     leaves_none_behind,
     num_untrained,

@@ -20,24 +20,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.group import GroupMeta, SampleMeta
 from ray_apr.core.ledger import TokenLedger
-from ray_apr.data.selection import Shelf
-from ray_apr.exceptions import RolloutError
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Sample, SampleState, Segment
+from ray_apr.core.staleness import oldest_trainable
+from ray_apr.core.user import RewardResult, Step
 from ray_apr.scheduling.live import LiveSample, TurnRules
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.staleness import oldest_trainable
-from ray_apr.types import (
-    FinishReason,
-    Generation,
-    GroupMeta,
-    Prompt,
-    RewardResult,
-    Sample,
-    SampleMeta,
-    SampleState,
-    Segment,
-    Step,
-)
+from ray_apr.scheduling.shelf import Shelf
 
 BUDGET = 6
 PROMPT_IDS = (1, 2, 3)

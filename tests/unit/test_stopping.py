@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from ray_apr import controller
-from ray_apr.exceptions import Stopped, TrainError
-from ray_apr.stopping import StopSignals
+from ray_apr.core.exceptions import Stopped, TrainError
+from ray_apr.run import controller
+from ray_apr.run.stopping import StopSignals
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import Generation, SamplingParams
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.data.prompts import end_token_ids
-from ray_apr.exceptions import ConfigError
 from ray_apr.serve.vllm.outputs import end_of_straddling_stop, up_to
-from ray_apr.types import FinishReason, Generation, Prompt, Sample, SamplingParams, Segment
 from tests.fakes import ScriptedEngine
 from tests.rollout_run import running, until, without_ray
 from tests.tiny_model import make_tiny_model

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.exceptions import RolloutError
+from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import pack_ids
 from ray_apr.serve.vllm.outputs import segments_of
-from ray_apr.types import SamplingParams, pack_ids
 
 
 def output(sampled: int, likeliest: dict[int, float]) -> SimpleNamespace:

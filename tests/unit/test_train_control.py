@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.exceptions import SyncBrokenError
+from ray_apr.core.exceptions import SyncBrokenError
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 

@@ -7,7 +7,7 @@ import pytest
 import ray.train
 
 from ray_apr.config import TrainConfig
-from ray_apr.exceptions import TrainError
+from ray_apr.core.exceptions import TrainError
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.residency import AlwaysThere

@@ -14,12 +14,12 @@ import pytest
 import ray.cloudpickle
 import torch
 
+from ray_apr.cli.settings import load_settings
+from ray_apr.cli.user_files import load_function
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig, check_placement
 from ray_apr.config.train import WeightTransport
+from ray_apr.core.exceptions import SYNC_BROKEN, ConfigError, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, ConfigError, SyncBrokenError, WeightSyncError
-from ray_apr.settings import load_settings
-from ray_apr.settings_files import load_function
 from ray_apr.train.residency import Alternating
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox

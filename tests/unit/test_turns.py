@@ -7,11 +7,12 @@ import types
 
 import pytest
 
-from ray_apr.exceptions import RolloutError, StepError
-from ray_apr.protocols import Environment
+from ray_apr.core.exceptions import RolloutError, StepError
+from ray_apr.core.messages import Generation
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
+from ray_apr.core.user import Environment, Step
 from ray_apr.rollout.turns import encode_step, turn_rules
 from ray_apr.scheduling.live import TurnRules
-from ray_apr.types import FinishReason, Generation, Prompt, Sample, Segment, Step
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import Scorer, running, until, without_ray
 

@@ -12,21 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_apr import exceptions
-from ray_apr.exceptions import APRError, RolloutError
-from ray_apr.types import (
-    FinishReason,
-    Generation,
-    GroupMeta,
-    Prompt,
-    RewardResult,
-    Sample,
-    SampleMeta,
-    SamplingParams,
-    Segment,
-    ServerStatus,
-    pack_ids,
-)
+from ray_apr.core import exceptions
+from ray_apr.core.exceptions import APRError, RolloutError
+from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.messages import Generation, SamplingParams, ServerStatus
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
+from ray_apr.core.user import RewardResult
 
 PROMPT = Prompt(prompt_id="e0-0", token_ids=(1, 2, 3), row={"answer": 4})
 

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayError
 
 from ray_apr.config import RolloutConfig, TrainConfig
-from ray_apr.exceptions import ConfigError, RolloutError, WeightMismatchError, WeightSyncError
+from ray_apr.core.exceptions import ConfigError, RolloutError, WeightMismatchError, WeightSyncError
 from ray_apr.serve import client as client_module
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.vllm import scores as scores_module

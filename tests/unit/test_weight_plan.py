@@ -9,7 +9,7 @@ import ray.cloudpickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.plan import ALIGNMENT, ITEM_BYTES, ParamSpec, plan_buckets
 from ray_apr.weights.transports.gloo import GlooEndpoint
 from ray_apr.weights.transports.nccl import NCCLEndpoint

@@ -9,8 +9,8 @@ import pytest
 import ray.cloudpickle
 import torch
 
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import WeightSyncError
 from ray_apr.weights.collective import from_rank_0, join
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox

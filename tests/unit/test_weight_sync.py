@@ -8,14 +8,15 @@ import time
 
 import pytest
 
-from ray_apr.exceptions import (
+from ray_apr.core.exceptions import (
     SYNC_BROKEN,
     EngineUnavailableError,
     RolloutError,
     SyncBrokenError,
     WeightSyncError,
 )
-from ray_apr.types import FinishReason, SamplingParams
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import FinishReason
 from ray_apr.weights.plan import ParamSpec
 from ray_apr.weights.sync import WeightSync
 from tests.fakes import ScriptedEngine, generate_request

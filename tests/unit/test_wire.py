@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.train.checkpoint import export_hf, full_parameters
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.plan import plan_buckets

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray_apr.private import PrivateNames
+from ray_apr.compat.lookup import PrivateNames
 
 _MEMBER = re.compile(r"(\w*)(?:\(([\w,]*)\))?")
 

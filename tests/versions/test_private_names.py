@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_apr import (
-    private,
-    ray_private,
-    rllib_private,
-    serve,
-    torch_private,
-    transformers_private,
-)
-from ray_apr.exceptions import APRError, PrivateNameError
+from ray_apr import serve
+from ray_apr.compat import lookup as private
+from ray_apr.compat import ray as ray_private
+from ray_apr.compat import rllib as rllib_private
+from ray_apr.compat import torch as torch_private
+from ray_apr.compat import transformers as transformers_private
+from ray_apr.core.exceptions import APRError, PrivateNameError
 from ray_apr.serve.vllm import private as vllm_private
 from tests.versions.sources import missing
 

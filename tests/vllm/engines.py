@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ray_apr.core.messages import Generation, SamplingParams
 from ray_apr.serve.vllm.arguments import CPU_ENVIRONMENT
-from ray_apr.types import Generation, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 """The likeliest token; its log-prob is that of temperature 1."""

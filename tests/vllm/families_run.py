@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from ray_apr.config import TrainConfig
+from ray_apr.core.sample import FinishReason, Prompt, Sample
 from ray_apr.train.checkpoint import export_hf
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.logprobs import micro_batches, response_logprobs
-from ray_apr.types import FinishReason, Prompt, Sample
 from tests.fakes import generate_request
 from tests.families import disturb, make_family
 from tests.train_batches import make_batches, process_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ray_apr.config import TrainConfig
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.train.checkpoint import export_hf
 from ray_apr.train.fsdp import build_model
 from ray_apr.train.logprobs import micro_batches, response_logprobs

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ray_apr.exceptions import EngineDiedError, EngineUnavailableError
+from ray_apr.core.exceptions import EngineDiedError, EngineUnavailableError
 from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, Trainer, make_engine, running

@@ -14,11 +14,16 @@ import torch
 from transformers import AutoTokenizer
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import ConfigError, EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.core.exceptions import (
+    ConfigError,
+    EngineUnavailableError,
+    RolloutError,
+    WeightSyncError,
+)
+from ray_apr.core.messages import Generation, Origin, SamplingParams, WeightGroup
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.train.head import attach_response_logprobs
 from ray_apr.train.logprobs import micro_batches, response_logprobs
-from ray_apr.types import FinishReason, Generation, Origin, Prompt, Sample, SamplingParams, Segment
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.transports.shared import SharedSender
 from tests.fakes import generate_request

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ray_apr.grafana.queries import VLLM_METRICS
+from ray_apr.tools.grafana.queries import VLLM_METRICS
 from tests.fakes import RayMetrics, generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, make_engine, running

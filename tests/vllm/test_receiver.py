@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from ray_apr.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.serve.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
 from ray_apr.serve.reload import reloading
 from ray_apr.weights.buffers import Stages

@@ -19,13 +19,14 @@ import ray
 from ray import serve
 
 from ray_apr.config import RolloutConfig
-from ray_apr.exceptions import APRError, ResourceError
+from ray_apr.core.exceptions import APRError, ResourceError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import FinishReason
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.client import ServeRolloutClient
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.train.control import RunControl
 from ray_apr.train.publish import WeightPublisher
-from ray_apr.types import FinishReason, SamplingParams
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.sync import WeightSync
 from ray_apr.weights.transports.gloo import GlooSender

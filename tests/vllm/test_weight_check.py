@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ray_apr.config import LoRAConfig
-from ray_apr.exceptions import WeightMismatchError
+from ray_apr.core.exceptions import WeightMismatchError
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import process_group

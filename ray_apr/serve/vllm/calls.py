@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from ray_apr.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
 
 CORE_LIMIT_S = 20.0
 """Longest wait for the engine core to take calls in, and for what it has of those that are aborted;

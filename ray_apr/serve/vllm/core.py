@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
-from ray_apr.exceptions import ConfigError, EngineDiedError, EngineUnavailableError
-from ray_apr.protocols import PauseMode
+from ray_apr.core.exceptions import ConfigError, EngineDiedError, EngineUnavailableError
+from ray_apr.core.protocols import PauseMode
 from ray_apr.serve.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments

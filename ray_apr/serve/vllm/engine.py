@@ -20,9 +20,17 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from ray_apr.core.messages import GenerateRequest, WeightGroup
-from ray_apr.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
-from ray_apr.protocols import PauseMode
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.core.messages import (
+    GenerateRequest,
+    Generation,
+    Origin,
+    ServerStatus,
+    WeightGroup,
+    WeightScores,
+)
+from ray_apr.core.protocols import PauseMode
+from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.activity import Activity
 from ray_apr.serve.vllm.calls import Calls
@@ -39,14 +47,6 @@ from ray_apr.serve.vllm.scores import WeightScorer
 from ray_apr.serve.vllm.stall import StallWatch
 from ray_apr.serve.vllm.stats import EngineLoad, exporting_logger
 from ray_apr.serve.vllm.weights import Weights
-from ray_apr.types import (
-    FinishReason,
-    Generation,
-    Origin,
-    Segment,
-    ServerStatus,
-    WeightScores,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ray_apr.exceptions import RolloutError
-from ray_apr.types import FinishReason, SamplingParams, Segment, pack_ids
+from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.messages import SamplingParams
+from ray_apr.core.sample import FinishReason, Segment, pack_ids
 
 REASONS = {
     "stop": FinishReason.STOP,

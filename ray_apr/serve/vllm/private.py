@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_apr.private import PrivateNames
+from ray_apr.compat.lookup import PrivateNames
 
 _TRANSFER = "vllm.distributed.weight_transfer"
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"

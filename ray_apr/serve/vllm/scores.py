@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ray_apr.exceptions import RolloutError
+from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.messages import WeightScores
 from ray_apr.serve.spec import SCORE_LIMIT_S
-from ray_apr.types import WeightScores
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import asyncio
 import dataclasses
 import time
 
+from ray_apr.core.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
 from ray_apr.serve.vllm.core import Core
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ray_apr.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.transports.base import WeightSender
 from ray_apr.weights.transports.gloo import GlooSender

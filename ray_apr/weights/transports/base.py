@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.buffers import named_views
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.plan import Bucket

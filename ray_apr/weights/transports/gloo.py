@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from ray.util.collective import types
 
-from ray_apr.ray_private import BaseGroup
-from ray_apr.torch_private import gloo_options
+from ray_apr.compat.ray import BaseGroup
+from ray_apr.compat.torch import gloo_options
 from ray_apr.weights.buffers import byte_buffer
 from ray_apr.weights.collective import from_rank_0, join, register
 from ray_apr.weights.transports.base import BucketParcel, Member, Parcel

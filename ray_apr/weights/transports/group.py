@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ray_apr.exceptions import SyncBrokenError
+from ray_apr.core.exceptions import SyncBrokenError
 from ray_apr.weights.collective import wait_for_members
 from ray_apr.weights.plan import Bucket, ParamSpec, plan_buckets
 from ray_apr.weights.transports.base import WeightSender

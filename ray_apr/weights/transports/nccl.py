@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.buffers import Stages, byte_buffer
 from ray_apr.weights.collective import from_rank_0, join, register, wait_for_members
 from ray_apr.weights.plan import Bucket
@@ -35,7 +35,7 @@ def new_nccl_id() -> str:
     """
     remedy = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
     try:
-        from ray_apr.ray_private import get_nccl_unique_id
+        from ray_apr.compat.ray import get_nccl_unique_id
 
         nccl_id = get_nccl_unique_id()
     except (ImportError, RuntimeError) as error:
@@ -56,7 +56,7 @@ def _group_cls() -> Any:
     """
     import cupy
 
-    from ray_apr.ray_private import NCCLGroup, create_nccl_communicator, get_stream_pool
+    from ray_apr.compat.ray import NCCLGroup, create_nccl_communicator, get_stream_pool
 
     class ToldNCCLGroup(NCCLGroup):  # type: ignore[misc]
         """Ray's NCCL group, whose members have its id from `NCCLEndpoint.address`.

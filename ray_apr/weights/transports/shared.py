@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_apr.exceptions import WeightSyncError
+from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.buffers import Stages
 from ray_apr.weights.plan import Bucket, ParamSpec, plan_buckets
 from ray_apr.weights.transports.base import BucketParcel, Member, Parcel, WeightSender

@@ -1,0 +1,377 @@
+"""From the settings of a run to a finished run folder: the plan, the checks, the start on Ray.
+
+`make_plan` only computes. A dry run and a real one make the same `APRTrainer`, whose constructor
+checks; `run_training` is the one place of the command line that starts Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_apr.cli.settings import PromptsSettings, RaySettings, RunSettings
+from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
+from ray_apr.core.exceptions import ConfigError, ResourceError
+from ray_apr.run.folder import check_new_folder
+from ray_apr.run.model import check_hub_model
+from ray_apr.run.stopping import StopSignals
+from ray_apr.serve.plugin import why_not_loaded
+
+if TYPE_CHECKING:
+    from ray_apr.data.rows import PromptRows
+    from ray_apr.run.spec import RunSpec
+    from ray_apr.trainer import APRTrainer
+
+_PREVIEW_LIMIT_S = 60.0
+"""Longest time that a dry run encodes prompts of one file."""
+_REACH_LIMIT_S = 10.0
+JOB_METADATA = "ray_apr_run"
+"""Key of a job's metadata under which Ray's table of jobs has the name of the run."""
+_TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+"""Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
+
+
+def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """Return what a run of these settings would do, section -> name -> value.
+
+    Pure: no file is read and nothing is started.
+    """
+    rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
+    batch_size = partial.step_size(train.batch_size)
+    under_generation = math.ceil(partial.oversampling_factor * batch_size)
+    return {
+        "run": {
+            "mode": settings.mode,
+            "run folder": str(settings.run_dir),
+            "model": settings.model,
+            "prompts": settings.prompts.path,
+            "first prompts only": settings.prompts.limit or "no, all of them",
+            "reward": settings.reward or "given by the environment",
+            "group filter": settings.group_filter or "none: every scored group is trained",
+            "environment": settings.environment or "none: every response is one turn",
+            "objective": _objective(settings),
+            "evaluation": _evaluation(settings),
+            "seed": train.seed,
+        },
+        "resources": _resources(settings),
+        "each step": {
+            "samples (batch)": batch_size,
+            "groups": batch_size // rollout.group_size,
+            "samples of a group": rollout.group_size,
+            "response tokens, at most": batch_size * rollout.max_response_tokens,
+        },
+        "generation": {
+            "samples under generation": under_generation,
+            "in the engines at once, at most": partial.max_inflight or under_generation,
+            "samples alive, at most": (partial.max_staleness + 1) * batch_size,
+            "max staleness (steps)": partial.max_staleness,
+            "interrupt": partial.interrupt,
+            "response budget (tokens)": rollout.max_response_tokens,
+        },
+        "whole run": {
+            "batches": train.steps,
+            "mini-batches of each": train.mini_batches,
+            "epochs of each": train.epochs,
+            "samples trained": train.steps * batch_size,
+            "checkpoint every": train.checkpoint_every or "only at the end",
+        },
+    }
+
+
+def _evaluation(settings: RunSettings) -> str:
+    held_out, config = settings.evaluation_prompts, settings.evaluation
+    if held_out is None or config is None:
+        return "none"
+    return f"{held_out.path}, every {config.every} versions, {config.samples} samples a prompt"
+
+
+def _objective(settings: RunSettings) -> str:
+    algorithm, code = settings.algorithm, settings.objective
+    loss, advantage = (code.get(k, getattr(algorithm, k)) for k in ("loss", "advantage"))
+    return f"{loss} loss of {advantage} advantages, {algorithm.aggregation}"
+
+
+def _resources(settings: RunSettings) -> dict[str, Any]:
+    rollout, scaling = settings.rollout, settings.scaling
+    engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
+    train_cpus = scaling.num_workers * scaling.num_cpus_per_worker
+    reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
+    engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
+    shared = ", in turns with the trainer" if rollout.is_colocated else ""
+    engine_gpus_text = {"cpu": "0", "cuda": str(engine_gpus)}.get(
+        rollout.engine.device, f"{engine_gpus} if the cluster has GPUs, else 0"
+    )
+    cpus = settings.ray.num_cpus
+    joined = joined_address(settings.ray)
+    cluster = f"joins {joined}" if joined else f"its own, {'all' if cpus is None else cpus} CPUs"
+    return {
+        "Ray cluster": cluster,
+        "placement": rollout.engine.placement,
+        "rollout replicas": rollout.num_replicas,
+        "engine": rollout.engine.factory,
+        "train workers": scaling.num_workers,
+        "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
+        "GPUs of the engines": engine_gpus_text + shared,
+        "GPUs of the trainer": scaling.num_workers if scaling.use_gpu else 0,
+    }
+
+
+def read_prompts(prompts: PromptsSettings) -> PromptRows:
+    """Read the prompts file.
+
+    Raises:
+        ConfigError: If it is broken; names the first line or row that is no JSON object.
+    """
+    import pyarrow.parquet
+
+    from ray_apr.data.rows import PromptRows
+
+    if not prompts.path.endswith(".parquet"):
+        # read_json guesses types: an answer "007" would come out as the number 7
+        return PromptRows(read_json_rows(Path(prompts.path))[: prompts.limit])
+    try:
+        table = pyarrow.parquet.read_table(prompts.path)
+    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        remedy = f"cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError("prompts", prompts.path, remedy) from error
+    return PromptRows(table if prompts.limit is None else table.slice(0, prompts.limit))
+
+
+def dry_run(settings: RunSettings) -> list[str]:
+    """Check what a run would check, and all of its prompts; start nothing.
+
+    A cluster that the run would join is joined for a moment, to ask what it has.
+
+    Args:
+        settings: Of the run.
+
+    Returns:
+        Warnings: what could not be looked at here, characters that the tokenizer does not know.
+
+    Raises:
+        ConfigError: What the run would refuse.
+    """
+    files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
+    rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
+    trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
+    trainer.check_cluster(_resources_of_cluster(settings))
+    return _preview(rows, trainer.spec)
+
+
+def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
+    """Encode the prompts with the model's tokenizer, if that is here."""
+    from ray_apr.data.preview import preview
+    from ray_apr.data.prompts import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(spec.model, is_here=True)
+    except (OSError, ValueError) as error:
+        if Path(spec.model).is_dir():
+            remedy = f"its tokenizer cannot be loaded: {error}"
+            raise ConfigError("model", spec.model, remedy) from error
+        return [f"{spec.model} is not on this machine, so that no prompt was encoded"]
+    check_hub_model(spec.model, is_here=True)
+    max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
+    return [
+        warning
+        for name, prompts in rows.items()
+        for warning in preview(
+            prompts,
+            tokenizer,
+            name=name,
+            column=spec.rollout.prompt_column,
+            max_prompt_tokens=max_prompt_tokens,
+            limit_s=_PREVIEW_LIMIT_S,
+        )
+    ]
+
+
+def run_training(settings: RunSettings, *, progress: Callable[[str], None] | None = None) -> Path:
+    """Check, start or join Ray, train, and leave Ray again.
+
+    Args:
+        settings: Of the run.
+        progress: Gets one line a step; None logs them.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        ConfigError: If the reward cannot be imported or the run folder holds a run already.
+        APRError: If the run fails; what it wrote until then stays in the run folder.
+        Stopped: Somebody ended it, with Ctrl-C or SIGTERM.
+    """
+    held_out = settings.evaluation_prompts
+    trainer = make_trainer(
+        settings,
+        read_prompts(settings.prompts),
+        None if held_out is None else read_prompts(held_out),
+    )
+    import ray
+
+    os.environ.setdefault(_TRAIN_STATE, "1")
+    signals = StopSignals()
+    with signals.listen():
+        _init_ray(settings.ray, settings.run_dir.name)
+        try:
+            with signals.listen():  # `ray.init` has set a handler of its own
+                trainer.fit(progress=progress)
+        finally:
+            ray.shutdown()
+    return settings.run_dir
+
+
+def make_trainer(
+    settings: RunSettings, prompts: PromptRows, held_out: PromptRows | None
+) -> APRTrainer:
+    """Import the user's code and make the trainer, which checks all of it; Ray need not run.
+
+    Raises:
+        ConfigError: What is wrong.
+        ResourceError: If engines on this machine would not find ray_apr.
+    """
+    is_vllm_here = (
+        settings.rollout.engine.factory == "vllm" and joined_address(settings.ray) is None
+    )
+    if is_vllm_here and (missing := why_not_loaded()):
+        raise ResourceError(missing)
+    folder, run_dir = settings.base_dir, settings.run_dir
+    if not settings.run.resume:
+        check_new_folder(run_dir)
+    functions = {
+        key: None if spec is None else load_function(key, spec, folder)
+        for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))
+    }
+    environment = None
+    if settings.environment is not None:
+        environment = load_environment(settings.environment, folder)
+    objective: dict[str, Any] = {
+        key: given if key.endswith("_kwargs") else load_function(f"algorithm.{key}", given, folder)
+        for key, given in settings.objective.items()
+    }
+    rollout = settings.rollout
+    if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
+        engine = load_function("rollout.engine.factory", rollout.engine.factory, folder)
+        rollout = dataclasses.replace(
+            rollout, engine=dataclasses.replace(rollout.engine, factory=engine)
+        )
+    train = settings.train
+    if isinstance(train.weight_transport, str) and ":" in train.weight_transport:
+        transport = load_function("train.weight_transport", train.weight_transport, folder)
+        train = dataclasses.replace(train, weight_transport=transport)
+    rules: dict[str, Any] = {
+        key: load_function(f"partial_rollout.{key}", spec, folder)
+        for key, spec in settings.scheduling.items()
+    }
+    import ray.train
+
+    from ray_apr.trainer import APRTrainer
+
+    return APRTrainer(
+        model=settings.model,
+        prompts=prompts,
+        environment=environment,
+        reward=functions["reward"],
+        group_filter=functions["group_filter"],
+        rollout_config=rollout,
+        partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
+        buffer_config=settings.buffer,
+        evaluation_prompts=held_out,
+        evaluation_config=settings.evaluation,
+        algorithm_config=dataclasses.replace(settings.algorithm, **objective),
+        train_config=train,
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=settings.scaling.num_workers,
+            use_gpu=settings.scaling.use_gpu,
+            resources_per_worker=settings.scaling.resources_per_worker,
+        ),
+        run_config=ray.train.RunConfig(name=run_dir.name, storage_path=str(run_dir.parent)),
+    )
+
+
+def joined_address(settings: RaySettings) -> str | None:
+    """Address of the cluster that a run joins; None: it starts its own.
+
+    Without `ray.address` a run joins the cluster of RAY_ADDRESS, which is set inside of a Ray job,
+    and no other one, although one may run on this machine.
+    """
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
+
+
+def _init_ray(settings: RaySettings, run: str = "") -> None:
+    """Start a cluster, or join one.
+
+    Args:
+        settings: Which one.
+        run: Name of the run, for the table of jobs.
+
+    Raises:
+        ConfigError: If there is none to join.
+    """
+    import ray
+    from ray.job_config import JobConfig
+
+    joined = joined_address(settings)
+    metadata = {JOB_METADATA: run} if run else {}
+    local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
+    try:
+        _reach(joined)
+        ray.init(
+            address=joined or "local",
+            namespace=settings.namespace,
+            log_to_driver=False,
+            job_config=JobConfig(metadata=metadata),
+            **local,
+        )
+    except OSError as error:  # among them ConnectionError, which Ray raises
+        remedy = f"no Ray cluster can be joined there: {error}"
+        raise ConfigError("ray.address", joined, remedy) from error
+
+
+def _reach(address: str | None) -> None:
+    """Knock at a cluster's door; `ray.init` would wait for minutes where nobody is.
+
+    Raises:
+        OSError: If nothing answers.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
+
+
+def _resources_of_cluster(settings: RunSettings) -> Mapping[str, float]:
+    """What the cluster of a run has, or would have."""
+    if joined_address(settings.ray) is None:
+        uses_gpus = settings.scaling.use_gpu or settings.rollout.engine.device != "cpu"
+        cpus = settings.ray.num_cpus or cpus_of_this_machine()
+        return {"CPU": float(cpus), "GPU": float(_num_gpus() if uses_gpus else 0)}
+    import ray
+
+    _init_ray(settings.ray)
+    try:
+        resources: dict[str, float] = ray.cluster_resources()
+    finally:
+        ray.shutdown()
+    return resources
+
+
+def cpus_of_this_machine(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that Ray finds here: those of the container, if it has a quota."""
+    cpus = os.cpu_count() or 1
+    try:
+        allowed, period = (float(word) for word in quota.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return cpus
+    return max(1, min(cpus, int(allowed / period)))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count())

@@ -1,0 +1,266 @@
+"""The command line: ``python -m ray_apr train | report | simulate | tune | dashboard | doctor``.
+
+Also installed as ``ray-apr``.
+
+Exit codes: 0 done; 1 the run (or a check of the doctor) failed; 2 a setting or an argument is
+wrong; 130 stopped by Ctrl-C, 143 by SIGTERM. Heavy packages load inside the commands that need
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
+from ray_apr.run.folder import check_new_folder
+from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_TRAIN_EXAMPLE = """\
+example:
+  python -m ray_apr train examples/arithmetic/quickstart.yaml --set train.steps=10 --dry-run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return args.command(args)
+    except ConfigError as error:
+        _complain(f"error: {error}", args.verbose)
+        return EXIT_USAGE
+    except KeyboardInterrupt as error:
+        stopped = error if isinstance(error, Stopped) else Stopped()
+        _complain(str(stopped), verbose=False)
+        return stopped.exit_code
+    except BrokenPipeError:  # `... | head`: the reader has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:  # noqa: BLE001 (the outermost frame: reported, exit code 1)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        _complain(f"error: {type(error).__name__}: {one_line(error)}{notes}", args.verbose)
+        if not isinstance(error, APRError) and not args.verbose:
+            _complain("run again with -v for the traceback", verbose=False)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ray-apr", description="Asynchronous RL post-training with partial rollouts, on Ray."
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, show tracebacks")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model as a YAML file says",
+        epilog=_TRAIN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", metavar="CONFIG.yaml", type=Path)
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run of this run.name, if there is one (as --set run.resume=true)",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the plan; start nothing"
+    )
+    train.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
+    train.set_defaults(command=_train)
+
+    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
+    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
+    )
+    report.set_defaults(command=_report)
+
+    simulate = commands.add_parser(
+        "simulate", help="predict a run: a mode on a trace and a cluster"
+    )
+    add_simulate_arguments(simulate)
+    simulate.set_defaults(command=_simulate)
+
+    tune = commands.add_parser("tune", help="find the best settings for a trace and a cluster")
+    add_tune_arguments(tune)
+    tune.set_defaults(command=_tune)
+
+    dashboard = commands.add_parser("dashboard", help="the Grafana dashboard of all runs")
+    verbs = dashboard.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    printed = verbs.add_parser("json", help="print it, to be imported into Grafana")
+    printed.set_defaults(command=_dashboard_json)
+    installed = verbs.add_parser("install", help="put it where Ray's own Grafana finds it")
+    installed.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="another folder of dashboards"
+    )
+    installed.set_defaults(command=_dashboard_install)
+
+    doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from ray_apr.cli.launch import dry_run, make_plan, run_training
+    from ray_apr.cli.settings import load_settings
+
+    began_at = time.monotonic()
+    overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
+    settings = load_settings(args.config, overrides)
+    if not settings.run.resume:
+        check_new_folder(settings.run_dir)  # before a report is made of what it holds
+    plan = make_plan(settings)
+    if args.dry_run:
+        _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
+        warnings = dry_run(settings)
+        for warning in warnings:
+            _complain(f"warning: {warning}", verbose=False)
+        if not args.json:
+            _show("\ndry run: nothing was started")
+        return EXIT_OK
+    if args.json:
+        raise ConfigError("--json", True, "only with --dry-run")
+    _show(_plan_text(plan) + "\n")
+    with _report_at_end(settings.run_dir):
+        run_training(settings, progress=_show)
+    minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
+    _show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _report_at_end(run_dir: Path) -> Iterator[None]:
+    """Make the report of a run that ends or fails, from what it wrote; never hide its error."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if not failed:
+            _make_report(run_dir, None)
+        elif (run_dir / "config.json").exists():
+            try:
+                _make_report(run_dir, None)
+            except Exception as error:  # noqa: BLE001 (the run's own error goes on)
+                _complain(f"the report could not be made: {error}", verbose=False)
+
+
+def _report(args: argparse.Namespace) -> int:
+    if len(args.runs) == 1:
+        _make_report(args.runs[0], args.out)
+        return EXIT_OK
+    if len(args.runs) > 2:
+        raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
+    if args.out is None:
+        raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
+    from ray_apr.tools.report.compare import comparison_table, write_comparison
+
+    first, second = args.runs
+    rows = write_comparison(first, second, args.out)
+    _show(comparison_table(rows))
+    _show(f"\ncomparison: {args.out}")
+    return EXIT_OK
+
+
+def _make_report(run_dir: Path, out: Path | None) -> None:
+    from ray_apr.tools.report.html import write_report
+
+    report = write_report(run_dir, out)
+    _show("")
+    for name, value in report.headline:
+        _show(f"  {name:<24} {value}")
+    for warning in report.warnings:
+        _show(f"  warning: {warning}")
+    _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from ray_apr.tools.simulator.commands import simulate
+
+    _show(simulate(args))
+    return EXIT_OK
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from ray_apr.tools.simulator.commands import tune
+
+    _show(tune(args))
+    return EXIT_OK
+
+
+def _dashboard_json(args: argparse.Namespace) -> int:
+    from ray_apr.tools.grafana.dashboard import dashboard_json
+
+    _show(dashboard_json().rstrip("\n"))
+    return EXIT_OK
+
+
+def _dashboard_install(args: argparse.Namespace) -> int:
+    from ray_apr.tools.grafana.dashboard import install
+
+    _show(f"dashboard: {install(args.folder)}")
+    return EXIT_OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ray_apr.cli.doctor import run_checks
+
+    num_problems = 0
+    for check in run_checks():
+        num_problems += not check.ok
+        _show(f"{'ok     ' if check.ok else 'problem'}  {check.name:<22} {check.seen}")
+        if not check.ok:
+            _show(f"{'':<33}-> {check.remedy}")
+    _show(f"\n{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
+    return EXIT_FAILED if num_problems else EXIT_OK
+
+
+def _plan_text(plan: Mapping[str, Mapping[str, Any]]) -> str:
+    width = max(len(name) for section in plan.values() for name in section)
+    lines = []
+    for section, values in plan.items():
+        lines.append(section)
+        lines += [f"  {name:<{width}}  {value}" for name, value in values.items()]
+    return "\n".join(lines)
+
+
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
+def _complain(text: str, verbose: bool) -> None:
+    print(text, file=sys.stderr, flush=True)
+    if verbose:
+        traceback.print_exc()

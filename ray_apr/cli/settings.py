@@ -1,0 +1,344 @@
+"""One YAML file -> the settings of a run, checked as far as that is possible without a cluster.
+
+Everything wrong is a `ConfigError` that names the dotted key: unknown and duplicate keys, types,
+missing files, a model folder without a model, a reward function that is not there. Reading is all
+that happens here; importing this module loads neither ray, torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from ray_apr.cli.user_files import check_code, check_prompts
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    EvaluationConfig,
+    Mode,
+    PartialRolloutConfig,
+    RolloutConfig,
+    Sections,
+    TrainConfig,
+)
+from ray_apr.config.renamed import renew, renew_key
+from ray_apr.config.yaml import check_types, read_yaml, set_override
+from ray_apr.core.checks import from_mapping
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.folder import run_folder
+from ray_apr.run.model import check_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsSettings:
+    """Where the prompts come from."""
+
+    path: str
+    """A .parquet, .jsonl or .json file; relative to the YAML file."""
+    limit: int | None = None
+    """Take only the first rows; None takes all."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("prompts.limit", self.limit, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """Train workers, each one process of the TorchTrainer."""
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    """Give every train worker one GPU."""
+    num_cpus_per_worker: float = 1.0
+    """Ray CPUs that a train worker reserves."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("scaling.num_workers", self.num_workers, 1)
+        _require_at_least("scaling.num_cpus_per_worker", self.num_cpus_per_worker, 0)
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What `ray.train.ScalingConfig` reserves for one worker, beside its GPU."""
+        return {"CPU": self.num_cpus_per_worker}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolderSettings:
+    """Where the run's figures and checkpoints go: ``<storage_path>/<name>``."""
+
+    name: str | None = None
+    """None: `load_settings` makes one of the YAML file's name, the mode and the time."""
+    storage_path: str = "runs"
+    """A folder, relative to where the command is started; on several nodes one that they share."""
+    resume: bool = False
+    """Go on with the run of this name from its last checkpoint on, if there is one; without, a name
+    that is taken is refused."""
+
+    def __post_init__(self) -> None:
+        if self.resume and self.name is None:
+            raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
+        if "://" in self.storage_path:
+            raise ConfigError(
+                "run.storage_path",
+                self.storage_path,
+                "must be a folder; a URI is taken in Python, by RunConfig(storage_path=...)",
+            )
+        name = self.name
+        if name is not None and (not name or name in (".", "..") or "/" in name):
+            raise ConfigError("run.name", name, "must be the name of one folder, without a slash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """How Ray is started, or which cluster is joined."""
+
+    num_cpus: int | None = None
+    """CPUs of a cluster that the run starts; None takes those of this machine. One that it joins
+    because of RAY_ADDRESS has its own."""
+    address: str | None = None
+    """"local" starts a cluster here, even if one runs; "auto" joins the one that runs here, and an
+    address that one. None joins that of the environment variable RAY_ADDRESS, as inside of a Ray
+    job, and starts one where there is none."""
+    namespace: str = "ray_apr"
+
+    def __post_init__(self) -> None:
+        _require_at_least("ray.num_cpus", self.num_cpus, 1)
+        if self.address not in (None, "local") and self.num_cpus is not None:
+            raise ConfigError(
+                "ray.num_cpus",
+                self.num_cpus,
+                "a cluster that is joined has its own CPUs; leave it out",
+            )
+
+
+def _require_at_least(name: str, value: float | None, minimum: int) -> None:
+    if value is not None and not minimum <= value < float("inf"):
+        raise ConfigError(name, value, f"must be at least {minimum}")
+
+
+_SECTIONS: Mapping[str, type] = {
+    "rollout": RolloutConfig,
+    "partial_rollout": PartialRolloutConfig,
+    "buffer": BufferConfig,
+    "algorithm": AlgorithmConfig,
+    "train": TrainConfig,
+    "scaling": ScalingSettings,
+    "run": RunFolderSettings,
+    "ray": RaySettings,
+}
+_PRESET_SECTIONS = ("partial_rollout", "algorithm")
+"""Sections whose defaults depend on a preset."""
+_REQUIRED = ("model", "prompts")
+_CODE = ("reward", "environment", "group_filter")
+_KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS, "evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Sections):
+    """What a settings file says; code is named here, and imported for the run's `RunSpec`."""
+
+    path: Path
+    """The YAML file; relative names in it are relative to its folder."""
+    model: str
+    """Absolute path of a model folder, or a hub id ``owner/name``."""
+    prompts: PromptsSettings
+    """With an absolute path."""
+    reward: str | None
+    """``package.module:function``, or ``file.py:function`` relative to the YAML file."""
+    environment: str | None
+    """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
+    group_filter: str | None
+    """Like `reward`."""
+    evaluation_prompts: PromptsSettings | None
+    """With an absolute path; what is evaluated."""
+    objective: Mapping[str, Any]
+    """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
+    ``correction``, and their further arguments."""
+    scheduling: Mapping[str, str]
+    """Code of the user's in the places of ``partial_rollout.admission`` and ``resume_order``."""
+    scaling: ScalingSettings
+    run: RunFolderSettings
+    ray: RaySettings
+
+    @property
+    def mode(self) -> str:
+        """Name of the preset."""
+        return self.partial_rollout.mode
+
+    @property
+    def base_dir(self) -> Path:
+        """Folder of the YAML file."""
+        return self.path.parent
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return run_folder(self.run.storage_path, self.run.name or "")
+
+
+def load_settings(
+    path: str | Path, overrides: Sequence[str] = (), *, now_s: float | None = None
+) -> RunSettings:
+    """Read a YAML file, apply overrides, and check all of it.
+
+    Args:
+        path: The YAML file.
+        overrides: ``"train.steps=10"``, ``"mode=sync"``: dotted key and YAML value.
+        now_s: Unix time of the name of a run that is given none; None takes the clock.
+
+    Raises:
+        ConfigError: Names the key that is wrong, its value and the remedy.
+
+    Example:
+        >>> load_settings("my.yaml", ["train.steps=10"])  # doctest: +SKIP
+    """
+    path = Path(path).expanduser().resolve()
+    values = read_yaml(path)
+    if isinstance(values.get("rollout"), Mapping):
+        values["rollout"] = renew(values["rollout"], logger.warning)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        set_override(values, renew_key(key.strip(), value, logger.warning) + equals + value)
+    for key in values:
+        if key not in _KEYS:
+            raise ConfigError(str(key), values[key], f"unknown key; known: {', '.join(_KEYS)}")
+    for key in _REQUIRED:
+        if values.get(key) is None:
+            raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
+    if values.get("reward") is None and values.get("environment") is None:
+        remedy = f"is missing; add `reward: file.py:function` to {path.name}"
+        raise ConfigError("reward", None, remedy)
+    return _build(path, values, now_s)
+
+
+def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSettings:
+    sections = {
+        name: _section(name, cls, values.get(name))
+        for name, cls in _SECTIONS.items()
+        if name not in _PRESET_SECTIONS
+    }
+    sections["partial_rollout"], rules = _partial_rollout(values, path.parent)
+    sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
+    evaluation, held_out = _evaluation(values, path.parent, sections["rollout"].prompt_column)
+    code = {name: values[name] for name in _CODE if values.get(name) is not None}
+    for name, value in {"model": values["model"], **code}.items():
+        if not isinstance(value, str):
+            raise ConfigError(name, value, "must be text")
+    code = {name: check_code(name, spec, path.parent) for name, spec in code.items()}
+    factory = sections["rollout"].engine.factory
+    if factory != "vllm":
+        check_code("rollout.engine.factory", factory, path.parent)
+    if ":" in sections["train"].weight_transport:
+        check_code("train.weight_transport", sections["train"].weight_transport, path.parent)
+    prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
+    if sections["run"].name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+        name = f"{path.stem}-{sections['partial_rollout'].mode}-{stamp}"
+        sections["run"] = dataclasses.replace(sections["run"], name=name)
+    settings = RunSettings(
+        path=path,
+        model=check_model(values["model"], path.parent),
+        prompts=prompts,
+        reward=code.get("reward"),
+        environment=code.get("environment"),
+        group_filter=code.get("group_filter"),
+        evaluation=evaluation,
+        evaluation_prompts=held_out,
+        objective=objective,
+        scheduling=rules,
+        **sections,
+    )
+    settings.check(settings.scaling)
+    return settings
+
+
+def _section(name: str, cls: type, given: Any) -> Any:
+    values = _mapping(name, given)
+    _check_section(name, cls, values)
+    return from_mapping(cls, name, values)
+
+
+def _check_section(name: str, cls: type, values: Mapping[str, Any]) -> None:
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in names:
+            raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
+    check_types(cls, name, values)
+
+
+def _mapping(name: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(name, given, "must be a section of `key: value` lines")
+    return dict(given)
+
+
+def _partial_rollout(
+    values: Mapping[str, Any], base_dir: Path
+) -> tuple[PartialRolloutConfig, dict[str, str]]:
+    """The section, and the rules of the user's that it names."""
+    section = _mapping("partial_rollout", values.get("partial_rollout"))
+    if "mode" in section:
+        raise ConfigError(
+            "partial_rollout.mode", section["mode"], "write `mode:` at the top level instead"
+        )
+    rules = _take_code("partial_rollout", ("admission", "resume_order"), section, base_dir)
+    _check_section("partial_rollout", PartialRolloutConfig, section)
+    mode = values.get("mode", "apr")
+    if not isinstance(mode, str):
+        raise ConfigError("mode", mode, f"must be one of {', '.join(get_args(Mode))}")
+    return PartialRolloutConfig.preset(mode, **section), rules
+
+
+def _take_code(
+    name: str, keys: Sequence[str], section: dict[str, Any], base_dir: Path
+) -> dict[str, str]:
+    """Take what names code of the user's out of a section, once it was found."""
+    code = {k: v for k in keys if isinstance(v := section.get(k), str) and ":" in v}
+    for key, spec in code.items():
+        check_code(f"{name}.{key}", spec, base_dir)
+        del section[key]
+    return code
+
+
+def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, Any]]:
+    """The section; and the functions of the user's that it names, with their arguments."""
+    section = _mapping("algorithm", given)
+    preset = section.pop("preset", None)
+    named = _take_code("algorithm", ("advantage", "loss", "correction"), section, base_dir)
+    given_by_name = {f"{key}_kwargs" for key in named} & section.keys()
+    objective = {**named, **{key: section.pop(key) for key in given_by_name}}
+    _check_section("algorithm", AlgorithmConfig, section)
+    if preset is None:
+        return AlgorithmConfig(**section), objective
+    return AlgorithmConfig.preset(preset, **section), objective
+
+
+def _evaluation(
+    values: Mapping[str, Any], base_dir: Path, column: str
+) -> tuple[EvaluationConfig | None, PromptsSettings | None]:
+    """The section, and the held-out prompts that it names."""
+    if values.get("evaluation") is None:
+        return None, None
+    section = _mapping("evaluation", values["evaluation"])
+    given = section.pop("prompts", None)
+    if given is None:
+        raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
+    config: EvaluationConfig = _section("evaluation", EvaluationConfig, section)
+    return config, _prompts(given, base_dir, column)
+
+
+def _prompts(given: Any, base_dir: Path, column: str) -> PromptsSettings:
+    values = {"path": given} if isinstance(given, str) else _mapping("prompts", given)
+    if values.get("path") is None:
+        raise ConfigError("prompts.path", None, "is missing; give a .parquet, .jsonl or .json file")
+    settings = _section("prompts", PromptsSettings, values)
+    return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))

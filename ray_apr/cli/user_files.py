@@ -1,0 +1,241 @@
+"""What a run's settings point at: prompts file, reward function, environment.
+
+The checks read files and import nothing of the user's; `load_code` does, at run time.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import Environment
+
+
+def check_prompts(path: str, base_dir: Path, column: str) -> str:
+    """Return the absolute path of a prompts file, after a look at its columns.
+
+    Raises:
+        ConfigError: If it is missing, of another kind, broken, empty, or without the column.
+    """
+    file = (base_dir / Path(path).expanduser()).resolve()
+    if file.suffix not in (".parquet", ".jsonl", ".json"):
+        raise ConfigError("prompts", path, "must be a .parquet, .jsonl or .json file")
+    if not file.is_file():
+        raise ConfigError("prompts", path, f"there is no file {file}; make it or correct the path")
+    try:
+        names = _columns(file)
+    except (ValueError, OSError) as error:
+        remedy = f"cannot be read as {file.suffix[1:]}: {error}"
+        raise ConfigError("prompts", path, remedy) from error
+    if column not in names:
+        raise ConfigError(
+            "rollout.prompt_column",
+            column,
+            f"{file.name} has no such column, only {', '.join(names)}; name the one of the prompts",
+        )
+    return str(file)
+
+
+def _columns(file: Path) -> list[str]:
+    """Columns of the first row; ValueError if there is none (pyarrow's errors are ValueErrors)."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet  # a quarter of a second, and only for this kind of file
+
+        meta = pyarrow.parquet.read_metadata(file)
+        if meta.num_rows == 0:
+            raise ValueError("it has no rows")
+        return list(meta.schema.to_arrow_schema().names)
+    with file.open(encoding="utf-8") as lines:
+        if file.suffix == ".json":
+            rows = json.load(lines)
+            first = rows[0] if isinstance(rows, list) and rows else None
+        else:
+            line = next((line for line in lines if line.strip()), None)
+            first = None if line is None else json.loads(line)
+    if not isinstance(first, dict):
+        raise ValueError("it holds no rows, i.e. JSON objects")
+    return list(first)
+
+
+def read_json_rows(file: Path) -> list[dict[str, Any]]:
+    """Read all rows of a .jsonl file, or of a .json file that holds one list.
+
+    Raises:
+        ConfigError: Names the first row that is no JSON object.
+    """
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        numbered = list(enumerate(json.loads(text), start=1))
+    else:
+        numbered = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                numbered += [(number, json.loads(line))] if line.strip() else []
+            except ValueError as error:
+                where = f"{file.name}, line {number}"
+                raise ConfigError("prompts", where, f"is no JSON: {error}") from error
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            where = f"{file.name}, row {number}"
+            raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
+    return [row for _, row in numbered]
+
+
+def _split(key: str, spec: str) -> tuple[str, str]:
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ConfigError(key, spec, 'must be "package.module:name" or "file.py:name"')
+    return where, name
+
+
+def check_code(key: str, spec: str, base_dir: Path) -> str:
+    """Check that a file of the user's defines a name, or that its package is installed.
+
+    Args:
+        key: The setting, ``"reward"`` or ``"environment"``.
+        spec: ``"package.module:name"`` or ``"file.py:name"``.
+        base_dir: Folder that a file is relative to.
+
+    Raises:
+        ConfigError: If not; names what the file does define.
+    """
+    where, name = _split(key, spec)
+    if where.endswith(".py"):
+        file = (base_dir / Path(where).expanduser()).resolve()
+        if not file.is_file():
+            remedy = f"there is no file {file}; correct the path"
+            raise ConfigError(key, spec, remedy)
+        _check_defined(key, spec, name, file)
+    elif not _is_found(where.split(".")[0]):
+        raise ConfigError(
+            key, spec, f"there is no module {where}; install it, or give file.py:name"
+        )
+    return spec
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _check_defined(key: str, spec: str, name: str, file: Path) -> None:
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8"), filename=str(file)).body
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(key, spec, f"{file.name} is not valid Python: {error}") from error
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    functions = [n.name for n in body if isinstance(n, kinds)]
+    others = {t.id for n in ast.walk(ast.Module(body, [])) for t in _bound_names(n)}
+    imported = {
+        (alias.asname or alias.name)
+        for n in body
+        if isinstance(n, ast.Import | ast.ImportFrom)
+        for alias in n.names
+    }
+    if name not in functions and name not in others | imported and "*" not in imported:
+        known = ", ".join(functions) or "no function at all"
+        raise ConfigError(key, spec, f"{file.name} defines no {name}; it defines {known}")
+
+
+def _bound_names(node: ast.AST) -> list[ast.Name]:
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Store):
+        return []
+    return [node]
+
+
+def load_code(key: str, spec: str, base_dir: Path) -> Any:
+    """Import a name of the user's so that it can be sent to Ray workers.
+
+    What is from a file travels by value, together with the modules that its file imports from
+    its own folder, because workers cannot import them. Run this where ray is available.
+
+    Args:
+        key: The setting, ``"reward"`` or ``"environment"``.
+        spec: ``"package.module:name"`` or ``"file.py:name"``.
+        base_dir: Folder that a file is relative to.
+
+    Raises:
+        ConfigError: If the import raises, or the name is missing.
+    """
+    where, name = _split(key, spec)
+    try:
+        module = (
+            _load_file((base_dir / Path(where).expanduser()).resolve())
+            if where.endswith(".py")
+            else importlib.import_module(where)
+        )
+    except Exception as error:
+        remedy = f"importing {where} raised {type(error).__name__}: {error}"
+        raise ConfigError(key, spec, remedy) from error
+    value = getattr(module, name, None)
+    if value is None:
+        raise ConfigError(key, spec, f"{where} has no {name}; correct the name")
+    return value
+
+
+def load_function(key: str, spec: str, base_dir: Path) -> Callable[..., Any]:
+    """Import a function of the user's; see `load_code`.
+
+    Raises:
+        ConfigError: If it cannot be imported, or is no function.
+    """
+    function = load_code(key, spec, base_dir)
+    if not callable(function):
+        raise ConfigError(key, spec, f"is no function but {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def load_environment(spec: str, base_dir: Path) -> Environment:
+    """Import an environment, or make one of the class that is named; see `load_code`.
+
+    Raises:
+        ConfigError: If it cannot be imported or made, or has no method `step`.
+    """
+    value = load_code("environment", spec, base_dir)
+    if isinstance(value, type):
+        try:
+            value = value()
+        except Exception as error:
+            remedy = f"making one raised {type(error).__name__}: {error}"
+            raise ConfigError("environment", spec, remedy) from error
+    if not callable(getattr(value, "step", None)):
+        raise ConfigError("environment", spec, "must have a method step(sample) -> Step")
+    return value  # type: ignore[no-any-return]
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import a file under a name of its own (no clash with an installed module of its stem)."""
+    import ray.cloudpickle
+
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    module_name = f"_apr_user_{file.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {file}")
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+    for new in (set(sys.modules) - before) | {module_name}:
+        home = getattr(sys.modules[new], "__file__", None)
+        if home and Path(home).resolve().parent == file.parent:
+            ray.cloudpickle.register_pickle_by_value(sys.modules[new])
+    return module

@@ -1,0 +1,51 @@
+"""What is used of Ray that Ray does not promise to keep (see `private`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_apr.compat.lookup import PrivateNames
+
+_COLLECTIVE = "ray.util.collective"
+_NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
+
+RAY = PrivateNames(
+    distributions=("ray",),
+    tested="2.58 to 2.60",
+    names={
+        "DeploymentHandle": "ray.serve.handle",
+        "DeploymentBroadcastResponse": "ray.serve.handle",
+        "read_datasource": "ray.data.read_api",
+        "DataContext": "ray.data.context",
+        "_global_registry": f"{_COLLECTIVE}.backend_registry",
+        "BackendRegistry": f"{_COLLECTIVE}.backend_registry",
+        "register_collective_backend": f"{_COLLECTIVE}.backend_registry",
+        "is_backend_available": f"{_COLLECTIVE}.collective",
+        "BaseGroup": f"{_COLLECTIVE}.collective_group.base_collective_group",
+        "NCCLGroup": f"{_COLLECTIVE}.collective_group.nccl_collective_group",
+        "get_stream_pool": f"{_COLLECTIVE}.collective_group.cuda_stream",
+        "get_nccl_unique_id": _NCCL,
+        "create_nccl_communicator": _NCCL,
+    },
+    members={
+        "DeploymentHandle": "broadcast(method_name) options remote",
+        "DeploymentBroadcastResponse": "results_async(timeout_s,return_exceptions)",
+        "read_datasource": "(datasource,override_num_blocks,num_cpus)",
+        "DataContext": "target_max_block_size",
+        "BackendRegistry": "get(name)",
+        "BaseGroup": "__init__(world_size,rank,group_name) broadcast allreduce barrier "
+        "destroy_group backend check_backend_availability",
+        "NCCLGroup": "_get_nccl_collective_communicator(comm_key,device_list) _used_gpu_indices "
+        "_dev_comm_map _dev_streams_map _dev_event_map broadcast destroy_group",
+        "create_nccl_communicator": "(world_size,nccl_unique_id,rank)",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return RAY.get(name)
+
+
+def collective_backend(name: str) -> Any:
+    """The class that is registered as a backend of `ray.util.collective`."""
+    return RAY.get("_global_registry").get(name)

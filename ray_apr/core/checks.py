@@ -1,0 +1,102 @@
+"""Checks of settings: each names the field, the value and the remedy (`ConfigError`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from ray_apr.core.exceptions import ConfigError
+
+
+def require(ok: bool, name: str, value: Any, remedy: str) -> None:
+    """Raise `ConfigError` unless `ok`."""
+    if not ok:
+        raise ConfigError(name, value, remedy)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite int or float; bool, text, NaN and what no float can hold are not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def at_least(section: str, config: Any, minimum: float, *names: str) -> None:
+    """Check that fields are finite numbers of at least `minimum`."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            is_number(value) and value >= minimum,
+            f"{section}.{name}",
+            value,
+            f"must be a finite number of at least {minimum:g}",
+        )
+
+
+def positive(section: str, config: Any, *names: str) -> None:
+    """Check that fields are finite numbers above 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            is_number(value) and value > 0,
+            f"{section}.{name}",
+            value,
+            "must be a finite number above 0",
+        )
+
+
+def whole(section: str, config: Any, *names: str) -> None:
+    """Check that fields are whole numbers."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            isinstance(value, int) and is_number(value),
+            f"{section}.{name}",
+            value,
+            "must be a whole number",
+        )
+
+
+def whole_or_none(section: str, config: Any, minimum: int, *names: str) -> None:
+    """Check that fields are None or whole numbers of at least `minimum`."""
+    for name in names:
+        if getattr(config, name) is not None:
+            whole(section, config, name)
+            at_least(section, config, minimum, name)
+
+
+def of_type(section: str, config: Any, kind: Any, words: str, *names: str) -> None:
+    """Check that fields are of a type, named in `words`."""
+    for name in names:
+        value = getattr(config, name)
+        require(isinstance(value, kind), f"{section}.{name}", value, f"must be {words}")
+
+
+def one_of(section: str, config: Any, choices: Mapping[str, Any]) -> None:
+    """Check that fields are among the choices of their ``Literal``."""
+    for name, literal in choices.items():
+        allowed: Collection[str] = get_args(literal)
+        value = getattr(config, name)
+        require(
+            value in allowed, f"{section}.{name}", value, f"must be one of {', '.join(allowed)}"
+        )
+
+
+def from_mapping(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    """Build a config of class `cls` from a mapping, naming unknown keys.
+
+    Raises:
+        ConfigError: For a key that is no field of `cls`, or if `values` is no mapping.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    require(isinstance(values, Mapping), section, values, "must be a mapping of settings")
+    for key in values:
+        require(
+            key in names, f"{section}.{key}", values[key], f"unknown; known: {', '.join(names)}"
+        )
+    return cls(**values)

@@ -1,0 +1,100 @@
+"""What the parts of ray_apr expect of each other, as structural types.
+
+No part imports another one's class to call it: the rollout worker talks to a `RolloutClient`, which
+is the Serve client in a run and a scripted engine in unit tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from ray_apr.core.messages import (
+    GenerateRequest,
+    Generation,
+    ServerStatus,
+    WeightGroup,
+    WeightGroupState,
+    WeightScores,
+)
+
+PauseMode = Literal["abort", "keep", "wait"]
+
+
+class RolloutClient(Protocol):
+    """All rollout servers, as their users see them. Every method has a time limit inside."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt; requests of one session share a replica.
+
+        Ends with ``FinishReason.ABORT`` and the tokens so far when the request is aborted.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Abort these requests (None: all of them) on all replicas; returns how many ran."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze all engines; "abort" ends what runs, "keep" freezes it in place, "wait" lets it
+        end first."""
+        ...
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """Pause all engines and free their devices' memory until the next weights arrive."""
+        ...
+
+    async def resume(self) -> None:
+        """Unfreeze all engines; harmless where none is paused."""
+        ...
+
+    async def status(self, *, drain: bool = True) -> list[ServerStatus]:
+        """One status for each replica; its spans since the last time with `drain` alone."""
+        ...
+
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Give each replica at most this many requests from now on."""
+        ...
+
+    async def weight_group_state(self) -> WeightGroupState:
+        """Which replicas run, and whether just these have joined the group."""
+        ...
+
+    async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
+        """Make these replicas' workers join the group that weights arrive by."""
+        ...
+
+    async def receive_weights(
+        self, policy_version: int, notice: bytes = b"", *, resume: bool = False
+    ) -> None:
+        """Receive all weights in the group, as `notice` tells the workers (`weights.inbox`); from
+        then on its members' tokens carry `policy_version`.
+
+        With `resume` each engine goes on as soon as it has them, others than members at once; if
+        this raises, some may have to be resumed yet.
+        """
+        ...
+
+    async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Have each replica score sequences, once, when it has the weights of this version and goes
+        on; before anything else that it serves under them."""
+        ...
+
+    async def weight_scores(self) -> list[WeightScores]:
+        """What replicas have scored since `expect_scores`; those that got no weights have not."""
+        ...
+
+    async def probe_weights(
+        self, replica_id: str, token_ids: Sequence[int]
+    ) -> Mapping[str, list[list[float]]]:
+        """What each module of a replica's model computes (`weights.probes`), by its name in the
+        checkpoint; nothing where that cannot be told."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where figures of a run go: `kind` names the stream, a row is a flat mapping."""
+
+    def record(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Take a row without waiting for it to be written."""
+        ...

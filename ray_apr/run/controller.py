@@ -1,0 +1,361 @@
+"""Starts the parts of a run, and ends them: every actor, the Serve application, the trainer.
+
+    prompts (Ray Data) ──► RolloutWorker ──generate/abort──► RolloutServer × R (Serve, vLLM)
+                             │  ▲   │                             ▲
+                     scored  │  │   └─ RewardWorker × W           │ weights: collective broadcast
+                     groups  │  │ capacity, versions              │
+                             ▼  │                                 │
+                          SampleBuffer ──rows──► Ray Data ──► TorchTrainer × N (FSDP2)
+                             ▲                                    │
+                             └────────── grant, ack ──────────────┘
+
+Servers and train workers start at the same time; the trainer's first grant simply waits in the
+buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
+the run folder, and `_Parts.close` leaves nothing behind. If this process is killed, Ray ends the
+actors and the trainer, and the servers' lease (`serve.lease`) the servers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
+from ray_apr.data.resumption import Begin
+from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.run.actors import Actors
+from ray_apr.run.causes import cause_of, death_of, write_error_log
+from ray_apr.run.final import final_figures
+from ray_apr.run.model import check_hub_model
+from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
+from ray_apr.run.progress import follow_progress
+from ray_apr.run.resume import find_begin, hold_folder, resume_folder, resume_line
+from ray_apr.run.spec import RunSpec
+from ray_apr.run.stopping import StopSignals
+from ray_apr.run.training import make_torch_trainer
+from ray_apr.scheduling.stock import BufferStats
+from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.serve.lease import start_lease, wait_for_lease
+from ray_apr.serve.spec import EngineSpec
+
+if TYPE_CHECKING:
+    import ray.data
+
+logger = logging.getLogger(__name__)
+
+ERROR_LOG = "error.log"
+"""File of the run folder with the tracebacks of a run that failed."""
+_CALL_TIMEOUT_S = 60.0
+_ASK_AGAIN_S = 1.0
+
+
+def run(
+    spec: RunSpec,
+    prompts: ray.data.Dataset,
+    held_out: ray.data.Dataset | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+    gate: Any = None,
+) -> ray.train.Result:
+    """Run it to its end.
+
+    Args:
+        spec: What to run.
+        prompts: What to train on.
+        held_out: What to evaluate on, where the run does so.
+        progress: Gets the lines of progress.
+        gate: Handle of the `StepGate` that lets it take steps; None: it takes all of them.
+
+    Raises:
+        APRError: What the run failed of.
+        Stopped: Somebody ended it, by Ctrl-C or SIGTERM; its final figures are written.
+    """
+    signals = StopSignals()
+    with signals.listen():
+        check_hub_model(spec.model)
+        if not ray.is_initialized():
+            ray.init()
+        spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
+        make_run_folder(spec)
+        with hold_folder(spec.folder):
+            begin, started_at = find_begin(spec), time.time()
+            if begin.is_resumed:
+                begin, started_at = resume_folder(spec.folder, begin, started_at)
+            _write_json(spec.folder / "config.json", spec.describe())
+            show = progress or logger.info
+            if begin != Begin():
+                show(resume_line(begin, spec.train.steps))
+            make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate)
+            return _run_parts(make, spec, begin, started_at, signals, show)
+
+
+def _run_parts(
+    make: Callable[[], _Parts],
+    spec: RunSpec,
+    begin: Begin,
+    started_at: float,
+    signals: StopSignals,
+    show: Callable[[str], None],
+) -> ray.train.Result:
+    try:
+        with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
+            parts = make()
+    except BaseException as caught:
+        _write_end_of_start(spec, begin, caught, time.time() - started_at)
+        raise
+    error: BaseException | None = None
+    with follow_progress(parts.recorder, spec.train.steps, show) as stop_showing:
+        try:
+            with signals.listen():  # Ray Train leaves its own handler behind
+                return parts.fit()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            stop_showing()
+            parts.close(error)
+
+
+class _Parts:
+    """The actors of one run and their lifetime.
+
+    Args:
+        spec: What to run.
+        prompts: The dataset.
+        held_out: The dataset of the evaluation.
+        begin: Where the run begins.
+        started_at: Unix time of the run's begin.
+        gate: Handle of the gate of its steps; None: it has none.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        prompts: ray.data.Dataset,
+        held_out: ray.data.Dataset | None,
+        begin: Begin,
+        started_at: float,
+        gate: Any,
+    ) -> None:
+        self.spec = spec
+        self._gate = gate
+        self._begin = begin
+        self._started_at = started_at
+        self._made_at = time.monotonic()
+        self._start_error: APRError | None = None
+        self._setup_s: float | None = None
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True)
+        self._made = threading.Event()
+        """Set once all actors are there, or could not be made."""
+        self._actors = Actors(spec)
+        wait_for_lease(spec.name)
+        self.recorder = self._actors.make_recorder(begin, started_at)
+        self._actors.handles.append(start_lease(spec.name, self._actors.name_of("recorder")))
+        # the engines take longest to start: everything else starts beside them
+        self._servers = threading.Thread(
+            target=self._start_servers, name="start-servers", daemon=True
+        )
+        self._servers.start()
+        try:
+            self._buffer, self._worker = self._actors.make_pipeline(prompts, begin, self.recorder)
+            self._watch.start()
+            self._evaluator = (
+                None if held_out is None else self._actors.make_evaluator(held_out, self.recorder)
+            )
+        except BaseException:
+            self._closing.set()
+            raise
+        finally:
+            self._made.set()
+            if self._closing.is_set():
+                self._servers.join(timeout=_CALL_TIMEOUT_S)
+                self._take_away()
+
+    def fit(self) -> ray.train.Result:
+        """Train, while the servers may still be starting, unless they share the trainer's GPUs:
+        an engine measures what is free when it starts."""
+        try:
+            if self.spec.rollout.is_colocated:
+                limit_s = 2 * self.spec.rollout.engine.start_timeout_s + 3 * _CALL_TIMEOUT_S
+                self._servers.join(timeout=limit_s)
+                if self._servers.is_alive():
+                    raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
+                if self._start_error is not None:
+                    raise self._start_error
+            with placement_limit(self.spec.rollout.engine.start_timeout_s):
+                return self._make_trainer().fit()
+        except Exception as error:  # noqa: BLE001  (its cause is raised)
+            raise self._reason(error) from None
+        finally:
+            self._closing.set()
+            self._servers.join(timeout=_CALL_TIMEOUT_S)
+
+    def _start_servers(self) -> None:
+        """Start the rollout servers, then the rollout loops; an error reaches the trainer.
+
+        Waits for: the servers, then the other actors. Unblocked by: the limits of both, `_closing`.
+        """
+        spec = self.spec
+        try:
+            engine = EngineSpec.of_run(
+                spec.model,
+                spec.rollout,
+                spec.partial_rollout,
+                max_model_len=spec.max_model_len,
+                evaluates=spec.evaluation is not None,
+                weight_check_every=spec.train.weight_check_every,
+            )
+            start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
+            self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
+            if self._closing.is_set():
+                return
+            ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
+            if self._evaluator is not None:
+                started = self._evaluator.start.remote(self._begin.policy_version)
+                ray.get(started, timeout=_CALL_TIMEOUT_S)
+            self._setup_s = time.monotonic() - self._made_at
+        except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
+            reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
+            self._start_error = reason
+            self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
+            if self._closing.is_set():
+                return
+            ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+
+    def _make_trainer(self) -> Any:
+        return make_torch_trainer(
+            self.spec,
+            buffer=self._buffer,
+            worker=self._worker,
+            evaluator=self._evaluator,
+            recorder=self.recorder,
+            gate=self._gate,
+            begin=self._begin,
+            started_at=self._started_at,
+        )
+
+    def _watch_worker(self) -> None:
+        """Tell the trainer that the rollout worker died, at once.
+
+        Consumes: nothing. Waits for: the worker's end. Unblocked by: `RolloutWorker.stop`, or its
+        death, at the latest in `close`. Produces: a failure in the buffer.
+        """
+        while not self._closing.is_set():
+            try:
+                ray.get(self._worker.wait_until_stopped.remote())
+            except ActorUnavailableError:  # the connection broke; it may live
+                self._closing.wait(_ASK_AGAIN_S)
+                continue
+            except RayActorError as error:
+                if not self._closing.is_set():
+                    died = RolloutError(f"the rollout worker died: {death_of(error)}")
+                    self._ask(self._buffer.fail.remote(died), "sample buffer")
+            except RayError as error:
+                logger.debug("the watch of the rollout worker ends with Ray: %s", one_line(error))
+            return
+
+    def _reason(self, error: Exception) -> APRError:
+        """The error of ours behind a failed run; it names the file with the tracebacks."""
+        spec = self.spec
+        reason = self._first_error()
+        if reason is None and found_no_place(error):
+            reason = not_placed(spec.worker_scaling, spec.rollout.engine.start_timeout_s)
+        reason = reason or cause_of(error)
+        log = spec.folder / ERROR_LOG
+        write_error_log(log, error, reason)
+        reason.add_note(f"traceback: {log}")
+        return reason
+
+    def _first_error(self) -> APRError | None:
+        """What failed before the train workers did, if anything."""
+        if self._start_error is not None:
+            return self._start_error
+        try:
+            failure: APRError | None = ray.get(
+                self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
+            )
+        except RayActorError as error:
+            return APRError(f"the sample buffer died: {death_of(error)}")
+        except (RayError, TimeoutError) as error:
+            logger.error("the sample buffer does not answer: %s", one_line(error))
+            return None
+        return failure
+
+    def close(self, error: BaseException | None) -> None:
+        """End everything: streams, loops, servers, actors; write the final figures."""
+        spec = self.spec
+        training_end = time.time()
+        try:
+            if isinstance(error, Stopped):  # the trainer may still be at it: it gets no further
+                self._ask(self._buffer.close.remote(), "sample buffer")
+            if self._evaluator is not None:
+                self._ask(self._evaluator.stop.remote(), "evaluator")
+            summary: RolloutSummary | None = self._ask(self._worker.stop.remote(), "rollout worker")
+            stats: BufferStats | None = self._ask(self._buffer.stats.remote(), "sample buffer")
+            steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
+            final = final_figures(spec, summary, stats, steps, self._begin.before)
+            final["setup_s"] = self._setup_s
+            final["wall_s"] = training_end - self._started_at
+            final |= _outcome(error)
+            _write_json(spec.folder / "final.json", final)
+            self._ask(self._buffer.close.remote(), "sample buffer")
+            self._ask(self.recorder.close.remote(), "recorder")
+        finally:
+            self._take_away()
+
+    def _ask(self, answer: Any, whom: str) -> Any:
+        """An actor's answer; None from one that is dead or does not answer in time."""
+        try:
+            return ray.get(answer, timeout=_CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            logger.error("the %s does not answer: %s", whom, one_line(error))
+            return None
+
+    def _take_away(self) -> None:
+        """End the servers, and all actors whatever becomes of the servers."""
+        try:
+            stop_rollout_servers(self.spec.name)
+        finally:
+            self._actors.kill()
+            if self._watch.ident is not None:  # a call to Ray after its shutdown ends the process
+                self._watch.join(timeout=_CALL_TIMEOUT_S)
+
+
+def _of_servers(error: Exception) -> APRError:
+    """An error of the servers' start that is none of ours, as one of ours."""
+    return APRError(f"servers: {error!r}").with_traceback(error.__traceback__)
+
+
+def _outcome(error: BaseException | None) -> dict[str, str | None]:
+    """How the run ended."""
+    if error is None:
+        return {"status": "ok", "error": None}
+    if isinstance(error, Stopped):
+        return {"status": "stopped", "error": str(error)}
+    return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
+
+
+def _write_end_of_start(spec: RunSpec, begin: Begin, error: BaseException, wall_s: float) -> None:
+    """Write how a run ended that came to nothing: its parts could not be made."""
+    if not isinstance(error, Stopped):
+        log = spec.folder / ERROR_LOG
+        write_error_log(log, error, cause_of(error))
+        error.add_note(f"traceback: {log}")
+    final = final_figures(spec, None, None, begin.num_rows, begin.before)
+    final |= {"setup_s": None, "wall_s": wall_s, **_outcome(error)}
+    _write_json(spec.folder / "final.json", final)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,77 @@
+"""The last counters of a run: the content of ``final.json``, but for its times and its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_apr.core.messages import ServerStatus
+    from ray_apr.data.resumption import Counters
+    from ray_apr.rollout.worker import RolloutSummary
+    from ray_apr.run.spec import RunSpec
+    from ray_apr.scheduling.stock import BufferStats
+
+
+def final_figures(
+    spec: RunSpec,
+    summary: RolloutSummary | None,
+    stats: BufferStats | None,
+    num_steps: int | None,
+    before: Counters,
+) -> dict[str, Any]:
+    """The run's last counters, without those of an actor that did not answer.
+
+    The ledger is that of the rollout worker and that of the buffer together. The engines count what
+    they hand out apart from it: `ledger_error` is what they generated and no place has. Steps are
+    those that were recorded.
+
+    Args:
+        spec: What ran.
+        summary: Of the rollout worker; None if it did not answer.
+        stats: Of the buffer; None if it did not answer.
+        num_steps: Rows of the run folder; None if the recorder did not answer.
+        before: What the run folder counted when this run began.
+    """
+    figures: dict[str, Any] = {
+        "mode": spec.partial_rollout.mode,
+        "seed": spec.train.seed,
+        "steps": num_steps,
+        "max_staleness": spec.partial_rollout.max_staleness,
+        "batch_size": spec.step_size,
+        "num_replicas": spec.rollout.num_replicas,
+        "num_train_workers": spec.scaling.num_workers,
+        "ledger_error": None,
+    }
+    if num_steps is None:
+        del figures["steps"]
+    if stats is not None:
+        figures |= {
+            "samples_trained": before.samples_trained + stats.trained_samples,
+            "tokens_trained": before.tokens_trained + stats.ledger.trained,
+            "read_ahead_max": stats.read_ahead_max,
+        }
+    if summary is not None:
+        generated = sum(engine.tokens_generated for engine in summary.engines)
+        figures |= {
+            "samples_interrupted": before.samples_interrupted + summary.samples_interrupted,
+            "samples_resumed": before.samples_resumed + summary.samples_resumed,
+            "tokens_generated": before.tokens_generated + generated,
+            "tokens_outside": sum(engine.tokens_outside for engine in summary.engines),
+            "tokens_interrupted": summary.ledger.interrupted,
+            "prompts_position": summary.prompts_position,
+            "engines": [_engine_figures(engine) for engine in summary.engines],
+        }
+    if summary is not None and stats is not None:
+        ledger = before.ledger + summary.ledger + stats.ledger
+        uncounted = figures["tokens_generated"] - ledger.generated
+        figures |= {
+            "tokens_buffered": ledger.pending + ledger.buffered,
+            "tokens_discarded": ledger.discarded,
+            "ledger_error": uncounted + ledger.error,
+        }
+    return figures
+
+
+def _engine_figures(engine: ServerStatus) -> dict[str, Any]:
+    names = ("replica_id", "policy_version", "uptime_s", "busy_s", "paused_s", "tokens_generated")
+    return {name: getattr(engine, name) for name in names}

@@ -1,0 +1,219 @@
+"""Going on with a run: the checkpoint that it begins with, and the folder that it appends to.
+
+A run that was interrupted goes on with its last checkpoint. Rows of what came after that are taken
+out, as those steps are trained again; the prompts that were neither trained nor dropped by then are
+handed out first; the tokens that are lost are counted as ``lost``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray.train
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.resumption import (
+    PROGRESS_FILE,
+    ROLLOUT_FILE,
+    Begin,
+    Counters,
+    RolloutProgress,
+)
+from ray_apr.run.folder import holds_run
+
+if TYPE_CHECKING:
+    from ray_apr.run.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+RESUMES_FILE = "resumes.jsonl"
+_LOCK_FILE = ".lock"
+_OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
+"""Files of a run's end, which a resumed one has not reached."""
+
+
+def find_begin(spec: RunSpec) -> Begin:
+    """Where a run begins: with the last checkpoint of its name, else that of the spec, or anew.
+
+    Raises:
+        ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
+    """
+    last = _last_checkpoint(spec)
+    checkpoint = last or spec.checkpoint
+    is_resumed = last is not None or holds_run(spec.folder)
+    if checkpoint is None:
+        return Begin(is_resumed=is_resumed)
+    progress = json.loads(_read(checkpoint, PROGRESS_FILE))
+    rollout = RolloutProgress.from_json(_read(checkpoint, ROLLOUT_FILE))
+    if progress["step"] >= spec.train.steps:
+        raise ConfigError(
+            "train.steps",
+            spec.train.steps,
+            f"{checkpoint.path} has trained {progress['step']} steps, so that none is left; raise "
+            "it, or choose another run.name",
+        )
+    if rollout.seed != spec.train.seed:
+        raise ConfigError(
+            "train.seed",
+            spec.train.seed,
+            f"the order of the prompts goes on only with that of the checkpoint, {rollout.seed}",
+        )
+    return Begin(
+        **progress,
+        checkpoint=checkpoint,
+        rollout=rollout,
+        is_resumed=is_resumed,
+        before=Counters() if last is None else rollout.counters,
+    )
+
+
+def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
+    """The last checkpoint that Ray Train has of a run's name."""
+    path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
+    try:
+        return ray.train.Result.from_path(path, spec.run.storage_filesystem).checkpoint
+    except RuntimeError:  # there is no such folder, or no checkpoint in it
+        return None
+    except (OSError, ValueError) as error:  # a scheme that pyarrow does not know, no network
+        logger.warning("%s cannot be looked at, which may hold a run already: %s", path, error)
+        return None
+
+
+def _read(checkpoint: ray.train.Checkpoint, name: str) -> bytes:
+    try:
+        with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/{name}") as file:
+            return bytes(file.read())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "checkpoint", checkpoint.path, f"is none of a run of ray_apr: it has no {name}"
+        ) from error
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Hold a run folder, so that no other process writes to it; the system lets it go at the end of
+    this one, whatever ends it.
+
+    Raises:
+        ConfigError: If another process holds it.
+    """
+    with (folder / _LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                "run.name", folder.name, f"another process trains it in {folder}; wait for its end"
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be held, so that no other run may use it: %s", folder, error)
+        yield
+
+
+def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]:
+    """Take what came after a checkpoint out of a run folder, and note what is lost.
+
+    Args:
+        folder: Of a run that another process began.
+        begin: Where it goes on.
+        now: Unix time.
+
+    Returns:
+        `begin`, with what the folder counts; and the Unix time at which the run would have begun if
+        it had not paused: its rows' times go on from the last one.
+    """
+    final = _read_json(folder / "final.json")
+    steps = _last_row(folder / "metrics.jsonl")
+    time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
+    time_s = max(time_s, _last_row(folder / "timeline.jsonl").get("end_s", 0.0))
+    generated = max(row.get("tokens_generated") or 0 for row in (final, steps))
+    before, lost = begin.before.lose(generated)
+    num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
+    _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
+    _keep(folder / "timeline.jsonl", lambda row: True)
+    evaluated: set[int] = set()
+
+    def was_evaluated(row: Mapping[str, Any]) -> bool:
+        version: int = row["policy_version"]
+        if begin.checkpoint is None or version > begin.policy_version:
+            return False
+        evaluated.add(version)
+        return True
+
+    _keep(folder / "evaluations.jsonl", was_evaluated)
+    _keep(folder / "evaluation_samples.jsonl", lambda row: row["policy_version"] in evaluated)
+    for name in _OF_THE_END:
+        (folder / name).unlink(missing_ok=True)
+    note = {
+        "time_s": round(time_s, 4),
+        "step": begin.step,
+        "policy_version": begin.policy_version,
+        "steps_repeated": num_dropped,
+        "prompts_pending": begin.num_pending,
+        "tokens_lost": lost,
+        "ended": final.get("error") or final.get("status") or "killed",
+    }
+    with (folder / RESUMES_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(note) + "\n")
+    last = begin.policy_version if begin.policy_version in evaluated else None
+    begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
+    return begin, now - time_s
+
+
+def resume_line(begin: Begin, num_steps: int) -> str:
+    """What a person is told of a run that does not begin anew."""
+    lost = begin.before.tokens_discarded.get("lost", 0)
+    return (
+        f"goes on with step {begin.step + 1} of {num_steps}, policy version "
+        f"{begin.policy_version}; first {begin.num_pending} prompts that were under way; tokens "
+        f"lost so far: {lost:,}"
+    )
+
+
+def _keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
+    """Keep some rows of a file, without a last line that was cut off; returns how many stay, and
+    how many go."""
+    num_kept = num_dropped = 0
+    if not file.exists():
+        return 0, 0
+    new = file.with_name(f"{file.name}.new")
+    with file.open("rb") as rows, new.open("wb") as kept:
+        for line in rows:
+            if not line.endswith(b"\n"):
+                break
+            if is_kept(json.loads(line)):
+                kept.write(line)
+                num_kept += 1
+            else:
+                num_dropped += 1
+        kept.flush()
+        os.fsync(kept.fileno())
+    new.replace(file)
+    return num_kept, num_dropped
+
+
+def _last_row(file: Path) -> dict[str, Any]:
+    """Last whole row of a file; an empty one if there is none."""
+    last = b"{}"
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                last = line if line.endswith(b"\n") else last
+    row: dict[str, Any] = json.loads(last)
+    return row
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if it is missing or cut off."""
+    try:
+        value: dict[str, Any] = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value

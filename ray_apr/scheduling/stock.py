@@ -1,0 +1,283 @@
+"""The buffer's stock: groups that wait, the batch of the granted step, and where tokens went.
+
+Invariants, kept by `Stock`:
+    * A group is on the shelf, in the batch of the granted step, or gone: trained or evicted.
+    * A batch is chosen against the version of its grant, and listed in an order that depends on its
+      groups alone, not on which of them was scored first.
+    * Each generated token that came in is in one place of its ledger (invariant 1): buffered, then
+      trained or discarded, as stale with its whole group or as masked beside newer ones.
+
+Pure: no I/O, no clock, no ray, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_apr.config import OnStale
+from ray_apr.core.exceptions import APRError, RolloutError
+from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
+from ray_apr.core.staleness import next_version, oldest_trainable, staleness
+from ray_apr.core.user import MAX_REWARD_METRICS
+from ray_apr.scheduling.batch import BatchPlan, plan_batch
+from ray_apr.scheduling.shelf import Shelf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTicket:
+    """The batch of one step; `plan` is None when the stream has ended."""
+
+    plan: BatchPlan | None = None
+    refs: tuple[Any, ...] = ()
+    """ObjectRef of each group's samples, in the plan's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStats:
+    """Figures of the buffer."""
+
+    ledger: LedgerSnapshot
+    """Its side of the ledger. Tokens of responses that ``algorithm.overlong_filter`` leaves out of
+    the loss count as trained: they shaped the advantages of their group."""
+    buffered_samples: int
+    trained_samples: int
+    """Samples of the batches that were trained."""
+    evicted_samples: int
+    read_ahead_max: int
+    """Most samples that were handed to Ray Data and not yet trained."""
+    held_groups: tuple[str, ...]
+    """Groups that are neither trained nor evicted."""
+
+
+@dataclass(slots=True)
+class Grant:
+    """A step that the trainer asked for, and its batch once there is one."""
+
+    step: int
+    policy_version: int
+    oldest_version: int
+    """Version of the oldest token that enters the loss of the step."""
+    granted_at: float
+    groups: tuple[GroupMeta, ...] = ()
+    """The batch, in order of the ids; empty until it was chosen."""
+    refs: tuple[Any, ...] = ()
+    """Payload of each group."""
+    num_samples: int = 0
+    ticket: BatchTicket | None = None
+    """Made when it is first handed out."""
+
+
+class Stock:
+    """What the buffer holds, and what became of the rest.
+
+    Args:
+        batch_size: Samples of one optimizer step.
+        max_staleness: Oldest token that is trained, in optimizer steps.
+        on_stale: What becomes of groups whose oldest token is beyond that.
+        num_ranks: Train workers.
+        micro_batch_tokens: Token budget of one forward pass.
+        mini_batches: Optimizer steps of one batch.
+        packed: Whether micro-batches have no padding.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        on_stale: OnStale,
+        num_ranks: int,
+        micro_batch_tokens: int,
+        mini_batches: int = 1,
+        packed: bool = False,
+    ) -> None:
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._on_stale = on_stale
+        self._num_ranks = num_ranks
+        self._micro_batch_tokens = micro_batch_tokens
+        self._mini_batches = mini_batches
+        self._packed = packed
+        self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
+        self._refs: dict[str, Any] = {}
+        """Payload of each group on the shelf."""
+        self._unfinished: Mapping[int, int] = {}
+        self._handed_out: dict[str, int] = {}
+        self._read_ahead_max = 0
+        self._ledger = TokenLedger()
+        self._trained_samples = self._evicted_samples = 0
+        self.granted: Grant | None = None
+        """The step that the trainer waits for or trains."""
+        self.num_received = 0
+        """Samples ever put in."""
+        self.trainer_version: int | None = None
+        """Policy version after the last step that ended; None before the first one."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples on the shelf."""
+        return self._shelf.num_samples
+
+    @property
+    def num_buffered(self) -> int:
+        """Samples neither trained nor evicted, those of the step in training included."""
+        return self.num_waiting + (0 if self.granted is None else self.granted.num_samples)
+
+    def put(self, samples: Sequence[SampleMeta], ref: Any) -> None:
+        """Take a whole, scored group.
+
+        Raises:
+            RolloutError: If a group of this id is on the shelf.
+        """
+        group_id = samples[0].group_id
+        if group_id in self._refs:
+            raise RolloutError(f"group {group_id} is already in the buffer")
+        # the samples before it are a number that only grows: the order of arrival
+        group = GroupMeta(group_id=group_id, sequence=self.num_received, samples=tuple(samples))
+        self.num_received += len(group.samples)
+        self._ledger.take_over(group.num_generated)
+        self._shelve(group, ref)
+
+    def set_unfinished(self, by_version: Mapping[int, int]) -> None:
+        """Note how many samples still generate or wait for a reward, by their oldest version."""
+        self._unfinished = dict(by_version)
+
+    def grant(self, step: int, policy_version: int, now: float) -> None:
+        """The trainer is ready for `step`; a batch that was not trained comes back first."""
+        self.return_untrained()
+        oldest = oldest_trainable(policy_version, self._max_staleness)
+        self.granted = Grant(step, policy_version, oldest, now)
+
+    def choose(self) -> tuple[GroupMeta, ...]:
+        """Choose the granted batch if it is complete; returns the groups that were evicted."""
+        grant = self.granted
+        if grant is None or grant.groups:
+            return ()
+        selection = self._shelf.select(grant.policy_version, self._unfinished)
+        for group in selection.evicted:
+            del self._refs[group.group_id]
+            self._evicted_samples += len(group.samples)
+            self._ledger.discard(group.num_generated, "buffered", "stale")
+        if selection.chosen:
+            grant.groups = tuple(sorted(selection.chosen, key=lambda group: group.group_id))
+            grant.refs = tuple(self._refs.pop(group.group_id) for group in grant.groups)
+            grant.num_samples = sum(len(group.samples) for group in grant.groups)
+        return selection.evicted
+
+    def hand_out(self) -> BatchTicket:
+        """The granted batch, for one of its readers; without a plan if there is none."""
+        grant = self.granted
+        if grant is None or not grant.groups:
+            return BatchTicket()
+        grant.ticket = grant.ticket or BatchTicket(plan=self._plan(grant), refs=grant.refs)
+        self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
+        self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
+        return grant.ticket
+
+    def end_step(self, step: int) -> Grant:
+        """The optimizer has done `step`; returns the grant with the batch that was trained.
+
+        Raises:
+            APRError: If this is not the step whose batch was chosen.
+        """
+        grant = self.granted
+        if grant is None or not grant.groups or grant.step != step:
+            raise APRError(f"step {step} was trained, but its batch was not handed out")
+        for group in grant.groups:
+            trained = sum(s.trainable_tokens(grant.oldest_version) for s in group.samples)
+            self._ledger.move(trained, "buffered", "trained")
+            self._ledger.discard(group.num_generated - trained, "buffered", "masked")
+            self._handed_out.pop(group.group_id, None)
+        self._trained_samples += grant.num_samples
+        self.trainer_version = next_version(grant.policy_version)
+        self.granted = None
+        return grant
+
+    def return_untrained(self) -> None:
+        """Put the batch of a step that never ended back on the shelf, e.g. after a restart."""
+        grant, self.granted = self.granted, None
+        if grant is not None:
+            for group, ref in zip(grant.groups, grant.refs, strict=True):
+                self._shelve(group, ref)
+                self._handed_out.pop(group.group_id, None)
+
+    def stats(self) -> BufferStats:
+        """Figures of this moment."""
+        held = (*(() if self.granted is None else self.granted.groups), *self._shelf)
+        return BufferStats(
+            ledger=self._ledger.snapshot(),
+            buffered_samples=self.num_buffered,
+            trained_samples=self._trained_samples,
+            evicted_samples=self._evicted_samples,
+            read_ahead_max=self._read_ahead_max,
+            held_groups=tuple(group.group_id for group in held),
+        )
+
+    def diagnosis(self) -> str:
+        """Say in a few words why there is no batch."""
+        there = f"{self.num_waiting} of {self._batch_size} samples are there"
+        if self._on_stale == "wait" and self.num_waiting >= self._batch_size:
+            unfinished = dict(sorted(self._unfinished.items()))
+            there += f", and older ones come first; unfinished by version: {unfinished}"
+        return there
+
+    def _shelve(self, group: GroupMeta, ref: Any) -> None:
+        self._shelf.add(group)
+        self._refs[group.group_id] = ref
+
+    def _plan(self, grant: Grant) -> BatchPlan:
+        return plan_batch(
+            grant.groups,
+            step=grant.step,
+            policy_version=grant.policy_version,
+            oldest_version=grant.oldest_version,
+            num_ranks=self._num_ranks,
+            micro_batch_tokens=self._micro_batch_tokens,
+            mini_batches=self._mini_batches,
+            packed=self._packed,
+        )
+
+
+def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean, least and greatest of each figure of a batch's rewards, over the samples that have it.
+
+    Args:
+        metrics: `RewardResult.metrics` of each sample. Names beyond `MAX_REWARD_METRICS` are left
+            out, the last of the alphabet first.
+
+    Example:
+        >>> reward_figures([{"form": 1.0}, {"form": 0.0}, {}])
+        {'reward/form_mean': 0.5, 'reward/form_min': 0.0, 'reward/form_max': 1.0}
+    """
+    names = sorted({name for found in metrics for name in found})[:MAX_REWARD_METRICS]
+    figures: dict[str, float] = {}
+    for name in names:
+        values = [found[name] for found in metrics if name in found]
+        figures[f"reward/{name}_mean"] = statistics.fmean(values)
+        figures[f"reward/{name}_min"] = min(values)
+        figures[f"reward/{name}_max"] = max(values)
+    return figures
+
+
+def sample_rows(grant: Grant) -> list[dict[str, Any]]:
+    """A row of the run folder for each sample of a step that was trained.
+
+    A sample without any token in the loss has no staleness.
+    """
+    rows = []
+    for sample in (sample for group in grant.groups for sample in group.samples):
+        version = sample.trained_version(grant.oldest_version)
+        trained = sample.trainable_tokens(grant.oldest_version)
+        row = {
+            "step": grant.step,
+            "staleness": None if version is None else staleness(grant.policy_version, version),
+            "num_generated": sample.num_generated,
+            "num_masked_tokens": sample.num_generated - trained,
+        }
+        rows.append(row | dataclasses.asdict(sample))
+    return rows

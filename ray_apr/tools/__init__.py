@@ -1,0 +1,1 @@
+"""Programs beside a run: simulator, reports, dashboards."""

@@ -1,0 +1,272 @@
+"""The figures of a run, computed from what it recorded, and the cross-checks of its sources.
+
+The training window reaches from the start of the first step to the end of the last one. The
+trainer may be up before the rollout servers are, so the first step starts at the trainer's first
+span after loading and compiling, or when the servers were ready (`setup_s`), whichever is later.
+Ratios of idle time are taken over that window: starting up counts for neither side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_apr.tools.report.load import Row, RunData
+
+_MOST_END_STEPS = 5
+
+_PLACES = ("tokens_trained", "tokens_buffered", "tokens_interrupted")
+
+
+def summarize(run: RunData) -> dict[str, Any]:
+    """Return the content of summary.json; what the run did not record is None."""
+    final = run.final or {}
+    window = training_window(run)
+    rewards = finite(row["reward_mean"] for row in run.steps)
+    at_ends = num_end_steps(len(rewards))
+    staleness = trained_ages(run)
+    tokens_generated = _counter(run, "tokens_generated")
+    return {
+        "mode": final.get("mode") or _setting(run, "partial_rollout", "mode"),
+        "steps": len(run.steps),
+        "wall_s": final.get("wall_s", _last_time_s(run)),
+        "setup_s": final.get("setup_s"),
+        "reward_first": mean(rewards[:at_ends]),
+        "reward_last": mean(rewards[-at_ends:]),
+        "reward_parts": {name: _first_and_last(run, name) for name in reward_parts(run)},
+        "samples_trained": len(run.samples),
+        "samples_interrupted": _counter(run, "samples_interrupted"),
+        "samples_resumed": _counter(run, "samples_resumed"),
+        "tokens_generated": tokens_generated,
+        "tokens_trained": final.get("tokens_trained", _tokens_in_loss(run)),
+        "tokens_buffered": final.get("tokens_buffered"),
+        "tokens_interrupted": final.get("tokens_interrupted"),
+        "tokens_discarded": dict(final.get("tokens_discarded") or {}),
+        "ledger_error": final.get("ledger_error"),
+        "staleness_max": max(staleness, default=None),
+        "staleness_mean": mean(staleness),
+        "max_staleness": final.get(
+            "max_staleness", _setting(run, "partial_rollout", "max_staleness")
+        ),
+        "policy_version": final.get("policy_version", _last(run, "policy_version")),
+        "num_replicas": final.get("num_replicas", _setting(run, "rollout", "num_replicas")),
+        "num_train_workers": final.get(
+            "num_train_workers", _setting(run, "scaling", "num_workers")
+        ),
+        "generation_idle_ratio": _generation_idle_ratio(run, window),
+        "trainer_idle_ratio": _trainer_idle_ratio(run, window),
+        "weight_sync_s": _weight_sync(run),
+        "rollout_tokens_per_s": _rate(tokens_generated, window),
+        "read_ahead_max": final.get("read_ahead_max"),
+    }
+
+
+def num_end_steps(num_steps: int) -> int:
+    """Steps that `reward_first` and `reward_last` average over: 5, or half of a short run's, so
+    that no step is in both; a run of one step has only that."""
+    return max(1, min(_MOST_END_STEPS, num_steps // 2))
+
+
+def reward_parts(run: RunData) -> list[str]:
+    """Names of the figures that rewards told beside their number."""
+    begin, end = "reward/", "_mean"
+    keys = {key for row in run.steps for key in row if key.startswith(begin) and key.endswith(end)}
+    return sorted(key[len(begin) : -len(end)] for key in keys)
+
+
+def _first_and_last(run: RunData, name: str) -> dict[str, float | None]:
+    means = finite(row.get(f"reward/{name}_mean") for row in run.steps)
+    at_ends = num_end_steps(len(means))
+    return {"first": mean(means[:at_ends]), "last": mean(means[-at_ends:])}
+
+
+def write_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Write summary.json; numbers that JSON has no word for (NaN) become null."""
+    text = json.dumps(_finite_only(summary), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def training_window(run: RunData) -> tuple[float, float] | None:
+    """Start of the first step and end of the last one; None without a step."""
+    if not run.steps:
+        return None
+    first, end = run.steps[0], run.steps[-1]["time_s"]
+    spans = [
+        row["start_s"]
+        for row in run.timeline
+        if row["actor"] == "trainer" and row["what"] not in ("load", "compile")
+    ]
+    took = sum(first.get(key) or 0.0 for key in ("trainer_wait_s", "trainer_step_s"))
+    start = max(0.0, min(spans, default=first["time_s"] - took))
+    setup_s = (run.final or {}).get("setup_s")
+    if setup_s is None:  # a run that was killed: its servers were ready when one generated
+        generating = (row["start_s"] for row in run.timeline if row["what"] == "generate")
+        setup_s = min(generating, default=0.0)
+    if setup_s < first["time_s"]:
+        start = max(start, setup_s)
+    return (start, end) if end > start else None
+
+
+def engine_names(run: RunData) -> list[str]:
+    """Engines that appear in the timeline."""
+    names = {row["actor"] for row in run.timeline if row["actor"].startswith("engine")}
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def covered_s(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+    """Length of the union of spans inside a window, in seconds."""
+    total, reached = 0.0, window[0]
+    for span_start, span_end in sorted(spans):
+        start, end = max(span_start, reached), min(span_end, window[1])
+        if end > start:
+            total, reached = total + end - start, end
+    return total
+
+
+def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know: a failure, broken promises, sources that disagree."""
+    final = run.final or {}
+    warnings = list(run.warnings)
+    status, reason = final.get("status", "ok"), final.get("error") or "no error was recorded"
+    if status != "ok":
+        how = f"the run was {reason}" if status == "stopped" else f"the run failed: {reason}"
+        warnings.insert(0, how)
+    bound, oldest = summary["max_staleness"], summary["staleness_max"]
+    if bound is not None and oldest is not None and oldest > bound:
+        warnings.append(f"staleness {oldest} was trained, above the bound of {bound}")
+    if summary["ledger_error"]:
+        warnings.append(f"the token ledger is off by {summary['ledger_error']} tokens")
+    if not run.samples:
+        warnings.append("no sample was trained")
+    broken = [row["step"] for row in run.steps if not math.isfinite(row["reward_mean"])]
+    if broken:
+        warnings.append(f"the mean reward is no finite number in {len(broken)} steps")
+    return warnings + _disagreements(run, final)
+
+
+def _disagreements(run: RunData, final: Row) -> list[str]:
+    """Compare what final.json says with what the rows say."""
+    seen = {
+        "steps": len(run.steps),
+        "samples_trained": len(run.samples),
+        "tokens_trained": _tokens_in_loss(run),
+    }
+    warnings = [
+        f"final.json says {key} = {final[key]}, the recorded rows say {value}"
+        for key, value in seen.items()
+        if key in final and final[key] != value
+    ]
+    steps = [row["step"] for row in run.steps]
+    if len(set(steps)) != len(steps):
+        warnings.append("metrics.jsonl holds some steps twice")
+    interrupted = sum(1 for row in run.samples if row["num_interruptions"] > 0)
+    if interrupted > final.get("samples_interrupted", interrupted):
+        warnings.append(
+            f"final.json says samples_interrupted = {final['samples_interrupted']}, but "
+            f"{interrupted} trained samples were interrupted"
+        )
+    if all(key in final for key in ("tokens_generated", "ledger_error", *_PLACES)):
+        placed = sum(final[key] for key in _PLACES) + sum(
+            (final.get("tokens_discarded") or {}).values()
+        )
+        error = final["tokens_generated"] - placed
+        if error != final["ledger_error"]:
+            warnings.append(
+                f"final.json says ledger_error = {final['ledger_error']}, its counters give {error}"
+            )
+    return warnings
+
+
+def trained_ages(run: RunData) -> list[int]:
+    """Staleness of each trained sample, by its oldest token in the loss; none without such."""
+    return [int(row["staleness"]) for row in run.samples if row["staleness"] is not None]
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """Keep what is a finite number."""
+    return [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return statistics.fmean(values) if values else None
+
+
+def _setting(run: RunData, section: str, key: str) -> Any:
+    values = run.config.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
+    return run.config.get(key) if value is None else value
+
+
+def _tokens_in_loss(run: RunData) -> int:
+    return sum(
+        row.get("num_generated", row["num_tokens"]) - row.get("num_masked_tokens", 0)
+        for row in run.samples
+    )
+
+
+def _last(run: RunData, key: str) -> Any:
+    return run.steps[-1].get(key) if run.steps else None
+
+
+def _last_time_s(run: RunData) -> float | None:
+    """Wall time of a run that could not write it down: the last time that it recorded."""
+    times = itertools.chain(
+        (row["time_s"] for row in run.steps), (row["end_s"] for row in run.timeline)
+    )
+    return max(times, default=None)
+
+
+def _counter(run: RunData, key: str) -> int | None:
+    """A cumulative counter: its final value, else that of the last step."""
+    return (run.final or {}).get(key, _last(run, key))
+
+
+def _spans(run: RunData, actor: str, what: str) -> list[tuple[float, float]]:
+    return [
+        (row["start_s"], row["end_s"])
+        for row in run.timeline
+        if row["actor"] == actor and row["what"] == what
+    ]
+
+
+def _generation_idle_ratio(run: RunData, window: tuple[float, float] | None) -> float | None:
+    """1 - generating time of all engines / (their number x window)."""
+    names = engine_names(run)
+    if window is None or not names:
+        return None
+    busy_s = sum(covered_s(_spans(run, name, "generate"), window) for name in names)
+    return 1.0 - busy_s / (len(names) * (window[1] - window[0]))
+
+
+def _trainer_idle_ratio(run: RunData, window: tuple[float, float] | None) -> float | None:
+    """Waiting time of the trainer / window."""
+    if window is None or not any(row["actor"] == "trainer" for row in run.timeline):
+        return None
+    return covered_s(_spans(run, "trainer", "wait"), window) / (window[1] - window[0])
+
+
+def _weight_sync(run: RunData) -> dict[str, float | None]:
+    synced = (row.get("weight_sync_s") for row in run.steps)
+    times = [time_s for time_s in finite(synced) if time_s > 0]  # 0: no sync ended in that step
+    return {
+        "p50": statistics.median(times) if times else None,
+        "max": max(times, default=None),
+    }
+
+
+def _rate(tokens: int | None, window: tuple[float, float] | None) -> float | None:
+    return None if tokens is None or window is None else tokens / (window[1] - window[0])
+
+
+def _finite_only(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite_only(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

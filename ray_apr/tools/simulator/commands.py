@@ -1,0 +1,112 @@
+"""``python -m ray_apr simulate`` and ``tune``: arguments in, a table or one JSON object out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.config.yaml import check_types, set_override
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.simulator.advice import tuning_text, tuning_to_dict
+from ray_apr.tools.simulator.cluster import ClusterConfig
+from ray_apr.tools.simulator.measured import RUN_NOTE, trace_of_run
+from ray_apr.tools.simulator.study import study
+from ray_apr.tools.simulator.trace import Trace
+from ray_apr.tools.simulator.tuner import Tuner
+
+_SECTION = "partial_rollout"
+_DEFAULT_BOUND = PartialRolloutConfig().max_staleness
+
+
+def simulate(args: argparse.Namespace) -> str:
+    """Simulate one mode and return what is to be printed.
+
+    Raises:
+        ConfigError: If an argument or a file is wrong.
+    """
+    cluster = read_cluster(args.cluster)
+    if args.placement is not None:
+        cluster = dataclasses.replace(cluster, placement=args.placement)
+    config = read_config(args.mode, args.overrides)
+    result = study(read_trace(args), cluster, config, seed=args.seed).to_dict()
+    return json.dumps(result) if args.json else _table(result)
+
+
+def tune(args: argparse.Namespace) -> str:
+    """Find the best settings and return what is to be printed.
+
+    Raises:
+        ConfigError: If an argument or a file is wrong.
+    """
+    notes: tuple[str, ...] = ()
+    if args.run is None:
+        trace = read_trace(args)
+    elif args.trace is None and args.trace_file is None:
+        trace, notes = trace_of_run(args.run), (RUN_NOTE,)
+    else:
+        raise ConfigError("--run", str(args.run), "a trace is given too; give one of them")
+    bound = _DEFAULT_BOUND if args.max_staleness is None else args.max_staleness
+    cluster = read_cluster(args.cluster)
+    tuning = Tuner(trace, cluster, max_staleness=bound, seed=args.seed).run(args.mode)
+    if args.json:
+        return json.dumps(tuning_to_dict(tuning, notes))
+    return tuning_text(tuning, notes)
+
+
+def read_trace(args: argparse.Namespace) -> Trace:
+    """The trace that is given as ``--trace FILE`` or by position."""
+    if args.trace is not None and args.trace_file is not None:
+        raise ConfigError("--trace", str(args.trace), f"{args.trace_file} is given too; give one")
+    path = args.trace or args.trace_file
+    if path is None:
+        raise ConfigError("--trace", None, "is missing; give a file, Parquet or JSON lines")
+    return Trace.from_file(path)
+
+
+def read_cluster(path: Path | None) -> ClusterConfig:
+    """The cluster of a file; without one the default, 16 GPUs."""
+    return ClusterConfig() if path is None else ClusterConfig.from_file(path)
+
+
+def read_config(mode: str, overrides: Sequence[str]) -> PartialRolloutConfig:
+    """A mode with single settings replaced, each as ``key=value`` with a YAML value.
+
+    Raises:
+        ConfigError: For an unknown key, or a value that makes no sense.
+    """
+    values: dict[str, Any] = {}
+    for text in overrides:
+        set_override(values, text.removeprefix(f"{_SECTION}."))
+    if "mode" in values:
+        raise ConfigError("--set", f"mode={values['mode']}", "give it as --mode")
+    known = {field.name for field in dataclasses.fields(PartialRolloutConfig)}
+    check_types(PartialRolloutConfig, _SECTION, {k: v for k, v in values.items() if k in known})
+    return PartialRolloutConfig.preset(mode, **values)
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    """The figures in lines, and the deciles in columns."""
+    deciles = {
+        name: values for name, values in result.items() if name.endswith("_by_length_decile")
+    }
+    rows = [(name, value) for name, value in result.items() if name not in deciles]
+    width = max(len(name) for name in result)
+    lines = [f"{name:<{width}}  {_text(value)}" for name, value in rows]
+    lines.append(f"{'':<{width}}  shortest {'':<{10 * 6 - 17}} longest")
+    for name, values in deciles.items():
+        shares = "".join("     -" if v is None else f"{v:6.2f}" for v in values)
+        lines.append(f"{name:<{width}}{shares}")
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_text(v)}" for k, v in value.items() if v) or "none"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
