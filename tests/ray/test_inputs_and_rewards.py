@@ -182,7 +182,7 @@ def test_a_model_folder_without_tokenizer_or_config(model, prompts, tmp_path):
     shutil.copy(Path(model) / "config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"no tokenizer; save one"):
         make(str(tmp_path), prompts)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         make(str(tmp_path / "nowhere"), prompts)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma2ForCausalLM"]}))
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be trained"):
@@ -202,7 +202,12 @@ def test_gpus_where_there_are_none(model, prompts):
     with pytest.raises(ConfigError, match=r"rollout\.engine\.device = 'cuda'.*no GPU"):
         make(model, prompts, rollout={"engine": {"device": "cuda"}})
     with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True.*no GPU"):
-        make(model, prompts, scaling={"num_workers": 1, "use_gpu": True})
+        make(
+            model,
+            prompts,
+            rollout={"engine": {"device": "auto"}},
+            scaling={"num_workers": 1, "use_gpu": True},
+        )
 
 
 def test_more_cpus_than_the_cluster_has(model, prompts):

@@ -8,8 +8,10 @@ import signal
 import time
 
 import pytest
+import ray.cloudpickle
 
 from ray_apr.core.exceptions import EngineDiedError, EngineUnavailableError
+from ray_apr.core.messages import WeightGroup
 from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, Trainer, make_engine, running
@@ -36,8 +38,9 @@ async def test_an_engine_whose_core_is_killed_tells_all_who_wait_for_it(tmp_path
         await engine.pause("keep")
         at_gate = generate("at the gate")
         # it waits in the core for a trainer that does not come
-        group = Trainer(folder).sender.open_group(1, host="127.0.0.1", timeout_s=100.0)
-        joining = asyncio.create_task(engine.join_weight_group(group.to_dict(), 1))
+        endpoint = Trainer(folder).sender.open(1, host="127.0.0.1", timeout_s=100.0)
+        group = WeightGroup(timeout_s=100.0, endpoint=ray.cloudpickle.dumps(endpoint))
+        joining = asyncio.create_task(engine.join_weight_group(group, 1))
         await asyncio.sleep(1.0)
         assert engine.status().is_paused and not joining.done()
         (core,) = engine._core.llm.engine_core.resources.engine_manager.processes

@@ -174,7 +174,7 @@ def test_a_truncated_distribution_is_the_trainer_s_on_the_ids_that_the_engine_na
         {"top_k": 6},
         {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
         {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_response_tokens": 20},
-        {"temperature": 0.7, "top_k": 64, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 64, "top_p": 0.9, "min_response_tokens": 20},
     ):
         sampling = RolloutConfig(**settings, sampling={"stop_token_ids": (1, 2, 3)}).sampling_params
         sample = run(body(sampling))
@@ -721,7 +721,8 @@ def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, n
     run, engine, trainer = parts
 
     async def body():
-        assert len(trainer.sender.staged) > num_arrived
+        trainer.sender.gather()
+        assert len(trainer.sender.weights.staged) > num_arrived
         before = engine.status().policy_version
         trainer.change()
         await engine.pause("abort")
