@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.rewards.sandbox import find_sandbox
-from ray_apr.serve.plugin import why_not_loaded
+from ray_apr.serve.vllm.plugin import why_not_loaded
 
 _GIB = 2**30
 _IMPORT_TIMEOUT_S = 180.0

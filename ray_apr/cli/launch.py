@@ -20,7 +20,7 @@ from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.stopping import StopSignals
-from ray_apr.serve.plugin import why_not_loaded
+from ray_apr.serve.vllm.plugin import why_not_loaded
 
 if TYPE_CHECKING:
     from ray_apr.data.rows import PromptRows

@@ -1,6 +1,6 @@
 """An engine worker's end of weight syncs, whatever they travel by.
 
-vLLM's workers load what comes out of it as `serve.receiver` does; an engine of another kind takes
+vLLM's workers load what comes out of it (`serve/vllm/receiver.py`); an engine of another kind takes
 the tensors from `WeightInbox.receive`.
 """
 

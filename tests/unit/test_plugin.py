@@ -1,4 +1,4 @@
-"""The entry point by which vLLM finds ray_apr (serve/plugin.py)."""
+"""The entry point by which vLLM finds ray_apr (serve/vllm/plugin.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from ray_apr.cli import doctor
 from ray_apr.core.exceptions import EngineUnavailableError
-from ray_apr.serve import plugin
 from ray_apr.serve.spec import EngineSpec
+from ray_apr.serve.vllm import plugin
 from ray_apr.serve.vllm.engine import VLLMEngine
 
-OURS = EntryPoint("ray_apr", "ray_apr.serve.plugin:register", "vllm.general_plugins")
+OURS = EntryPoint("ray_apr", "ray_apr.serve.vllm.plugin:register", "vllm.general_plugins")
 OTHER = EntryPoint("other", "other.plugin:register", "vllm.general_plugins")
 
 

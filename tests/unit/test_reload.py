@@ -1,4 +1,4 @@
-"""Which engines reload layer by layer, and which kernels are refused (serve/reload.py)."""
+"""Which engines reload layer by layer, and which kernels are refused (serve/vllm/reload.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ray_apr.core.exceptions import WeightSyncError
-from ray_apr.serve.reload import check_kernels, needs_reload
+from ray_apr.serve.vllm.reload import check_kernels, needs_reload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -1,11 +1,11 @@
-"""Recorded copies (serve/replay.py) on loaders like those of vLLM."""
+"""Recorded copies (serve/vllm/replay.py) on loaders like those of vLLM."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ray_apr.serve.replay import CopyRecorder, replay
+from ray_apr.serve.vllm.replay import CopyRecorder, replay
 
 
 class Layer(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The engine's end of a weight sync without an engine (serve/receiver.py)."""
+"""The engine's end of a weight sync without an engine (serve/vllm/receiver.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
-from ray_apr.serve.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
-from ray_apr.serve.reload import reloading
+from ray_apr.serve.vllm.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
+from ray_apr.serve.vllm.reload import reloading
 from ray_apr.weights.buffers import Stages
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.plan import ParamSpec, plan_buckets

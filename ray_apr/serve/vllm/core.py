@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from ray_apr.config.engine_version import NEEDS_ATTESTATION
 from ray_apr.core.exceptions import ConfigError, EngineDiedError, EngineUnavailableError
 from ray_apr.core.protocols import PauseMode
-from ray_apr.serve.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
+from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from vllm.logger import init_logger
 
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.serve.reload import check_kernels, needs_reload, reloading
-from ray_apr.serve.replay import Copies, CopyRecorder, replay
+from ray_apr.serve.vllm.reload import check_kernels, needs_reload, reloading
+from ray_apr.serve.vllm.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.transports.base import Parcel
 from ray_apr.weights.transports.nccl import register_nccl

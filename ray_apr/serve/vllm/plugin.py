@@ -51,7 +51,7 @@ def register() -> None:
 
     try:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "ray_apr.serve.receiver", "WeightReceiver"
+            BACKEND, "ray_apr.serve.vllm.receiver", "WeightReceiver"
         )
     except ValueError:
         logger.debug("weight transfer backend %s is registered already", BACKEND)
