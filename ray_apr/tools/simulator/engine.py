@@ -141,7 +141,8 @@ class EngineModel:
     def settle(self, now: float) -> None:
         """Let queued requests take the room of those that were stopped."""
         self.advance(now)
-        self._admit()
+        if self._steps_to_event() != 0:  # else others end now: `on_event` admits after that
+            self._admit()
         self._mark(now)
 
     def drop_cache(self) -> None:
