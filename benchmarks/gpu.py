@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py trainer --shape 0.6B --gpus 1 --out results/gpu-trainer.json
     python benchmarks/gpu.py sync --shape 4B --gpus 2 --out results/gpu-sync-4B.json
-    python benchmarks/gpu.py rollout --shape 0.6B --out results/gpu-rollout.json
+    python benchmarks/gpu.py rollout --shape 0.6B [--colocated] --out results/gpu-rollout.json
     python benchmarks/gpu.py engine --shape 0.6B --out results/gpu-engine.json
 
 docs/performance.md says what the figures mean.
@@ -60,6 +60,9 @@ def _arguments() -> argparse.Namespace:
     rollout.add_argument("--inflight", type=int, default=256, help="requests at a time")
     rollout.add_argument("--samples", type=int, default=1024, help="of one step")
     rollout.add_argument("--longest", type=int, default=1536, help="tokens of a response")
+    rollout.add_argument(
+        "--colocated", action="store_true", help="engine and trainer on one GPU, in turns"
+    )
     engine = subjects.add_parser("engine", help="one engine, with vLLM's scheduler and with ours")
     engine.set_defaults(measure=measure_engine)
     engine.add_argument("--inflight", type=int, default=256, help="requests at a time")

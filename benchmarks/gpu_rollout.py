@@ -4,9 +4,9 @@
 
 Both generate the same number of responses of the same lengths on one GPU, `--inflight` at a time,
 with log-probs. The offline engine is measured before and after ours, which is a synchronous run of
-a few steps: dispatcher, Serve, scoring, buffer, and a trainer on another GPU. Its rate is that of a
-step's tokens over the time from the first request until the last response, and until the trainer
-has the batch (which adds Ray Data).
+a few steps: scheduler, Serve, scoring, buffer, and a trainer on another GPU (`--colocated`: on the
+same one). Its rate is that of a step's tokens over the time from the first request until the last
+response, and until the trainer has the batch (which adds Ray Data).
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def our_steps(
                 replay_column="lengths",
                 engine={
                     "max_model_len": args.context,
+                    "placement": "colocated" if args.colocated else "disaggregated",
                     "device": "cuda" if on_gpu else "cpu",
                     "dtype": "bfloat16" if on_gpu else "float32",
                     "kwargs": engine_kwargs(args),
@@ -194,6 +195,7 @@ def step_rates(run: Path) -> list[dict[str, float]]:
                 "generate_s": seconds,
                 "tokens_per_s": step["num_tokens"] / seconds,
                 "wait_s": end - begin,
+                "weight_sync_s": step["weight_sync_s"],
                 "tokens_per_s_to_trainer": step["num_tokens"] / max(end - begin, seconds),
             }
         )
