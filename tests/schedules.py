@@ -26,6 +26,17 @@ def generation(
     return Generation(request_id="r", segments=(part,), finish_reason=reason)
 
 
+def members(scheduler: Scheduler) -> list[LiveSample]:
+    """All live samples, in order of admission."""
+    return [live for group in scheduler.live.groups for live in group.members]
+
+
+def sample_of(scheduler: Scheduler, sample_id: str) -> LiveSample:
+    """The record of a live sample."""
+    running = scheduler.live.inflight.get(sample_id)
+    return running or next(live for live in members(scheduler) if live.sample_id == sample_id)
+
+
 class Driven(Scheduler):
     """The scheduler, with samples and groups named by their ids."""
 
@@ -33,7 +44,11 @@ class Driven(Scheduler):
         super().__init__(config, **{"budgets": lambda prompt: [BUDGET], **kwargs})
 
     def __contains__(self, sample_id: str) -> bool:
-        return any(live.sample_id == sample_id for live in self.live.samples)
+        return any(live.sample_id == sample_id for live in members(self))
+
+    def sample(self, sample_id: str) -> LiveSample:
+        """The record of a live sample."""
+        return sample_of(self, sample_id)
 
     @property
     def num_room(self) -> int:
@@ -56,21 +71,21 @@ class Driven(Scheduler):
 
     def state_of(self, sample_id: str) -> SampleState:
         """State of a live sample."""
-        return self.live.sample(sample_id).state
+        return self.sample(sample_id).state
 
     def interrupt(self, sample_id: str, version: int | None = 0, tokens: int = 1) -> None:
         """A call is aborted with so many new tokens; without a version with none."""
-        self.on_generation(self.live.sample(sample_id), generation(version, tokens))
+        self.on_generation(self.sample(sample_id), generation(version, tokens))
 
     def finish(self, sample_id: str, version: int = 0) -> LiveSample:
         """A call comes to its end with one token."""
-        live = self.live.sample(sample_id)
+        live = self.sample(sample_id)
         self.on_generation(live, generation(version, reason=FinishReason.STOP))
         return live
 
     def reward(self, sample_id: str, reward: float = 1.0) -> str | None:
         """A sample is scored; returns its group if that leaves for the buffer."""
-        live = self.live.sample(sample_id)
+        live = self.sample(sample_id)
         group = self.on_reward(live, RewardResult(reward=reward))
         return None if group is None else live.group.group_id
 

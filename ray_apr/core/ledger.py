@@ -1,16 +1,16 @@
 """Ledger: where each generated token is (invariant 1).
 
 Invariants, kept here:
-    * A token enters once, through `generated`, and is then in exactly one place: pending,
-      interrupted, buffered, trained, or discarded with a reason.
+    * A token enters once, through `generated`, and is then in exactly one place: interrupted,
+      pending, buffered, trained, or discarded with a reason.
     * No place is ever below zero: a move of tokens that are not there raises.
     * The worker's actor holds one side and the buffer's the other. What one hands over the other
       takes over; the sum of both snapshots has ``error == 0`` whenever nothing is on its way.
 
 The life of a token::
 
-    generated -> pending -> [interrupted -> pending] -> handed over | buffered -> trained
-                    any place -> discarded, with a reason:
+    generated -> interrupted -> pending -> handed over | buffered -> trained
+                   any place -> discarded, with a reason:
 
     stale      the group was too old to be trained
     masked     the token was too old, but its sample was trained on newer ones
@@ -81,8 +81,7 @@ class TokenLedger:
     Example:
         >>> worker, buffer = TokenLedger(), TokenLedger()
         >>> worker.generated(5)
-        >>> worker.interrupted(5)
-        >>> worker.ended(5)
+        >>> worker.move(5, "interrupted", "pending")
         >>> worker.hand_over(5)
         >>> buffer.take_over(5)
         >>> buffer.move(5, "buffered", "trained")
@@ -96,21 +95,13 @@ class TokenLedger:
         self._discarded: dict[str, int] = dict.fromkeys(get_args(DiscardReason), 0)
 
     def generated(self, num_tokens: int) -> None:
-        """The engine delivered new tokens; they are pending until something else is said.
+        """The engine delivered new tokens of a sample that has not ended.
 
         Raises:
             LedgerError: If the number is negative; so in every method.
         """
-        self._put("pending", num_tokens)
+        self._put("interrupted", num_tokens)
         self._generated += num_tokens
-
-    def interrupted(self, num_tokens: int) -> None:
-        """New tokens belong to a sample that has not ended: pending -> interrupted."""
-        self.move(num_tokens, "pending", "interrupted")
-
-    def ended(self, num_tokens: int) -> None:
-        """A sample has ended; what it held from EARLIER calls: interrupted -> pending."""
-        self.move(num_tokens, "interrupted", "pending")
 
     def hand_over(self, num_tokens: int) -> None:
         """Pending tokens were handed to the buffer, whose own ledger takes them over."""

@@ -143,4 +143,4 @@ class EngineWatch:
             )
         limits = {s.replica_id: self._limits[s.replica_id].limit for s in statuses}
         client.set_limits(limits)
-        self._scheduled.max_inflight = sum(limits.values())
+        self._scheduled.max_inflight = max(1, sum(limits.values()))

@@ -52,7 +52,8 @@ class Limits:
         self._config = config
         self._batch_size = batch_size
         self._group_size = group_size
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
+        """Most samples in the engines at once."""
         self.policy_version = policy_version
         """Version of the engines, as last told."""
         self._trainer_version = policy_version
@@ -67,15 +68,6 @@ class Limits:
         """Groups since the last one that was kept."""
         self._num_buffered = 0
         self._num_handed = 0
-
-    @property
-    def max_inflight(self) -> int:
-        """Most samples in the engines at once."""
-        return self._max_inflight
-
-    @max_inflight.setter
-    def max_inflight(self, max_inflight: int) -> None:
-        self._max_inflight = max(1, max_inflight)
 
     @property
     def max_unfinished(self) -> int:
@@ -185,7 +177,7 @@ class Limits:
             hold += f"; the last {self._num_filtered} groups were filtered, none was kept"
         return (
             f"{num_unscored} of {len(groups)} groups wait for reward, "
-            f"{counts.inflight} samples in flight (at most {self._max_inflight}), "
+            f"{counts.inflight} samples in flight (at most {self.max_inflight}), "
             f"{counts.interrupted} interrupted, {counts.waiting} waiting, {turns}"
             f"{counts.buffered} buffered of the {self._batch_size} of a batch "
             f"at version {self.policy_version}; {admission}{hold}"

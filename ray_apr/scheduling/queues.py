@@ -47,7 +47,6 @@ class LiveSamples:
         """Samples of live groups that have started, by the version of the group's oldest token."""
         self.held_back: dict[str, LiveSample] = {}
         """Interrupted samples that wait to be resumed together."""
-        self._samples: dict[str, LiveSample] = {}
         self._groups: dict[str, LiveGroup] = {}
         self._num_admitted = 0
         self._waiting: list[tuple[int, LiveSample]] = []
@@ -58,11 +57,6 @@ class LiveSamples:
         self._resumptions_total = 0
 
     @property
-    def samples(self) -> Collection[LiveSample]:
-        """All live samples, in order of admission."""
-        return self._samples.values()
-
-    @property
     def groups(self) -> Collection[LiveGroup]:
         """All live groups, in order of admission."""
         return self._groups.values()
@@ -70,7 +64,7 @@ class LiveSamples:
     @property
     def num_ended(self) -> int:
         """Live samples that have ended."""
-        return len(self._samples) - self.num_unfinished
+        return self.num_in[_S.FINISHED] + self.num_in[_S.SCORED]
 
     def counts(self, *, buffered: int) -> Counts:
         """How many samples are where; those that left for the buffer are told from outside."""
@@ -82,34 +76,20 @@ class LiveSamples:
             resumptions_total=self._resumptions_total,
         )
 
-    def sample(self, sample_id: str) -> LiveSample:
-        """The record of a live sample.
-
-        Raises:
-            RolloutError: If it is not live.
-        """
-        live = self._samples.get(sample_id)
-        if live is None:
-            raise RolloutError(f"sample {sample_id} is not live: it was handed over or dropped")
-        return live
-
     def add_group(self, prompt: Prompt, samples: Sequence[Sample]) -> LiveGroup:
         """Take in a group, its samples WAITING.
 
         Raises:
-            RolloutError: If an id is not new.
+            RolloutError: If a group of its id is live.
         """
-        group_id, ids = samples[0].group_id, [sample.sample_id for sample in samples]
-        known = [i for i in ids if i in self._samples]
-        if group_id in self._groups or known or len(set(ids)) != len(ids):
-            raise RolloutError(f"group {group_id!r} with samples {ids!r}: every id must be new")
-        group = LiveGroup(group_id, prompt, self._num_admitted)
-        self._groups[group_id] = group
+        group_id = samples[0].group_id
+        if group_id in self._groups:
+            raise RolloutError(f"group {group_id!r} is live already: every id must be new")
+        self._groups[group_id] = group = LiveGroup(group_id, prompt, self._num_admitted)
         for sample in samples:
             live = LiveSample(sample, group, self._num_admitted)
             self._num_admitted += 1
             group.members.append(live)
-            self._samples[live.sample_id] = live
             self.num_in[_S.WAITING] += 1
             heapq.heappush(self._waiting, (live.order, live))
         self.num_unfinished += len(samples)
@@ -252,4 +232,3 @@ class LiveSamples:
         for live in group.members:
             self.move(live, event)
             self.num_in[live.state] -= 1
-            del self._samples[live.sample_id]

@@ -177,7 +177,7 @@ class Scheduler(Limits):
             The sample; None while `max_inflight` is reached, nothing can run, or the batch is full.
         """
         queues = self.live
-        if len(queues.inflight) >= self._max_inflight or self.is_held:
+        if len(queues.inflight) >= self.max_inflight or self.is_held:
             return None
         live = queues.pop_runnable()
         if live is None and queues.held_back and not queues.inflight:
@@ -206,10 +206,9 @@ class Scheduler(Limits):
         live.request_id = ""
         ledger.generated(new)
         if live.group.dropped is not None:
-            ledger.discard(new, "pending", live.group.dropped)
+            ledger.discard(new, "interrupted", live.group.dropped)
             return None
         live.sample = sample = live.sample.append(generation, ends_turn=self._turns is not None)
-        ledger.interrupted(new)
         self.live.learn_version(live)
         if sample.finish_reason is not None:
             self.live.move(live, "finished")
@@ -355,7 +354,7 @@ class Scheduler(Limits):
                 f"policy version went back from {self.policy_version} to {policy_version}"
             )
         if self._config.restarts:
-            for live in tuple(self.live.samples):
+            for live in [live for group in self.live.groups for live in group.members]:
                 self._cut(live)
         self.policy_version = policy_version
         self._has_interrupted = False

@@ -15,9 +15,8 @@ from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
 def test_life_of_a_token_over_two_actors():
     worker, buffer = TokenLedger(), TokenLedger()
     worker.generated(5)
-    worker.interrupted(5)
     worker.generated(3)
-    worker.ended(5)
+    worker.move(8, "interrupted", "pending")
     assert worker.snapshot().pending == 8 and worker.snapshot().error == 0
     worker.hand_over(8)
     assert (worker.snapshot() + buffer.snapshot()).error == 8
@@ -40,13 +39,13 @@ def test_error_is_named_as_missing_or_counted_twice():
     "act",
     [
         lambda ledger: ledger.generated(-1),
-        lambda ledger: ledger.interrupted(5),
-        lambda ledger: ledger.ended(1),
+        lambda ledger: ledger.move(5, "interrupted", "pending"),
+        lambda ledger: ledger.move(1, "pending", "interrupted"),
         lambda ledger: ledger.hand_over(5),
         lambda ledger: ledger.take_over(-1),
-        lambda ledger: ledger.move(-1, "pending", "trained"),
-        lambda ledger: ledger.discard(5, "pending", "failed"),
-        lambda ledger: ledger.discard(1, "pending", "boredom"),
+        lambda ledger: ledger.move(-1, "interrupted", "trained"),
+        lambda ledger: ledger.discard(5, "interrupted", "failed"),
+        lambda ledger: ledger.discard(1, "interrupted", "boredom"),
     ],
 )
 def test_tokens_that_are_not_there_cannot_move(act):
@@ -62,8 +61,8 @@ def test_snapshot_is_a_copy_that_crosses_processes():
     ledger = TokenLedger()
     ledger.generated(4)
     snapshot = ledger.snapshot()
-    ledger.discard(4, "pending", "shutdown")
-    assert snapshot.pending == 4 and sum(snapshot.discarded.values()) == 0
+    ledger.discard(4, "interrupted", "shutdown")
+    assert snapshot.interrupted == 4 and sum(snapshot.discarded.values()) == 0
     assert pickle.loads(pickle.dumps(snapshot)) == snapshot
 
 
@@ -86,9 +85,7 @@ def test_merging_adds_up_in_any_order(a, b, c):
     assert (a + b).error == a.error + b.error
 
 
-moves = st.lists(
-    st.tuples(st.sampled_from(["generate", "interrupt", "end", "drop", "train"]), numbers)
-)
+moves = st.lists(st.tuples(st.sampled_from(["generate", "end", "drop", "train"]), numbers))
 
 
 @given(moves)
@@ -99,10 +96,8 @@ def test_one_ledger_is_exact_after_any_events(events):
             match what:
                 case "generate":
                     ledger.generated(number)
-                case "interrupt":
-                    ledger.interrupted(number)
                 case "end":
-                    ledger.ended(number)
+                    ledger.move(number, "interrupted", "pending")
                 case "drop":
                     ledger.discard(number, "interrupted", "stale")
                 case "train":

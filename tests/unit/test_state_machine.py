@@ -30,6 +30,7 @@ from ray_apr.core.user import RewardResult, Step
 from ray_apr.scheduling.live import LiveSample, TurnRules
 from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.scheduling.shelf import Shelf
+from tests.schedules import members, sample_of
 
 BUDGET = 6
 PROMPT_IDS = (1, 2, 3)
@@ -269,7 +270,7 @@ class APRMachine(RuleBasedStateMachine):
         before, ledger = self.scheduler.counts(), self.scheduler.live.ledger.snapshot()
         idle = [i for i in self.live if self.state_of(i) is not SampleState.INFLIGHT]
         if idle:
-            live = self.scheduler.live.sample(choose(idle, pick))
+            live = sample_of(self.scheduler, choose(idle, pick))
             for reason in FinishReason:
                 with pytest.raises(RolloutError):
                     self.scheduler.on_generation(live, self.one_token(reason))
@@ -277,7 +278,7 @@ class APRMachine(RuleBasedStateMachine):
                 self.scheduler.on_retry(live)
         resting = [i for i in self.live if self.state_of(i) is not SampleState.STEPPING]
         if resting:
-            live = self.scheduler.live.sample(choose(resting, pick))
+            live = sample_of(self.scheduler, choose(resting, pick))
             for step in (Step(), Step(done=True)):
                 with pytest.raises(RolloutError):
                     self.scheduler.on_step(live, live.sample, step, ())
@@ -546,7 +547,7 @@ class APRMachine(RuleBasedStateMachine):
 
     @property
     def live(self) -> dict[str, Sample]:
-        return {live.sample_id: live.sample for live in self.scheduler.live.samples}
+        return {live.sample_id: live.sample for live in members(self.scheduler)}
 
     @property
     def num_inflight(self) -> int:
@@ -554,7 +555,7 @@ class APRMachine(RuleBasedStateMachine):
         return sum(live.is_live for live in (*calls, *self.in_retry.values()))
 
     def state_of(self, sample_id: str) -> SampleState:
-        return self.scheduler.live.sample(sample_id).state
+        return sample_of(self.scheduler, sample_id).state
 
     def in_state(self, *states: SampleState) -> list[str]:
         return [i for i in self.live if self.state_of(i) in states]
