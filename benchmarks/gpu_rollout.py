@@ -109,7 +109,7 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """Settings of both engines."""
     import torch
 
-    from ray_apr.serve.builder import CPU_ARGUMENTS
+    from ray_apr.serve.vllm.arguments import CPU_ARGUMENTS
 
     device = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else CPU_ARGUMENTS
     return {"max_num_seqs": args.inflight, "enable_prefix_caching": True, **device}

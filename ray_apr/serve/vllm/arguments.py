@@ -27,7 +27,7 @@ CPU_ENVIRONMENT = {
 """A worker inside the engine core, little memory, one thread: engines share the cores with the
 trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
 variable that is set outside wins."""
-_CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
+CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
 """vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
 has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
 
@@ -73,7 +73,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         if spec.takes_turns:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:
-        ours |= _CPU_ARGUMENTS
+        ours |= CPU_ARGUMENTS
     if spec.evaluates:
         ours["scheduling_policy"] = "priority"
     return {**ours, **spec.engine_kwargs}
