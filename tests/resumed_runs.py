@@ -35,7 +35,8 @@ def run_once(
         folder: Of runs; the run's is ``run`` in it.
         env: Environment of the command.
         overrides: Settings beside `SMALL`.
-        stop_at: Number of the step's line after which the signal is sent; None: to the end.
+        stop_at: Number of the step's line after which the signal is sent, once Ray Train knows of
+            a checkpoint if it is to be killed; None: to the end.
         kill: The signal.
 
     Returns:
@@ -47,6 +48,9 @@ def run_once(
     for line in process.stdout:
         said.append(line)
         if stop_at is not None and line.startswith("step") and _number(line) >= stop_at:
+            # it looks for new ones every two seconds
+            if kill == signal.SIGKILL and not _has_checkpoint(folder / "run"):
+                continue
             process.send_signal(kill)
             break
     try:
@@ -105,6 +109,13 @@ def check_run(folder: Path, *, steps: int, resumes: int) -> dict[str, Any]:
         "tokens_trained": final["tokens_trained"],
         "staleness_max": max(row["staleness"] or 0 for row in samples),
     }
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        return ray.train.Result.from_path(str(folder)).checkpoint is not None
+    except RuntimeError:
+        return False
 
 
 def _rollout_progress(folder: Path) -> RolloutProgress:

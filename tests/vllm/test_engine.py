@@ -173,10 +173,11 @@ def test_a_truncated_distribution_is_the_trainer_s_on_the_ids_that_the_engine_na
     for settings in (
         {"top_k": 6},
         {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
-        {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_response_tokens": 20},
-        {"temperature": 0.7, "top_k": 64, "top_p": 0.9, "min_response_tokens": 20},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_tokens": 20},
+        {"temperature": 0.7, "top_k": 64, "top_p": 0.9, "min_tokens": 20},
     ):
-        sampling = RolloutConfig(**settings, sampling={"stop_token_ids": (1, 2, 3)}).sampling_params
+        config = RolloutConfig(sampling={**settings, "stop_token_ids": (1, 2, 3)})
+        sampling = config.sampling_params
         sample = run(body(sampling))
         sizes = [len(ids) // 4 for ids in sample.support]
         assert len(sizes) == sample.num_tokens and max(sizes) <= settings["top_k"]
