@@ -121,8 +121,10 @@ class Sessions:
         try:
             generation = await self.client.generate(request)
         except RolloutError as error:
+            live.request_id = ""
             await self._on_generation_error(live, error, began)
             return
+        live.request_id = ""
         self.outage.ended(sample_id)
         new = generation.num_tokens
         if new:
@@ -214,7 +216,7 @@ class Sessions:
     async def _on_generation_error(self, live: LiveSample, error: RolloutError, began: int) -> None:
         """Try a sample again after a pause, or give its group up."""
         sample_id = live.sample_id
-        if not self._scheduler.on_call_failed(live):
+        if not live.is_live:
             self.outage.ended(sample_id)
             return
         if isinstance(error, EngineUnavailableError):

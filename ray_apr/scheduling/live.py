@@ -131,7 +131,7 @@ class LiveSample:
     """Grows with admission; unique."""
     state: SampleState = _S.WAITING
     request_id: str = ""
-    """Of its generate call under way; empty while there is none."""
+    """Of its generate call under way; empty while there is none. Kept by whoever makes it."""
     num_failures: int = 0
     """Generate calls that have failed."""
     num_stops: int = 0

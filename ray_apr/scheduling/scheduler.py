@@ -41,7 +41,7 @@ class Actions(NamedTuple):
     reset: Sequence[LiveSample] = ()
     """Their environment is asked what comes first: `Scheduler.on_step`."""
     start: Sequence[LiveSample] = ()
-    """They are in flight: `Scheduler.on_generation` or `on_call_failed`."""
+    """They are in flight: `Scheduler.on_generation`, `on_retry` or `fail`."""
     abort: Sequence[LiveSample] = ()
     """Their generate calls are aborted; each still ends by its generation or error."""
 
@@ -203,7 +203,6 @@ class Scheduler(Limits):
         new, ledger = generation.num_tokens, self.live.ledger
         if live.group.dropped is None:
             transition(live, "interrupted")  # in flight, whatever it ends as
-        live.request_id = ""
         ledger.generated(new)
         if live.group.dropped is not None:
             ledger.discard(new, "interrupted", live.group.dropped)
@@ -237,15 +236,6 @@ class Scheduler(Limits):
             self._begin(live)
         else:
             self._drop(live.group, "surplus")
-
-    def on_call_failed(self, live: LiveSample) -> bool:
-        """A generate call failed; the sample stays in flight as it was before the call.
-
-        Returns:
-            False if its group was dropped meanwhile.
-        """
-        live.request_id = ""
-        return live.is_live
 
     def on_retry(self, live: LiveSample) -> None:
         """A live sample whose generate call failed may be started again; its tokens are kept."""

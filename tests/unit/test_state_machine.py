@@ -379,7 +379,7 @@ class APRMachine(RuleBasedStateMachine):
     def fail_generation(self, pick: int) -> None:
         sample_id = choose(self.requests, pick)
         live = self.requests.pop(sample_id).live
-        if self.scheduler.on_call_failed(live):
+        if live.is_live:
             self.in_retry[sample_id] = live
 
     def deliver(self, request: Request, reason: FinishReason) -> None:
