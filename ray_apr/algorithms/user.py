@@ -75,7 +75,7 @@ def costs_of(
     if _takes(function, "behavior_logprobs"):
         kwargs = {"behavior_logprobs": behavior_logprobs, **kwargs}
     returned = function(logprobs, proximal_logprobs, advantages, mask, **kwargs)
-    costs, figures = returned if isinstance(returned, tuple) else (returned, {})
+    costs, figures = (returned, {}) if isinstance(returned, torch.Tensor) else _pair(returned)
     _check_shape("loss", costs, mask, "the cost of each token")
     if len(figures) > MAX_METRICS:
         raise TrainError(f"algorithm.loss gives {len(figures)} figures; at most {MAX_METRICS} fit")
@@ -108,6 +108,16 @@ def weights_of(
     weights = function(proximal_logprobs, behavior_logprobs, mask, **kwargs)
     _check_shape("correction", weights, mask, "the weight of each token")
     return weights.masked_fill(mask == 0, 0.0)  # type: ignore[no-any-return]
+
+
+def _pair(returned: Any) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[1], Mapping):
+        raise TrainError(
+            f"the function algorithm.loss returned {type(returned).__name__}, not a tensor, or a "
+            "pair of a tensor and a mapping of names to tensors"
+        )
+    return returned
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ray_apr.algorithms.user import MAX_METRICS
 from ray_apr.core.exceptions import TrainError
 from ray_apr.core.staleness import staleness
 from ray_apr.train.objective import GAPS, NUM_AGES, NUM_QUANTILE_TOKENS, SUMS, Diagnostics
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float | int | list[float]]
 _QUANTILES = (0.01, 0.5, 0.99)
+_OTHER_NAMES = (
+    "the function algorithm.loss gives figures of other names from call to call, or from rank to "
+    "rank; give all of them each time"
+)
 
 
 @dataclass(slots=True)
@@ -37,8 +43,8 @@ class Totals:
     num_epochs: int = 1
     exchanged: list[torch.Tensor] = field(default_factory=list)
     """[ranks, K] on the device, of each optimizer step; `_ENDS` says what stands where."""
-    of_loss: tuple[str, ...] = ()
-    """Names of what a loss of the user's tells; their sums are the end of each row."""
+    of_loss: tuple[str, ...] | None = None
+    """Names of what a loss of the user's tells; None: none has been called yet."""
     are_finite: torch.Tensor | None = None
     """Whether loss and gradient have been finite in all steps so far, on the device."""
 
@@ -56,27 +62,28 @@ class Totals:
         norm_1 = squared_norm.to(sums).reshape(1)
         ages = self.ages.to(sums.device, non_blocking=True)
         told = self._told(found)
-        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen, *told]))
+        exchanged = _exchange(torch.cat([sums, norm_1, gaps.flatten(), ages, *chosen, told]))
         self.exchanged.append(exchanged)
         loss, norm = exchanged[:, _LOSS].sum(), exchanged[:, _NORM].sum().sqrt()
         is_finite = loss.isfinite() & norm.isfinite()
         self.are_finite = is_finite if self.are_finite is None else self.are_finite & is_finite
         return norm, self.are_finite
 
-    def _told(self, found: list[Diagnostics]) -> list[torch.Tensor]:
-        """Sums [1] of what a loss of the user's tells, in one order of names on all ranks.
+    def _told(self, found: list[Diagnostics]) -> torch.Tensor:
+        """Sums [MAX_METRICS] of what a loss of the user's tells, and a number of their names.
 
         Raises:
             TrainError: If it does not tell the same each time.
         """
-        names = self.of_loss or tuple(sorted(found[0].of_loss))
+        names = tuple(sorted(found[0].of_loss)) if self.of_loss is None else self.of_loss
         if any(tuple(sorted(d.of_loss)) != names for d in found):
-            raise TrainError(
-                "the function algorithm.loss gives figures of other names from call to call: "
-                f"{sorted({name for d in found for name in d.of_loss})}; give all of them each time"
-            )
+            raise TrainError(f"{_OTHER_NAMES}: {sorted({n for d in found for n in d.of_loss})}")
         self.of_loss = names
-        return [torch.stack([d.of_loss[name] for d in found]).sum().reshape(1) for name in names]
+        told = found[0].sums.new_zeros(MAX_METRICS + 1)
+        told[-1] = zlib.crc32(repr(names).encode())
+        for i, name in enumerate(names):
+            told[i] = torch.stack([d.of_loss[name] for d in found]).sum()
+        return told
 
     def figures(self, step: int) -> Figures:
         """Means over tokens, quantiles, and what separates engines and trainer.
@@ -113,8 +120,12 @@ class Totals:
         figures["kl_k3"] = k3 / count
         figures["chi2"] = squared / count - 1
         figures["effective_sample_size"] = ratio * ratio / (count * squared) if squared else 0.0
-        told = exchanged.shape[-1] - len(self.of_loss)
-        for name, total in zip(self.of_loss, exchanged[:, :, told:].sum(dim=(0, 1)), strict=True):
+        told = exchanged.shape[-1] - MAX_METRICS - 1
+        of_names = exchanged[:, :, -1]
+        if (of_names != of_names[0, 0]).any():
+            raise TrainError(f"{_OTHER_NAMES}; here {sorted(self.of_loss or ())}")
+        totals = exchanged[:, :, told:].sum(dim=(0, 1))
+        for name, total in zip(self.of_loss or (), totals, strict=False):
             mean = float(total) / trained
             if not math.isfinite(mean):
                 raise TrainError(f"step {step}: the figure {name!r} of algorithm.loss is {mean}")
@@ -140,7 +151,8 @@ class Totals:
 
 _RATIOS = {"ratios": "ratio_quantiles", "gap_ratios": "importance_ratio_quantiles"}
 _ENDS = np.cumsum([len(SUMS), 1, NUM_AGES * len(GAPS), 3]).tolist()
-"""Ends, in a row of what ranks exchange, of sums, gradient norm, gaps and ages; ratios follow."""
+"""Ends, in a row of what ranks exchange, of sums, gradient norm, gaps and ages; ratios follow, and
+what a loss of the user's tells."""
 _LOSS, _NORM = SUMS.index("loss"), _ENDS[0]
 
 

@@ -176,7 +176,8 @@ def backward(
     (loss * whole.loss_scale).backward()
     with torch.no_grad():
         ratio, clipped = _clipping(logprobs.detach(), proximal, advantages, mask, algorithm)
-        cap = algorithm.importance_cap
+        is_capped = algorithm.importance in ("token", "sequence") and algorithm.correction is None
+        cap = algorithm.importance_cap if is_capped else None
         sums = {
             "loss": loss.detach(),
             "ratio": (ratio * mask).sum(),

@@ -20,6 +20,7 @@ from ray_apr.algorithms.advantages import overlong_penalties
 from ray_apr.algorithms.losses import aggregate, policy_costs
 from ray_apr.config import AlgorithmConfig
 from ray_apr.core.exceptions import TrainError
+from ray_apr.train.figures import Totals
 from ray_apr.train.step import train_step
 from tests.plain_policies import TRAIN, Policies, Recorder, distance, gradients_of, load
 from tests.tiny_model import make_tiny_model
@@ -268,6 +269,24 @@ def test_a_correction_of_the_users_weighs_like_the_one_that_is_built_in(folder):
     assert figures[0]["importance_weight_mean"] == pytest.approx(
         figures[1]["importance_weight_mean"]
     )
+    assert figures[0]["importance_capped_fraction"] == 0 < figures[1]["importance_capped_fraction"]
+
+
+def test_a_loss_whose_figures_change_their_names_is_an_error(folder):
+    calls = iter(range(99))
+
+    def loss(logprobs, proximal_logprobs, advantages, mask):
+        return -logprobs * advantages, {"late": logprobs} if next(calls) else {}
+
+    (row,) = make_batches(make_samples(), micro_batch_tokens=64)
+    model = load(folder)
+    with pytest.raises(TrainError, match=r"figures of other names.*late"):
+        train_step(model, Recorder(model), row, AlgorithmConfig(loss=loss), TRAIN)
+    exchanged = [torch.zeros(2, 200, dtype=torch.float64)]
+    exchanged[0][:, -1] = torch.tensor([1.0, 2.0])
+    of_two_ranks = Totals(torch.zeros(3), exchanged=exchanged, of_loss=("a",))
+    with pytest.raises(TrainError, match=r"figures of other names.*from rank to rank.*'a'"):
+        of_two_ranks.figures(0)
 
 
 def test_an_advantage_of_the_users_has_arguments(folder):
@@ -301,6 +320,8 @@ def test_an_advantage_of_the_users_has_arguments(folder):
             {"loss": lambda log, p, a, m: (-log * a, {"x": log * math.nan})},
             "'x' of algorithm.loss is nan",
         ),
+        ({"loss": lambda log, p, a, m: (-log * a, None)}, r"algorithm\.loss returned tuple, not"),
+        ({"loss": lambda log, p, a, m: 3.0}, r"algorithm\.loss returned float, not"),
         ({"correction": lambda p, b, m: None}, r"algorithm\.correction returned NoneType"),
     ],
 )
