@@ -205,7 +205,9 @@ def load_settings(
         values["rollout"] = renew(values["rollout"], logger.warning)
     for text in overrides:
         key, equals, value = text.partition("=")
-        set_override(values, renew_key(key.strip(), value, logger.warning) + equals + value)
+        set_override(values, renew_key(key.strip(), logger.warning) + equals + value)
+    if isinstance(values.get("rollout"), Mapping):  # a whole section may be set
+        values["rollout"] = renew(values["rollout"], logger.warning)
     for key in values:
         if key not in _KEYS:
             raise ConfigError(str(key), values[key], f"unknown key; known: {', '.join(_KEYS)}")
@@ -255,8 +257,14 @@ def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSet
         scheduling=rules,
         **sections,
     )
-    settings.check(settings.scaling)
+    of_user: dict[str, Any] = {key: _of_user for key in objective if not key.endswith("_kwargs")}
+    algorithm = dataclasses.replace(settings.algorithm, **of_user)
+    dataclasses.replace(settings, algorithm=algorithm).check(settings.scaling)
     return settings
+
+
+def _of_user(*args: Any, **kwargs: Any) -> None:
+    """Stands for code that the file names and that is not imported yet."""
 
 
 def _section(name: str, cls: type, given: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -72,12 +73,12 @@ class AlgorithmConfig:
     advantage: Estimator | Callable[..., Any] = "grpo"
     """See `algorithms.group_advantages`; or a function of the user's
     (`algorithms.user.advantages_of`)."""
-    advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    advantage_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of an advantage function of the user's."""
     loss: Loss | Callable[..., Any] = "ppo"
     """See `algorithms.policy_loss`; or a function of the user's (`algorithms.user.costs_of`), whose
     costs are weighted and aggregated as those of the others."""
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of a loss function of the user's."""
     aggregation: Aggregation = "token-mean"
     """How token losses become one number; denominators count the whole batch over all ranks."""
@@ -109,7 +110,7 @@ class AlgorithmConfig:
     correction: Callable[..., Any] | None = None
     """A function of the user's in the place of `importance` and `rejection`
     (`algorithms.user.weights_of`), which are refused beside it; None: those."""
-    correction_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    correction_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of a correction function of the user's."""
     rejection: Rejection | None = None
     """Metric by which tokens or responses too far from the policy are taken out of the loss; see
@@ -277,7 +278,9 @@ def function_name(function: object) -> str | None:
     """Where a function of the user's is defined; None for None."""
     if function is None:
         return None
-    named = function if hasattr(function, "__qualname__") else type(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
@@ -295,6 +298,12 @@ def _check_function(name: str, function: object, num_given: int, kwargs: Any) ->
             "must be a function, or None",
         )
         return
+    require(
+        not inspect.isclass(function),
+        f"algorithm.{name}",
+        function_name(function),
+        "must be a function, or an object that is called as one; give an object of this class",
+    )
     try:
         signature = inspect.signature(function)
     except ValueError:  # of compiled code, which says nothing of its arguments

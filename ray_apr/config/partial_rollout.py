@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -254,3 +255,10 @@ class PartialRolloutConfig:
             known = get_args(builtin)
             remedy = f"must be one of {', '.join(known)}, or a function or class of one argument"
             require(rule in known, field, rule, remedy)
+            return
+        try:
+            inspect.signature(rule).bind(None)
+        except ValueError:  # of compiled code, which says nothing of its arguments
+            return
+        except TypeError as error:
+            raise ConfigError(field, rule, f"must take one argument: {error}") from error

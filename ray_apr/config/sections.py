@@ -64,6 +64,13 @@ class Sections:
             True,
             'needs rollout.engine.device "cuda" or "auto": one run, one device',
         )
+        other = "gloo" if scaling.use_gpu else "nccl"
+        require(
+            self.train.weight_transport != other or rollout.is_colocated,
+            "train.weight_transport",
+            other,
+            f"must not be {other} with scaling.use_gpu = {scaling.use_gpu}; leave it at auto",
+        )
         resources = scaling.resources_per_worker
         require(
             not rollout.is_colocated or "GPU" not in (resources or {}),

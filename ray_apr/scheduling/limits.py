@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from ray_apr.config import PartialRolloutConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, RolloutError
 from ray_apr.core.staleness import (
     is_stale,
     leaves_none_behind,
@@ -134,7 +134,10 @@ class Limits:
         if load.room.num_groups <= 0:
             return load.room
         rule = batch if self._retries.is_catching_up else self._admission
-        return min(load.room, rule(load), key=lambda room: room.num_groups)
+        try:
+            return min(load.room, rule(load), key=lambda room: room.num_groups)
+        except Exception as error:
+            raise RolloutError(f"the admission rule failed, or gave no Room: {error!r}") from error
 
     def _allowed(self, load: Load) -> Room:
         """The tightest of the limits of the settings."""

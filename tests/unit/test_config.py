@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from ray_apr.cli.settings import ScalingSettings
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -23,6 +25,8 @@ from ray_apr.config import (
     check_placement,
     check_together,
 )
+from ray_apr.config.algorithm import function_name
+from ray_apr.config.sections import Sections
 from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import APRError, ConfigError
 
@@ -397,9 +401,15 @@ def own_loss(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs
     return -logprobs * advantages
 
 
+class OwnLoss:
+    def __call__(self, logprobs, proximal_logprobs, advantages, mask):
+        return -logprobs * advantages
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"loss": OwnLoss}, r"algorithm\.loss = .*OwnLoss.*give an object of this class"),
         ({"loss_kwargs": {"floor": 1.0}}, r"loss_kwargs.*needs a function of your own"),
         ({"loss": own_loss}, r"algorithm\.loss = .*own_loss.*missing.*'floor'"),
         ({"loss": own_loss, "loss_kwargs": {"flor": 1.0}}, r"loss_kwargs = .*flor.*missing"),
@@ -430,3 +440,24 @@ def test_functions_of_the_users_are_taken_with_their_arguments():
         advantage=lambda rewards, groups: rewards,
     )
     assert algorithm.loss_kwargs == {"floor": 0.5}
+    assert hash(algorithm) == hash(dataclasses.replace(algorithm))
+    partial = AlgorithmConfig(loss=functools.partial(own_loss, floor=0.5))
+    assert function_name(partial.loss) == f"{__name__}:own_loss"
+    AlgorithmConfig(loss=OwnLoss())
+
+
+@pytest.mark.parametrize("name", ["admission", "resume_order"])
+def test_rules_of_the_users_take_one_argument(name):
+    with pytest.raises(ConfigError, match=rf"partial_rollout\.{name}.*must take one argument"):
+        PartialRolloutConfig(**{name: lambda: 1})
+
+
+@pytest.mark.parametrize(("transport", "use_gpu"), [("nccl", False), ("gloo", True)])
+def test_a_transport_that_does_not_fit_the_train_workers_is_refused(transport, use_gpu):
+    sections = Sections(train=TrainConfig(weight_transport=transport))
+    with pytest.raises(ConfigError, match=rf"weight_transport = '{transport}'.*use_gpu"):
+        sections.check(ScalingSettings(use_gpu=use_gpu))
+
+
+def test_a_section_without_a_line_has_its_defaults():
+    assert RolloutConfig(sampling=None).sampling == RolloutConfig().sampling

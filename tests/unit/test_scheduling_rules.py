@@ -41,6 +41,12 @@ def test_a_resume_order_of_the_users_ranks_what_goes_on():
     assert d.start_all() == started[::-1]
 
 
+def test_an_admission_rule_that_gives_no_room_is_named():
+    d = make(admission=lambda load: 1)
+    with pytest.raises(RolloutError, match="admission rule failed, or gave no Room"):
+        d.room()
+
+
 def test_an_admission_rule_of_the_users_binds_and_says_so():
     d = make(admission=AtMostUnfinished())
     d.admit_some()

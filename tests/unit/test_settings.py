@@ -63,6 +63,19 @@ def test_an_objective_is_a_preset_with_functions_of_the_user(folder: Path) -> No
     assert plan["run"]["objective"].startswith("gspo loss of task.py:reward advantages")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm: {advantage: 'task.py:reward'}\nrollout: {group_size: 1}\n",
+        "algorithm: {preset: gspo, loss: 'task.py:reward', proximal: forward}\n",
+    ],
+)
+def test_what_a_function_replaces_is_not_checked(folder: Path, text: str) -> None:
+    base = BASE.replace("rollout: {group_size: 4, max_response_tokens: 32}\n", "")
+    (folder / "run.yaml").write_text(base + text)
+    assert load_settings(folder / "run.yaml").objective
+
+
 def test_scheduling_rules_of_the_user_are_named_in_the_section(folder: Path) -> None:
     (folder / "rules.py").write_text(
         "class FewestLeft:\n    def __call__(self, live):\n"
