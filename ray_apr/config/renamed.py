@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ray_apr.core.checks import require
@@ -43,23 +43,23 @@ def renew(given: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, An
         warn: Gets a sentence for each old name.
 
     Raises:
-        ConfigError: If a setting is given by both of its names.
+        ConfigError: If a setting is given by both of its names, or a section is none.
     """
     values = {name: value for name, value in given.items() if name not in RENAMED}
     moved = {name: (RENAMED[name], given[name]) for name in given if name in RENAMED}
-    if isinstance(values.get("engine"), str) or callable(values.get("engine")):
-        moved["engine"] = ("engine.factory", values.pop("engine"))
     for old, (new, value) in moved.items():
         warn(f"rollout.{old} is rollout.{new} now; please rename it")
         section, _, name = new.partition(".")
         held = values.get(section) or {}
-        is_given = name in held if isinstance(held, Mapping) else _differs(held, name)
+        is_mapping, is_config = isinstance(held, Mapping), is_dataclass(type(held))
+        key = f"rollout.{section}"
+        require(is_mapping or is_config, key, held, "must be a mapping of settings")
+        is_given = name in held if is_mapping else _differs(held, name)
+        shown = "..." if name == "control_token" else value
         remedy = f"is rollout.{new}, which is given, too; leave this one out"
-        require(not is_given, f"rollout.{old}", value, remedy)
-        if isinstance(held, Mapping):
-            values[section] = {**held, name: value}
-        else:
-            values[section] = replace(held, **{name: value})
+        require(not is_given, f"rollout.{old}", shown, remedy)
+        make: Any = dict if is_mapping else replace
+        values[section] = make(held, **{name: value})
     return values
 
 
@@ -69,20 +69,17 @@ def _differs(config: Any, name: str) -> bool:
     return name in known and bool(getattr(config, name) != getattr(type(config)(), name))
 
 
-def renew_key(key: str, value: str, warn: Callable[[str], None]) -> str:
+def renew_key(key: str, warn: Callable[[str], None]) -> str:
     """Return the new name of a dotted key, as of ``--set``; most are as they were.
 
     Args:
         key: E.g. ``rollout.temperature`` or ``rollout.engine_kwargs.max_num_seqs``.
-        value: As text.
         warn: Gets a sentence for an old name.
     """
     parts = key.split(".")
     if parts[0] != "rollout" or len(parts) < 2:
         return key
     new = RENAMED.get(parts[1])
-    if parts[1:] == ["engine"] and value.strip()[:1] not in ("", "{") and value.strip() != "null":
-        new = "engine.factory"
     if new is None:
         return key
     warn(f"rollout.{parts[1]} is rollout.{new} now; please rename it")

@@ -32,7 +32,7 @@ def _takes_old_names(cls: type[_C]) -> type[_C]:
     @functools.wraps(make)
     def __init__(self: Any, **given: Any) -> None:
         def warn(text: str) -> None:
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            warnings.warn(text, FutureWarning, stacklevel=4)
 
         make(self, **renew(given, warn))
 
@@ -83,6 +83,7 @@ class RolloutConfig:
         s = "rollout"
         for name, cls in _SECTIONS.items():
             value = getattr(self, name)
+            value = {} if value is None else value  # a section without a line, in YAML
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, from_mapping(cls, f"{s}.{name}", value))
             of_type(s, self, cls, "a mapping of settings", name)

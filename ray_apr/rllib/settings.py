@@ -385,7 +385,7 @@ def _section(
     default = cls()
     for path, (theirs, value) in of_rllib.items():
         mine = _find(given, path)
-        allowed = (None, value) if isinstance(given, Mapping) else (_find(default, path), value)
+        allowed = (None, value, _find(default, path))
         remedy = f"is also said by {theirs}, to be {value!r}; leave one of them out"
         require(mine in allowed, f"{name}.{path}", mine, remedy)
         given = _with(given, path, value)

@@ -27,7 +27,7 @@ VALUES = {
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_an_old_name_works_in_python_and_says_the_new_one(name):
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(FutureWarning) as caught:
         config = RolloutConfig(group_size=4, **{name: VALUES[name]})
     (warning,) = caught
     assert f"rollout.{name} is rollout.{RENAMED[name]} now" in str(warning.message)
@@ -53,6 +53,14 @@ def test_both_names_are_one_too_many(sampling):
     assert caught.value.field == "rollout.temperature"
 
 
+def test_a_section_that_is_none_is_refused_and_a_token_is_not_shown():
+    with pytest.raises(ConfigError, match=r"rollout\.sampling = 5"):
+        renew({"temperature": 0.7, "sampling": 5}, lambda text: None)
+    with pytest.raises(ConfigError) as caught:
+        renew({"control_token": "SECRET", "http": {"control_token": "x"}}, lambda text: None)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_an_old_name_beside_others_of_its_section():
     given = {"temperature": 0.7, "top_k": 8, "sampling": {"seed": 1}}
     sampling = renew(given, lambda text: None)["sampling"]
@@ -75,6 +83,12 @@ def test_old_names_work_in_overrides_and_replace_what_the_file_says(caplog):
         "rollout.device is rollout.engine.device",
         "rollout.engine_kwargs is rollout.engine.kwargs",
     ]
+
+
+def test_old_names_work_in_a_section_that_an_override_gives_whole():
+    text = "rollout={temperature: 0.7, group_size: 8, engine: {device: cpu}, sampling: }"
+    rollout = load_settings(CONFIG, [text]).rollout
+    assert (rollout.sampling.temperature, rollout.group_size) == (0.7, 8)
 
 
 def test_old_names_work_in_a_file(tmp_path, caplog):
