@@ -2,8 +2,8 @@
 
     prompts (Ray Data) ──► RolloutWorker ──generate/abort──► RolloutServer × R (Serve, vLLM)
                              │  ▲   │                             ▲
-                     scored  │  │   └─ RewardWorker × W           │ weights: collective broadcast
-                     groups  │  │ capacity, versions              │
+                     scored  │  │   └─ RewardWorker × W           │ weights, by a transport
+                     groups  │  │ state, versions                 │
                              ▼  │                                 │
                           SampleBuffer ──rows──► Ray Data ──► TorchTrainer × N (FSDP2)
                              ▲                                    │
@@ -35,6 +35,7 @@ from ray_apr.data.resumption import Begin
 from ray_apr.rollout.worker import RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
+from ray_apr.run.checks import check_resources
 from ray_apr.run.final import final_figures
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
@@ -85,6 +86,7 @@ def run(
         check_hub_model(spec.model)
         if not ray.is_initialized():
             ray.init()
+            check_resources(spec.scaling, spec.rollout, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
         with hold_folder(spec.folder):

@@ -34,7 +34,8 @@ def check_model(model: str, base_dir: Path = Path()) -> str:
             "(tokenizer.save_pretrained(folder))",
         )
         return str(folder)
-    beside = (base_dir / model.split("/")[0]).is_dir()
+    # beside a YAML file that is the folder which was meant
+    beside = base_dir != Path() and (base_dir / model.split("/")[0]).is_dir()
     require(
         _HUB_ID.fullmatch(model) is not None and not beside,
         "model",
