@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from ray_apr.config import (
         AlgorithmConfig,
         BufferConfig,
+        EngineConfig,
         EvaluationConfig,
+        HttpConfig,
         LoRAConfig,
         PartialRolloutConfig,
+        RewardConfig,
         RolloutConfig,
+        SamplingConfig,
         TrainConfig,
     )
     from ray_apr.core.exceptions import APRError, ConfigError

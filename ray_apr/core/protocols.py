@@ -7,7 +7,7 @@ is the Serve client in a run and a scripted engine in unit tests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ray_apr.core.messages import (
     GenerateRequest,
@@ -89,12 +89,4 @@ class RolloutClient(Protocol):
     ) -> Mapping[str, list[list[float]]]:
         """What each module of a replica's model computes (`weights.probes`), by its name in the
         checkpoint; nothing where that cannot be told."""
-        ...
-
-
-class Recorder(Protocol):
-    """Where figures of a run go: `kind` names the stream, a row is a flat mapping."""
-
-    def record(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Take a row without waiting for it to be written."""
         ...
