@@ -1,7 +1,7 @@
 """Names of other packages that these do not promise to keep.
 
-Each package has one table of them: `ray_private`, `rllib_private`, `torch_private`,
-`transformers_private`, `serve.vllm.private`. They are imported from there, at first use, so that
+Each package has one table of them: `compat.ray`, `compat.rllib`, `compat.torch`,
+`compat.transformers`, `serve.vllm.private`. They are imported from there, at first use, so that
 one that has gone says so, and which versions had it. ``tests/versions`` checks the tables against
 what is installed; ``make check-versions`` against other versions.
 """

@@ -1,1 +1,1 @@
-"""Rollout: which sample runs next, its payload, its tokens' places, and the loops around them."""
+"""The rollout worker: loops around the scheduler, calls of samples, rewards, evaluation."""

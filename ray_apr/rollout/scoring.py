@@ -5,7 +5,7 @@ Invariants, kept by `Scorer`:
       is with the steps of an environment and `StepError`.
     * A call that does not return costs its worker, not the run: after the time limit the process is
       killed and replaced, and the innocent calls it held are made again.
-    * At most ``reward_concurrency`` calls run at once.
+    * At most ``rollout.reward.concurrency`` calls run at once.
 """
 
 from __future__ import annotations

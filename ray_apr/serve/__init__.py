@@ -1,1 +1,1 @@
-"""Rollout servers: vLLM engines in one Ray Serve deployment, and the client of them."""
+"""Rollout servers: engines, each in a Ray Serve deployment of its own, and the client of them."""

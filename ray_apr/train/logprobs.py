@@ -79,7 +79,7 @@ def micro_batches(
     packed: bool = False,
     sampling: SamplingParams = _PLAIN,
 ) -> list[MicroBatch]:
-    """Cut the row of a rank (`data.batch.RankBatch`) into its planned micro-batches.
+    """Cut the row of a rank (`scheduling.batch.RankBatch`) into its planned micro-batches.
 
     Args:
         batch: The row.

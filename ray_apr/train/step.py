@@ -70,7 +70,7 @@ def train_step(
     Args:
         model: From `fsdp.build_model`, or any model with `head.attach_response_logprobs`.
         optimizer: From `fsdp.build_optimizer`.
-        batch: This rank's row (`data.batch.RankBatch`) of the step.
+        batch: This rank's row (`scheduling.batch.RankBatch`) of the step.
         algorithm: Advantages, loss, correction.
         train: Learning rate, clipping, data types.
         sampling: How the responses were drawn: of that distribution are all log-probs, the entropy

@@ -1,4 +1,4 @@
-"""Rows of one rank and step (data/batch.py)."""
+"""Rows of one rank and step (scheduling/batch.py)."""
 
 from __future__ import annotations
 

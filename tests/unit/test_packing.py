@@ -1,4 +1,4 @@
-"""Ranks and micro-batches (data/packing.py)."""
+"""Ranks and micro-batches (scheduling/packing.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups train (data/selection.py)."""
+"""Which groups train (scheduling/shelf.py)."""
 
 from __future__ import annotations
 
