@@ -57,6 +57,7 @@ def test_engine_rules_and_objective_of_a_run_are_the_users(tmp_path, marked):
     assert config["partial_rollout"]["resume_order"].endswith(":FewestTokensLeft")
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_score_is_refused_while_weights_are_checked(tmp_path, marked):
     _, env = marked
     ended = run(tmp_path, env, "rollout.num_replicas=1")
