@@ -177,9 +177,10 @@ class WeightPublisher:
         """Send what was gathered, on rank 0; returns the times of the sync."""
         stopped_s = 0.0
         with Span() as sent:
-            if self._control is not None:
+            if self._control is None:
+                self._sender.release()
+            else:  # which releases once all engines have the weights
                 stopped_s = self._broadcast(self._control, policy_version, timeout_s)
-            self._sender.release()
         checked: Mapping[str, float] = {}
         if self._control is not None and self._check is not None:
             checked = self._check.verify(self._control)

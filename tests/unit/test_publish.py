@@ -23,6 +23,7 @@ class Sender:
     def __init__(self) -> None:
         self.gathered = 0
         self.staged: list[int] = []
+        self.num_released = 0
         self.is_closed = False
 
     @property
@@ -35,6 +36,7 @@ class Sender:
 
     def release(self) -> None:
         self.staged = []
+        self.num_released += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -72,6 +74,7 @@ class Control:
         if self.error is not None:
             raise self.error
         self.sent.append(policy_version)
+        sender.release()
         return {"stopped_s": 0.25}
 
     def record_span(self, what, start_s, end_s, *, actor="trainer") -> None:
@@ -196,12 +199,10 @@ def test_a_server_that_came_or_went_between_two_syncs_makes_a_new_group():
 def test_a_server_that_goes_during_a_sync_costs_it_one_more():
     class Dies(Control):
         def broadcast(self, sender, policy_version):
-            times = super().broadcast(sender, policy_version)
             if policy_version == 2 and self.num_connected == 1:
-                self.is_whole = False
-                self.sent.pop()  # it left, and did not arrive everywhere
+                self.is_whole = False  # it left, and did not arrive everywhere
                 raise SyncBrokenError("broke off")
-            return times
+            return super().broadcast(sender, policy_version)
 
     control = Dies()
     publisher, sender = make(control)
@@ -209,6 +210,7 @@ def test_a_server_that_goes_during_a_sync_costs_it_one_more():
         publisher.after_step(step, step, is_last=False)
     assert (control.sent, control.num_connected, sender.gathered) == ([1, 2], 2, 2)
     assert not sender.staged, "their memory is free until the next gather"
+    assert sender.num_released == 2, "once a sync: it may meet other ranks"
 
 
 class Moments(Control):

@@ -37,7 +37,7 @@ class Member:
     rank: int
     """From 1 on, over the workers of all engines; the sender has 0."""
     device: torch.device
-    """Where its model computes."""
+    """Where it receives: the CPU where the trainer is on CPU, else the GPU of its model."""
     loads_wait: bool = False
     """Whether loading waits for the device: on a GPU a parcel has to be there when it is given."""
 
@@ -47,7 +47,7 @@ class Parcel:
 
     Args:
         tensors: Whole tensors, each by its name in the checkpoint, on any device; they are to stay
-            as they are until the last parcel has been given.
+            as they are until the next `receive` or `close`: engines may load after the last parcel.
     """
 
     staged: torch.Tensor | None = None
