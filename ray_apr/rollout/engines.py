@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, one_line
+from ray_apr.core.exceptions import (
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+    one_line,
+)
 from ray_apr.core.messages import ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
@@ -72,14 +77,14 @@ class EngineWatch:
             Ids of the replicas that answered; none where one that lives is too slow to.
 
         Raises:
-            EngineUnavailableError: If no replica is there.
+            NoEngineError: If no replica is there.
         """
         spans: list[dict[str, Any]] = []
         try:
             statuses = await client.status()
-        except EngineUnavailableError:
+        except NoEngineError:
             raise
-        except RolloutError as error:  # no answer in time; Serve replaces what never answers
+        except RolloutError as error:  # no answer for now; Serve replaces what never answers
             if not self._is_silent:
                 logger.warning("the engines' figures are missing: %s", one_line(error))
             self._is_silent = True

@@ -27,7 +27,12 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+)
 from ray_apr.core.messages import GenerateRequest, Generation
 from ray_apr.core.sample import FinishReason
 from ray_apr.serve.errors import ours, without_pages
@@ -185,7 +190,9 @@ class Exchange:
         """
         ids = [i for i in request_ids if i in self._calls]
         error = EngineUnavailableError(without_pages(broken))
-        if isinstance(broken, EngineUnavailableError):
+        if isinstance(broken, NoEngineError):  # others may have one
+            error = EngineUnavailableError("the engine has no replica")
+        elif isinstance(broken, EngineUnavailableError):
             error = broken
         for request_id in ids:
             self._end(request_id, error)
