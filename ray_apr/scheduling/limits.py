@@ -12,6 +12,7 @@ Invariants, kept by `Limits`:
 from __future__ import annotations
 
 import math
+import operator
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError, RolloutError
@@ -135,7 +136,8 @@ class Limits:
             return load.room
         rule = batch if self._retries.is_catching_up else self._admission
         try:
-            return min(load.room, rule(load), key=lambda room: room.num_groups)
+            room = min(load.room, rule(load), key=lambda room: room.num_groups)
+            return Room(operator.index(room.num_groups), room.limit)
         except Exception as error:
             raise RolloutError(f"the admission rule failed, or gave no Room: {error!r}") from error
 

@@ -197,7 +197,10 @@ class LiveSamples:
     def pop_runnable(self) -> LiveSample | None:
         """Take the sample that runs next out of its queue; the caller starts it."""
         while self._begun:
-            resumable = heapq.heappop(self._begun)[-1]
+            try:
+                resumable = heapq.heappop(self._begun)[-1]
+            except TypeError as error:
+                raise RolloutError(f"ranks of the resume order do not compare: {error}") from error
             if (
                 resumable.state in (_S.INTERRUPTED, _S.READY)
                 and resumable.sample_id not in self.held_back

@@ -9,6 +9,8 @@ Invariants, which every engine keeps:
     * A call that is aborted returns what it has, with ``FinishReason.ABORT``; so does one that a
       pause ends. No token is lost on the way, and none is in two generations.
     * Each segment carries the version of the weights that made it, as `receive_weights` named it.
+    * A call that gets no token for ``spec.stall_timeout_s`` while nothing is paused is ended by the
+      engine: nobody else limits it.
     * An engine that is dead raises `EngineDiedError` from every verb.
 """
 
@@ -147,6 +149,12 @@ def make_engine(spec: EngineSpec, replica_id: str) -> Any:
             "rollout.engine.factory",
             type(engine).__name__,
             f"lacks {', '.join(verbs)} of ray_apr.serve.engine.Engine",
+        )
+    if getattr(engine, "replica_id", None) != replica_id:
+        raise ConfigError(
+            "rollout.engine.factory",
+            type(engine).__name__,
+            f"its replica_id must be the one that the factory is called with, {replica_id!r}",
         )
     if spec.weight_check_every != 0 and not hasattr(engine, "expect_scores"):
         raise ConfigError(

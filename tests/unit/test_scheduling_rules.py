@@ -41,8 +41,9 @@ def test_a_resume_order_of_the_users_ranks_what_goes_on():
     assert d.start_all() == started[::-1]
 
 
-def test_an_admission_rule_that_gives_no_room_is_named():
-    d = make(admission=lambda load: 1)
+@pytest.mark.parametrize("room", [1, Room(0.5)])
+def test_an_admission_rule_that_gives_no_room_is_named(room):
+    d = make(admission=lambda load: room)
     with pytest.raises(RolloutError, match="admission rule failed, or gave no Room"):
         d.room()
 
@@ -70,6 +71,16 @@ def test_a_simulated_run_obeys_both():
     assert ruled.ledger.error == 0 and len(ruled.step_ends) == len(plain.step_ends)
     assert ruled.wall_s > plain.wall_s, "two groups at a time"
     assert run(resume_order=NewestFirst).step_ends != plain.step_ends
+
+
+def test_ranks_that_do_not_compare_are_named():
+    ranks = iter([(0,), (1, "a"), (1, 2)])
+    d = make(resume_order=lambda live: next(ranks))
+    d.admit_some("a", "b")
+    for sample_id in d.start_all()[:3]:
+        d.interrupt(sample_id)
+    with pytest.raises(RolloutError, match="ranks of the resume order do not compare"):
+        d.start_all()
 
 
 def test_an_order_that_raises_names_itself_and_the_sample():
