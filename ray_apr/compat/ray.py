@@ -1,4 +1,4 @@
-"""What is used of Ray that Ray does not promise to keep (see `private`)."""
+"""What is used of Ray that Ray does not promise to keep (see `lookup`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAY = PrivateNames(
     },
     members={
         "DeploymentHandle": "broadcast(method_name) options remote",
-        "DeploymentBroadcastResponse": "results_async(timeout_s,return_exceptions)",
+        "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
         "BackendRegistry": "get(name)",

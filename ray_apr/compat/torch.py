@@ -1,4 +1,4 @@
-"""What is used of PyTorch that it does not promise to keep (see `private`).
+"""What is used of PyTorch that it does not promise to keep (see `lookup`).
 
 ``found_inf`` and ``grad_scale`` are attributes that a fused optimizer reads, as PyTorch's own
 gradient scaler sets them; a test steps one.

@@ -1,4 +1,4 @@
-"""What is used of Transformers that it does not promise to keep (see `private`)."""
+"""What is used of Transformers that it does not promise to keep (see `lookup`)."""
 
 from __future__ import annotations
 

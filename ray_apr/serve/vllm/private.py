@@ -1,4 +1,4 @@
-"""What is used of vLLM that vLLM does not promise to keep (see `private`)."""
+"""What is used of vLLM that vLLM does not promise to keep (see `compat.lookup`)."""
 
 from __future__ import annotations
 
