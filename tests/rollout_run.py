@@ -78,6 +78,9 @@ class Run:
         turns=None,
         group_filter=None,
         policy_version=0,
+        make_state=None,
+        position=0,
+        pending=(),
         **partial,
     ) -> None:
         self.engine = engine
@@ -97,13 +100,16 @@ class Run:
             partial_rollout=partial_config,
             batch_size=batch_size,
             model="none",
-            make_prompts=lambda: PromptSource([PROMPTS], seed=0),
+            make_prompts=lambda: PromptSource(
+                [PROMPTS], seed=0, position=position, pending=pending
+            ),
             make_client=lambda: engine,
             make_scorer=lambda: self.scorer,
             buffer=Handle(self.buffer),
             recorder=Handle(self.recorder),
             sync_timeout_s=2.0,
             policy_version=policy_version,
+            make_state=make_state,
             turns=turns,
             group_filter=group_filter,
             run="a-run",
@@ -152,6 +158,7 @@ async def until(condition) -> None:
 def without_ray(monkeypatch) -> RayMetrics:
     """Let the worker run without Ray and a tokenizer, and retry at once; returns its metrics."""
     monkeypatch.setattr(sessions_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(sessions_module.ray, "get", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)  # this process goes on

@@ -5,7 +5,8 @@ Invariants, kept here:
       pending, buffered, trained, or discarded with a reason.
     * No place is ever below zero: a move of tokens that are not there raises.
     * The worker's actor holds one side and the buffer's the other. What one hands over the other
-      takes over; the sum of both snapshots has ``error == 0`` whenever nothing is on its way.
+      takes over; the sum of both snapshots has ``error == 0`` whenever nothing is on its way. So
+      does a run that goes on take over what the part before it kept.
 
 The life of a token::
 
@@ -98,9 +99,9 @@ class TokenLedger:
         """Pending tokens were handed to the buffer, whose own ledger takes them over."""
         self._take("pending", num_tokens)
 
-    def take_over(self, num_tokens: int) -> None:
-        """The buffer received tokens from the worker."""
-        self._put("buffered", num_tokens)
+    def take_over(self, num_tokens: int, place: Place = "buffered") -> None:
+        """Tokens came that another side has counted: from the worker, or from a checkpoint."""
+        self._put(place, num_tokens)
 
     def move(self, num_tokens: int, source: Place, target: Place) -> None:
         """Move tokens from one place to another.

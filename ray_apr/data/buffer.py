@@ -242,6 +242,10 @@ class SampleBuffer:
         """Figures of this moment."""
         return self._stock.stats()
 
+    async def held(self) -> tuple[BufferStats, list[Any]]:
+        """Figures of this moment, and an ObjectRef for the samples of each group that it holds."""
+        return self._stock.stats(), [ref for _, ref in self._stock.held()]
+
     def _choose(self) -> None:
         """Evict what is too old and choose the granted batch if it is complete."""
         for group in self._stock.choose():

@@ -23,7 +23,13 @@ import pyarrow as pa
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
 from ray_apr.data.rows import PromptRows
-from ray_apr.scheduling.order import prompt_id, prompt_order
+from ray_apr.scheduling.order import (
+    num_retries,
+    prompt_id,
+    prompt_order,
+    prompt_position,
+    retried,
+)
 
 if TYPE_CHECKING:
     import ray
@@ -290,6 +296,11 @@ class PromptSource:
         row: dict[str, Any] = self._table.slice(int(self._order[offset]), 1).to_pylist()[0]
         ids = row.pop(TOKEN_IDS)
         return Prompt(prompt_id=prompt_id(epoch, offset), token_ids=tuple(ids), row=row)
+
+    def of(self, group_id: str) -> Prompt:
+        """The prompt of a group, as often tried again as the group's id says."""
+        prompt = self._at(prompt_position(group_id, len(self)))
+        return retried(prompt, num_retries(group_id))
 
     @property
     def pending(self) -> tuple[int, ...]:

@@ -12,19 +12,45 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ray_apr.config import RolloutConfig
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.ledger import LedgerSnapshot
+from ray_apr.core.messages import ServerStatus
+from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import prompt_position
-
-if TYPE_CHECKING:
-    from ray_apr.rollout.worker import RolloutSummary
-    from ray_apr.scheduling.stock import BufferStats
+from ray_apr.scheduling.stock import BufferStats
 
 PROGRESS_FILE = "progress.json"
 """File of a checkpoint with the step and the policy version that it goes on with."""
 ROLLOUT_FILE = "rollout.json"
 """File of a checkpoint with its `RolloutProgress`."""
+SAMPLES_FILE = "samples.arrow"
+"""File of a checkpoint with the samples under way."""
+FORMAT = 1
+"""Of `RolloutProgress`. 0, of ray_apr before it saved samples, is read, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """Final figures of the rollout side."""
+
+    ledger: LedgerSnapshot
+    samples_interrupted: int
+    """Times that a sample with tokens was stopped before its end."""
+    samples_resumed: int
+    """Times that such a sample was continued."""
+    prompts_position: int
+    """Prompts handed out."""
+    num_prompts: int
+    """Prompts of the dataset."""
+    pending_prompts: tuple[int, ...]
+    """Positions of those handed out that are neither in the buffer nor dropped."""
+    engines: tuple[ServerStatus, ...]
+    """As they were when they were last asked."""
+    sampled: Mapping[str, Any]
+    """Settings that samples are made with (`sampled_with`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +80,8 @@ class Counters:
 
     @property
     def ledger(self) -> LedgerSnapshot:
-        """The tokens as a ledger; closed once all else is lost (`lose`)."""
+        """The tokens as a ledger; its error is what a run goes on with, once all else is lost
+        (`lose`)."""
         return LedgerSnapshot(
             generated=self.tokens_generated,
             trained=self.tokens_trained,
@@ -81,17 +108,18 @@ class Counters:
             "samples_resumed": self.samples_resumed,
         }
 
-    def lose(self, num_generated: int) -> tuple[Counters, int]:
-        """These figures once all is lost that is neither trained nor discarded.
+    def lose(self, num_generated: int, num_kept: int = 0) -> tuple[Counters, int]:
+        """These figures once all is lost that is neither trained nor discarded nor kept.
 
         Args:
             num_generated: Tokens that were generated in the end, if that is more.
+            num_kept: Tokens that the run goes on with.
 
         Returns:
             They, with the loss among the discards as ``lost``; and the tokens lost.
         """
         generated = max(self.tokens_generated, num_generated)
-        placed = self.tokens_trained + sum(self.tokens_discarded.values())
+        placed = self.tokens_trained + sum(self.tokens_discarded.values()) + num_kept
         lost = Counters(
             tokens_generated=generated - self.tokens_generated,
             tokens_discarded={"lost": generated - placed},
@@ -113,12 +141,27 @@ class RolloutProgress:
     """Positions of those that were neither trained nor dropped: they come first."""
     counters: Counters
     """Figures of the run until then."""
+    retries: tuple[str, ...] = ()
+    """Ids of those of the pending prompts that wait to be tried again (`SchedulerState`)."""
+    num_long_retries: int = 0
+    num_owed: int = 0
+    sampled: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the samples were made with (`sampled_with`)."""
+    samples_digest: str | None = None
+    """Of `SAMPLES_FILE`; None: the checkpoint has none."""
+    format: int = FORMAT
 
     @classmethod
     def of(
-        cls, summary: RolloutSummary, stats: BufferStats, *, seed: int, before: Counters
+        cls,
+        summary: RolloutSummary,
+        stats: BufferStats,
+        *,
+        seed: int,
+        before: Counters,
+        state: SchedulerState,
     ) -> RolloutProgress:
-        """What the rollout worker said, and the buffer after it."""
+        """What the rollout worker and the buffer said of one moment."""
         held = (prompt_position(group, summary.num_prompts) for group in stats.held_groups)
         return cls(
             seed=seed,
@@ -126,6 +169,16 @@ class RolloutProgress:
             position=summary.prompts_position,
             pending=tuple(sorted({*summary.pending_prompts, *held})),
             counters=before + Counters.of(summary, stats),
+            retries=state.retries,
+            num_long_retries=state.num_long_retries,
+            num_owed=state.num_owed,
+            sampled=summary.sampled,
+        )
+
+    def without_samples(self) -> RolloutProgress:
+        """The same where the samples are given up: all pending prompts begin anew."""
+        return dataclasses.replace(
+            self, retries=(), num_long_retries=0, num_owed=0, samples_digest=None
         )
 
     def to_json(self) -> str:
@@ -134,10 +187,21 @@ class RolloutProgress:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RolloutProgress:
-        """Read what `to_json` made."""
-        values: dict[str, Any] = json.loads(text)
+        """Read what `to_json` made, of this format or an older one.
+
+        Raises:
+            ConfigError: If the format is newer.
+        """
+        values: dict[str, Any] = {"format": 0} | json.loads(text)
+        if values["format"] > FORMAT:
+            raise ConfigError(
+                "checkpoint",
+                f"format {values['format']}",
+                f"this ray_apr reads formats up to {FORMAT}; go on with the one that wrote it",
+            )
         counters = Counters(**values.pop("counters"))
-        return cls(**{**values, "pending": tuple(values["pending"])}, counters=counters)
+        lists = {name: tuple(values.get(name, ())) for name in ("pending", "retries")}
+        return cls(**values | lists, counters=counters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +222,37 @@ class Begin:
     """What the run folder counts so far."""
     last_version: int | None = None
     """The policy version, where it was evaluated already or was not due for that."""
+    samples: Any = field(default=None, compare=False, repr=False)
+    """Arrow table of the samples that it goes on with (`saved_samples`), or None."""
 
     @property
-    def num_pending(self) -> int:
-        """Prompts that are handed out once more."""
-        return 0 if self.rollout is None else len(self.rollout.pending)
+    def num_samples(self) -> int:
+        """Samples that it goes on with."""
+        return 0 if self.samples is None else self.samples.num_rows
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of these that engines made."""
+        return 0 if self.samples is None else sum(self.samples["num_generated"].to_pylist())
+
+    @property
+    def prompts_again(self) -> tuple[int, ...]:
+        """Positions of the prompts that are handed out once more: of those that were neither
+        trained nor dropped, the ones without samples."""
+        if self.rollout is None:
+            return ()
+        groups = [] if self.samples is None else self.samples["group_id"].unique().to_pylist()
+        known = {
+            prompt_position(group_id, self.rollout.num_prompts)
+            for group_id in (*groups, *self.rollout.retries)
+        }
+        return tuple(position for position in self.rollout.pending if position not in known)
+
+
+def sampled_with(config: RolloutConfig) -> dict[str, Any]:
+    """Settings without which samples under way cannot go on, as JSON has them."""
+    of_group = {"group_size": config.group_size, "max_turns": config.max_turns}
+    budget = {"max_response_tokens": config.max_response_tokens}
+    sampling = dataclasses.asdict(config.sampling)
+    found: dict[str, Any] = json.loads(json.dumps(of_group | budget | {"sampling": sampling}))
+    return found

@@ -9,10 +9,11 @@ Invariants, kept by `Sessions`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ from ray_apr.core.group import SampleMeta
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
-from ray_apr.core.sample import Sample
+from ray_apr.core.sample import Sample, SampleState
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
@@ -89,8 +90,13 @@ class Sessions:
         """Why everything stops."""
         self.num_rewards = 0
         """Answers of the reward function and of the environment."""
-        self.on_their_way: set[str] = set()
-        """Prompts of groups that the buffer does not have yet."""
+        self.on_their_way: dict[str, Sequence[Sample]] = {}
+        """Scored groups that the buffer does not have yet."""
+        self._num_arriving = 0
+        """Those of them that were sent to it."""
+        self._arrived = asyncio.Event()
+        self._may_hand_over = asyncio.Event()
+        self._may_hand_over.set()
         self.outage = Outage()
         self._num_calls = 0
         self._generations = FailureCount("generations")
@@ -142,6 +148,21 @@ class Sessions:
         else:
             self._metrics.add("apr_rollout_interruptions", float(new > 0))
 
+    async def go_on(self, scored: Sequence[Sequence[Sample]], tasks: asyncio.TaskGroup) -> None:
+        """Go on with what a checkpoint had under way, but for what engines generate.
+
+        Args:
+            scored: Groups that the buffer gets.
+            tasks: Get those of all calls.
+        """
+        for group in scored:
+            await self._hand_over(group)
+        for live in [live for group in self._scheduler.live.groups for live in group.members]:
+            if live.state is SampleState.FINISHED:
+                tasks.create_task(self._score(live), name=f"score-{live.sample_id}")
+            elif live.state is SampleState.STEPPING and live.sample.awaits_step:
+                tasks.create_task(self._step(live), name=f"step-{live.sample_id}")
+
     async def reset(self, live: LiveSample) -> None:
         """Ask the environment what comes before the first turn."""
         await self._observe(live, live.sample, self._scorer.reset(live.sample))
@@ -178,6 +199,8 @@ class Sessions:
             live: Finished.
             result: What its environment gave with the last step, if it did.
         """
+        if result is not None:
+            live.note(reward=result.reward, reward_metrics=result.metrics)
         if not self._overlap_rewards:
             await self._all_generated()
             if not live.is_live:
@@ -203,9 +226,27 @@ class Sessions:
         """Give a whole, scored group to the buffer."""
         group_id = group[0].group_id
         metas = tuple(SampleMeta.of(member) for member in group)
-        self.on_their_way.add(group_id)
-        await self._buffer.put_group.remote(metas, [ray.put(group)])
-        self.on_their_way.remove(group_id)
+        self.on_their_way[group_id] = group
+        await self._may_hand_over.wait()
+        self._num_arriving += 1
+        try:
+            await self._buffer.put_group.remote(metas, [ray.put(group)])
+            del self.on_their_way[group_id]
+        finally:
+            self._num_arriving -= 1
+            self._arrived.set()
+
+    @contextlib.asynccontextmanager
+    async def hand_overs_held(self) -> AsyncIterator[None]:
+        """Inside of it no group goes to the buffer, and all that were sent to it are there."""
+        self._may_hand_over.clear()
+        try:
+            while self._num_arriving:
+                self._arrived.clear()
+                await self._arrived.wait()
+            yield
+        finally:
+            self._may_hand_over.set()
 
     async def _all_generated(self) -> None:
         """Wait until nothing generates, or the run stops; each call in flight has a limit."""

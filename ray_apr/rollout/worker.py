@@ -15,7 +15,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -25,17 +24,19 @@ from ray_apr.core.exceptions import (
     RolloutError,
 )
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.core.messages import ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt
 from ray_apr.core.user import GroupFilter
 from ray_apr.data.movement import Moves
 from ray_apr.data.prompts import PromptSource, load_tokenizer
+from ray_apr.data.resumption import RolloutSummary, sampled_with
+from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
+from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.live import Counts, TurnRules
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.scheduler import Scheduler
@@ -45,25 +46,6 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _STOP_PAUSE_S = 0.5
 _STOP_TRIES = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSummary:
-    """Final figures of the rollout side."""
-
-    ledger: LedgerSnapshot
-    samples_interrupted: int
-    """Times that a sample with tokens was stopped before its end."""
-    samples_resumed: int
-    """Times that such a sample was continued."""
-    prompts_position: int
-    """Prompts handed out."""
-    num_prompts: int
-    """Prompts of the dataset."""
-    pending_prompts: tuple[int, ...]
-    """Positions of those handed out that are neither in the buffer nor dropped."""
-    engines: tuple[ServerStatus, ...]
-    """As they were when they were last asked."""
 
 
 class RolloutWorker(WeightSyncs):
@@ -81,6 +63,8 @@ class RolloutWorker(WeightSyncs):
         recorder: Handle of the recorder.
         sync_timeout_s: Limit of one weight sync, without the responses that it lets end first.
         policy_version: Version that the engines start with.
+        make_state: Makes, inside this process, what the run goes on with, of what gives the prompt
+            of an id; None begins anew.
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
         run: Name of the run, which its metrics carry.
@@ -100,6 +84,7 @@ class RolloutWorker(WeightSyncs):
         recorder: Any,
         sync_timeout_s: float,
         policy_version: int = 0,
+        make_state: Callable[[Callable[[str], Prompt]], SchedulerState] | None = None,
         turns: TurnRules | None = None,
         group_filter: GroupFilter | None = None,
         run: str = "",
@@ -118,6 +103,10 @@ class RolloutWorker(WeightSyncs):
             keeps=group_filter,
         )
         self._prompts = make_prompts()
+        find = self._prompts.of
+        self._scored = [] if make_state is None else self._scheduler.restore(make_state(find), find)
+        """Groups of the checkpoint that go to the buffer."""
+        self._capturing = asyncio.Lock()
         self._make_client = make_client
         self._scorer = make_scorer()
         self._buffer = buffer
@@ -166,17 +155,20 @@ class RolloutWorker(WeightSyncs):
         self._scorer.close()
         return self._summary(counts)
 
-    async def summary(self) -> RolloutSummary:
-        """Figures of this moment.
-
-        Who asks this, and then the buffer what it holds, misses no prompt: what is on the way from
-        here to there is pending.
-        """
-        return self._summary(self._scheduler.counts())
+    async def capture(self) -> RolloutCapture:
+        """All that a checkpoint needs of this side of the run, and of the buffer."""
+        async with self._capturing:
+            return await capture(
+                self._scheduler,
+                self._sessions,
+                self._buffer,
+                lambda: self._summary(self._scheduler.counts()),
+            )
 
     def _summary(self, counts: Counts) -> RolloutSummary:
-        prompts = self._prompts
-        pending = {*self._scheduler.pending_prompts(), *self._sessions.on_their_way}
+        prompts, state = self._prompts, self._scheduler.state()
+        live = {group[0].group_id for group in state.groups}
+        pending = {*live, *state.retries, *self._sessions.on_their_way}
         positions = {prompt_position(prompt_id, len(prompts)) for prompt_id in pending}
         return RolloutSummary(
             ledger=self._scheduler.live.ledger.snapshot(),
@@ -186,6 +178,7 @@ class RolloutWorker(WeightSyncs):
             num_prompts=len(prompts),
             pending_prompts=tuple(sorted({*prompts.pending, *positions})),
             engines=self._engines.statuses,
+            sampled=sampled_with(self._config),
         )
 
     async def wait_until_stopped(self) -> None:
@@ -229,6 +222,8 @@ class RolloutWorker(WeightSyncs):
         by: `_wake`. Produces: a task for each generate call.
         """
         sessions = self._sessions
+        await self._report_unfinished()  # before the buffer gets groups that are newer
+        await sessions.go_on(self._scored, tasks)
         if not self._has_weights.is_set():
             await _first_of(self._has_weights.wait(), self._stopping.wait())
         while not self._stopping.is_set():
@@ -239,15 +234,19 @@ class RolloutWorker(WeightSyncs):
             for live in actions.start:
                 tasks.create_task(sessions.generate(live), name=f"sample-{live.sample_id}")
             await sessions.abort(actions.abort)
-            if self._partial_rollout.on_stale == "wait":
-                by_version = dict(self._scheduler.live.num_by_version)
-                await self._buffer.report_unfinished.remote(by_version)
+            await self._report_unfinished()
             if not self._scheduler.live.num_unfinished:
                 sessions.generated.set()
             await self._wake.wait()
         sessions.generated.set()  # nothing may wait for it any more
         if sessions.fatal is not None:
             await self._buffer.fail.remote(sessions.fatal)
+
+    async def _report_unfinished(self) -> None:
+        """Tell the buffer what is still to come, if it waits for that."""
+        if self._partial_rollout.on_stale == "wait":
+            by_version = dict(self._scheduler.live.num_by_version)
+            await self._buffer.report_unfinished.remote(by_version)
 
     def _budgets(self, prompt: Prompt) -> list[int]:
         """Response tokens of a prompt's samples: the lengths of the trace if one is replayed."""

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
+from ray_apr.data.saved_samples import groups_of
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.run.recorder import RunRecorder
+from ray_apr.scheduling.intake import SchedulerState
 
 if TYPE_CHECKING:
     import ray.data
@@ -116,8 +119,8 @@ class Actors:
         self, tables: list[ray.ObjectRef], begin: Begin, buffer: Any, recorder: Any
     ) -> Any:
         spec = self._spec
-        rollout, seed, progress = spec.rollout, spec.train.seed, begin.rollout
-        position, pending = (progress.position, progress.pending) if progress else (0, ())
+        rollout, seed, pending = spec.rollout, spec.train.seed, begin.prompts_again
+        position = begin.rollout.position if begin.rollout else 0
         reward, environment = spec.reward, spec.environment
         max_inflight = spec.partial_rollout.max_inflight_samples(spec.step_size)
         return self.make(
@@ -138,6 +141,7 @@ class Actors:
             recorder=recorder,
             sync_timeout_s=spec.train.weight_sync_timeout_s,
             policy_version=begin.policy_version,
+            make_state=_state_maker(begin),
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=spec.group_filter,
             run=spec.name,
@@ -171,3 +175,23 @@ class Actors:
             return ServeRolloutClient(name, rollout, **limits)
 
         return make_client
+
+
+def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerState] | None:
+    """What makes the samples under way inside of the rollout worker; None if there are none."""
+    progress = begin.rollout
+    if progress is None or begin.samples is None:
+        return None
+    samples = ray.put(begin.samples)
+
+    def make_state(prompt_of: Callable[[str], Prompt]) -> SchedulerState:
+        live, handed_over = groups_of(ray.get(samples), prompt_of)
+        return SchedulerState(
+            groups=tuple(live),
+            handed_over=tuple(handed_over),
+            retries=progress.retries,
+            num_long_retries=progress.num_long_retries,
+            num_owed=progress.num_owed,
+        )
+
+    return make_state

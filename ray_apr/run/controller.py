@@ -17,6 +17,7 @@ actors and the trainer, and the servers' lease (`serve.lease`) the servers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -31,8 +32,7 @@ import ray.train
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
-from ray_apr.data.resumption import Begin
-from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.checks import check_resources
@@ -243,7 +243,7 @@ class _Parts:
             evaluator=self._evaluator,
             recorder=self.recorder,
             gate=self._gate,
-            begin=self._begin,
+            begin=dataclasses.replace(self._begin, samples=None),
             started_at=self._started_at,
         )
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray_apr.core.messages import ServerStatus
-    from ray_apr.data.resumption import Counters
-    from ray_apr.rollout.worker import RolloutSummary
+    from ray_apr.data.resumption import Counters, RolloutSummary
     from ray_apr.run.spec import RunSpec
     from ray_apr.scheduling.stock import BufferStats
 

@@ -1,8 +1,8 @@
 """Going on with a run: the checkpoint that it begins with, and the folder that it appends to.
 
 A run that was interrupted goes on with its last checkpoint. Rows of what came after that are taken
-out, as those steps are trained again; the prompts that were neither trained nor dropped by then are
-handed out first; the tokens that are lost are counted as ``lost``.
+out, as those steps are trained again; samples that were under way go on with the tokens that they
+had by then; the tokens that are lost are counted as ``lost``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
     ROLLOUT_FILE,
+    SAMPLES_FILE,
     Begin,
     Counters,
     RolloutProgress,
+    sampled_with,
 )
+from ray_apr.data.saved_samples import read_samples
 from ray_apr.run.folder import holds_run
 
 if TYPE_CHECKING:
@@ -53,6 +57,9 @@ def find_begin(spec: RunSpec) -> Begin:
         return Begin(is_resumed=is_resumed)
     progress = json.loads(_read(checkpoint, PROGRESS_FILE))
     rollout = RolloutProgress.from_json(_read(checkpoint, ROLLOUT_FILE))
+    samples = _read_samples(checkpoint, rollout, spec)
+    if samples is None:
+        rollout = rollout.without_samples()
     if progress["step"] >= spec.train.steps:
         raise ConfigError(
             "train.steps",
@@ -66,13 +73,42 @@ def find_begin(spec: RunSpec) -> Begin:
             spec.train.seed,
             f"the order of the prompts goes on only with that of the checkpoint, {rollout.seed}",
         )
-    return Begin(
+    begin = Begin(
         **progress,
         checkpoint=checkpoint,
         rollout=rollout,
         is_resumed=is_resumed,
-        before=Counters() if last is None else rollout.counters,
+        before=rollout.counters,
+        samples=samples,
     )
+    if last is None:  # of another run: what goes on is all that this one has made
+        begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
+    return begin
+
+
+def _read_samples(
+    checkpoint: ray.train.Checkpoint, rollout: RolloutProgress, spec: RunSpec
+) -> pa.Table | None:
+    """The samples under way of a checkpoint; None if there are none that could go on.
+
+    Raises:
+        ConfigError: If their file is missing or damaged.
+    """
+    if rollout.samples_digest is None:
+        return None
+    now, then = sampled_with(spec.rollout), rollout.sampled
+    others = [f"rollout.{name}" for name, value in now.items() if then.get(name) != value]
+    if others:
+        logger.warning(
+            "the checkpoint's responses under way begin anew: %s differ", " and ".join(others)
+        )
+        return None
+    try:
+        return read_samples(_read(checkpoint, SAMPLES_FILE), rollout.samples_digest)
+    except ValueError as error:
+        raise ConfigError(
+            "checkpoint", checkpoint.path, f"{SAMPLES_FILE} is damaged: {error}; take another one"
+        ) from error
 
 
 def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
@@ -134,7 +170,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
     time_s = max(time_s, _last_row(folder / "timeline.jsonl").get("end_s", 0.0))
     generated = max(row.get("tokens_generated") or 0 for row in (final, steps))
-    before, lost = begin.before.lose(generated)
+    before, lost = begin.before.lose(generated, begin.num_kept)
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "timeline.jsonl", lambda row: True)
@@ -156,7 +192,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         "step": begin.step,
         "policy_version": begin.policy_version,
         "steps_repeated": num_dropped,
-        "prompts_pending": begin.num_pending,
+        "samples_kept": begin.num_samples,
+        "tokens_kept": begin.num_kept,
+        "prompts_pending": len(begin.prompts_again),
         "tokens_lost": lost,
         "ended": final.get("error") or final.get("status") or "killed",
     }
@@ -172,8 +210,8 @@ def resume_line(begin: Begin, num_steps: int) -> str:
     lost = begin.before.tokens_discarded.get("lost", 0)
     return (
         f"goes on with step {begin.step + 1} of {num_steps}, policy version "
-        f"{begin.policy_version}; first {begin.num_pending} prompts that were under way; tokens "
-        f"lost so far: {lost:,}"
+        f"{begin.policy_version}; {begin.num_samples} samples go on with {begin.num_kept:,} "
+        f"tokens, {len(begin.prompts_again)} prompts come again; tokens lost so far: {lost:,}"
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import DiscardReason
@@ -78,6 +78,17 @@ def transition(live: LiveSample, event: Event) -> Transition:
         name = live.sample.sample_id
         raise RolloutError(f"{event}({name!r}): the sample is {live.state.value}, not {wanted}")
     return row
+
+
+def resting_state(sample: Sample) -> SampleState:
+    """The state of a sample for which no call is made, as after a restore."""
+    if sample.finish_reason is not None:
+        return _S.FINISHED if sample.reward is None else _S.SCORED
+    if sample.awaits_step:
+        return _S.STEPPING
+    if not sample.num_generated:
+        return _S.WAITING
+    return _S.INTERRUPTED if sample.segments[-1].is_generated else _S.READY
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +160,9 @@ class LiveSample:
         """Whether its group was neither handed over nor dropped."""
         return self.group.is_live
 
-    def note(self, *, response_text: str | None = None, turn_text: str | None = None) -> Sample:
-        """Note a decoded text; returns the sample with it."""
-        texts = {"response_text": response_text, "turn_text": turn_text}
-        given = {name: text for name, text in texts.items() if text is not None}
-        self.sample = dataclasses.replace(self.sample, **given)  # type: ignore[arg-type]
+    def note(self, **fields: Any) -> Sample:
+        """Note a decoded text, or what the reward is; returns the sample with it."""
+        self.sample = dataclasses.replace(self.sample, **fields)
         return self.sample
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
 from ray_apr.core.checks import require
+from ray_apr.core.sample import Prompt
 
 
 def prompt_order(num_prompts: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -26,6 +29,19 @@ def prompt_order(num_prompts: int, *, seed: int, epoch: int) -> npt.NDArray[np.i
 def prompt_id(epoch: int, offset: int) -> str:
     """Id of the prompt at a place of an epoch's order."""
     return f"e{epoch}-{offset}"
+
+
+def retried(prompt: Prompt, number: int) -> Prompt:
+    """A prompt as it is tried for the `number`-th time again: under an id of its own."""
+    if not number:
+        return prompt
+    name = prompt.prompt_id.partition("~")[0]
+    return dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
+
+
+def num_retries(group_id: str) -> int:
+    """How often the prompt of a group was tried again."""
+    return int(group_id.partition("~")[2] or 0)
 
 
 def prompt_position(group_id: str, num_prompts: int) -> int:

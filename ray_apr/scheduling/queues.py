@@ -22,7 +22,15 @@ from typing import Any
 from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import TokenLedger
 from ray_apr.core.sample import Prompt, Sample, SampleState
-from ray_apr.scheduling.live import UNFINISHED, Counts, Event, LiveGroup, LiveSample, transition
+from ray_apr.scheduling.live import (
+    UNFINISHED,
+    Counts,
+    Event,
+    LiveGroup,
+    LiveSample,
+    resting_state,
+    transition,
+)
 
 _S = SampleState
 
@@ -77,7 +85,7 @@ class LiveSamples:
         )
 
     def add_group(self, prompt: Prompt, samples: Sequence[Sample]) -> LiveGroup:
-        """Take in a group, its samples WAITING.
+        """Take in a group: new samples are WAITING, those of a checkpoint have their tokens.
 
         Raises:
             RolloutError: If a group of its id is live.
@@ -85,15 +93,24 @@ class LiveSamples:
         group_id = samples[0].group_id
         if group_id in self._groups:
             raise RolloutError(f"group {group_id!r} is live already: every id must be new")
-        self._groups[group_id] = group = LiveGroup(group_id, prompt, self._num_admitted)
-        for sample in samples:
-            live = LiveSample(sample, group, self._num_admitted)
-            self._num_admitted += 1
-            group.members.append(live)
-            self.num_in[_S.WAITING] += 1
-            heapq.heappush(self._waiting, (live.order, live))
-        self.num_unfinished += len(samples)
+        first = self._num_admitted
+        self._num_admitted += len(samples)
+        self._groups[group_id] = group = LiveGroup(group_id, prompt, first)
+        group.members += [LiveSample(s, group, order) for order, s in enumerate(samples, first)]
+        for live in group.members:
+            self._take_in(live)
         return group
+
+    def _take_in(self, live: LiveSample) -> None:
+        live.state, live.num_stops = resting_state(live.sample), live.sample.num_interruptions
+        is_unfinished = live.state in UNFINISHED
+        self.num_in[live.state] += 1
+        self.num_unfinished += is_unfinished
+        self.ledger.take_over(
+            live.sample.num_generated, "interrupted" if is_unfinished else "pending"
+        )
+        self.learn_version(live)
+        self._place(live)
 
     def move(self, live: LiveSample, event: Event) -> None:
         """Let an event happen to a sample: its state, its queue, and where its tokens are.
@@ -116,17 +133,20 @@ class LiveSamples:
             self._resumptions_total += 1
         live.state = state
         self.held_back.pop(name, None)
-        if state is _S.INFLIGHT:
-            self.inflight[name] = live
-        elif state is _S.WAITING:
-            heapq.heappush(self._waiting, (live.order, live))
-        elif state is _S.INTERRUPTED:
+        if state is _S.INTERRUPTED:
             self._interruptions_total += 1
             live.num_stops += 1
+        self._place(live)
+
+    def _place(self, live: LiveSample) -> None:
+        """Put a sample where those of its state are."""
+        if live.state is _S.INFLIGHT:
+            self.inflight[live.sample_id] = live
+        elif live.state is _S.WAITING:
+            heapq.heappush(self._waiting, (live.order, live))
+        elif live.state in (_S.INTERRUPTED, _S.READY):
             self._queue(live)
-        elif state is _S.READY:
-            self._queue(live)
-        elif state is _S.SCORED:
+        elif live.state is _S.SCORED:
             live.group.num_scored += 1
 
     def _move_tokens(self, live: LiveSample, was_unfinished: bool, target: Any) -> None:

@@ -7,11 +7,11 @@ version to themselves: the catch-up round, without supplementation.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ray_apr.core.sample import Prompt
+from ray_apr.scheduling.order import retried
 
 
 class Retries:
@@ -31,6 +31,17 @@ class Retries:
     def __iter__(self) -> Iterator[Prompt]:
         yield from self._now
         yield from self._long
+
+    @property
+    def num_long(self) -> int:
+        """How many of them, the last ones, full batches stopped twice."""
+        return len(self._long)
+
+    def restore(self, prompts: Sequence[Prompt], num_long: int) -> None:
+        """Take in what another one held."""
+        first_long = len(prompts) - num_long
+        self._now.extend(prompts[:first_long])
+        self._long.extend(prompts[first_long:])
 
     def put_off(self, prompt: Prompt) -> None:
         """Try a prompt later, whose group has not begun."""
@@ -57,5 +68,4 @@ class Retries:
 
 def _again(prompt: Prompt) -> Prompt:
     """The same prompt for another try, under an id of its own."""
-    number, name = prompt.num_retries + 1, prompt.prompt_id.partition("~")[0]
-    return dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
+    return retried(prompt, prompt.num_retries + 1)

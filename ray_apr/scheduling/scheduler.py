@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ray_apr.config import PartialRolloutConfig
@@ -29,7 +29,7 @@ from ray_apr.core.ledger import DiscardReason
 from ray_apr.core.messages import Generation
 from ray_apr.core.sample import Prompt, Sample, SampleState
 from ray_apr.core.user import GroupFilter, RewardResult, Step
-from ray_apr.scheduling.limits import Limits
+from ray_apr.scheduling.intake import Intake, SchedulerState
 from ray_apr.scheduling.live import LiveGroup, LiveSample, TurnRules, transition
 
 
@@ -46,7 +46,7 @@ class Actions(NamedTuple):
     """Their generate calls are aborted; each still ends by its generation or error."""
 
 
-class Scheduler(Limits):
+class Scheduler(Intake):
     """Decides which groups and samples start, resume, stop and are dropped.
 
     An event raises `RolloutError` if the sample is in another state than it needs.
@@ -103,10 +103,34 @@ class Scheduler(Limits):
         """Samples that ran when their group was dropped, until the next tick."""
         self._has_interrupted = False
 
-    def pending_prompts(self) -> Iterator[str]:
-        """Ids of the prompts that are neither handed over nor dropped for good."""
-        yield from (group.group_id for group in self.live.groups)
-        yield from (prompt.prompt_id for prompt in self._retries)
+    def restore(
+        self, state: SchedulerState, prompt_of: Callable[[str], Prompt]
+    ) -> list[tuple[Sample, ...]]:
+        """Go on with the samples of a checkpoint, before the first `tick`.
+
+        What was in flight is interrupted, with the tokens that were known. Members that have ended
+        are to be scored, those that await their environment asked about again.
+
+        Args:
+            state: Of a scheduler with the same group size.
+            prompt_of: Gives the prompt of an id.
+
+        Returns:
+            Groups that are scored, which go to the buffer at once.
+        """
+        self._num_owed = state.num_owed
+        self._retries.restore([prompt_of(i) for i in state.retries], state.num_long_retries)
+        scored = []
+        for samples in state.handed_over:
+            scored.append(self._hand_over(self.live.add_group(samples[0].prompt, samples)))
+        for samples in state.groups:
+            group = self.live.add_group(samples[0].prompt, samples)
+            for live in group.members:
+                if not (live.sample.segments or live.sample.environment_state):
+                    self._begin(live)
+            if group.is_complete and (kept := self._complete(group)):
+                scored.append(kept)
+        return scored
 
     # -- what to do ------------------------------------------------------------------------------
 
@@ -141,34 +165,6 @@ class Scheduler(Limits):
         """Samples that run although their group was dropped, or that a full batch stops."""
         aborts, self._to_abort = self._to_abort, []
         return aborts
-
-    def admit(self, prompt: Prompt) -> LiveGroup:
-        """Take in the group of a new prompt; `room` says how many.
-
-        Raises:
-            RolloutError: If the prompt is live already.
-        """
-        budgets, group_id = self._budgets(prompt), prompt.prompt_id
-        samples = [
-            Sample(
-                sample_id=f"{group_id}-{i}",
-                group_id=group_id,
-                prompt=prompt,
-                max_response_tokens=budgets[i % len(budgets)],
-            )
-            for i in range(self._group_size)
-        ]
-        group = self.live.add_group(prompt, samples)
-        self._num_owed = max(0, self._num_owed - 1)
-        for live in group.members:
-            self._begin(live)
-        return group
-
-    def _begin(self, live: LiveSample) -> None:
-        """A sample without a token can start, or has to wait until its environment is reset."""
-        if self._turns is not None and self._turns.resets:
-            self.live.move(live, "resets")
-            self._resets.append(live)
 
     def start_next(self) -> LiveSample | None:
         """Mark the next sample as in flight: those that have begun first.
@@ -292,21 +288,24 @@ class Scheduler(Limits):
         live.sample = dataclasses.replace(
             live.sample, reward=result.reward, reward_metrics=result.metrics
         )
-        group = live.group
-        if not group.is_complete:
-            return None
-        samples = group.samples
-        if self._is_filtered(samples):
+        return self._complete(live.group) if live.group.is_complete else None
+
+    def _complete(self, group: LiveGroup) -> tuple[Sample, ...] | None:
+        """A group is scored: it leaves for the buffer, or is filtered out."""
+        if self._is_filtered(group.samples):
             if group.prompt.num_retries < self._config.max_filter_retries:
                 self._retries.again(group.prompt)
             self._num_filtered += 1
             self._drop(group, "filtered")
             return None
+        self._num_filtered = 0
+        return self._hand_over(group)
+
+    def _hand_over(self, group: LiveGroup) -> tuple[Sample, ...]:
         self.live.remove(group, "buffered")
         self._num_buffered += self._group_size
         self._num_handed += self._group_size
-        self._num_filtered = 0
-        return samples
+        return group.samples
 
     def _is_filtered(self, group: Sequence[Sample]) -> bool:
         """Whether all rewards of a group are equal, so that all its advantages are zero; or the

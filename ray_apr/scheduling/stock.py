@@ -206,16 +206,22 @@ class Stock:
                 self._shelve(group, ref)
                 self._handed_out.pop(group.group_id, None)
 
+    def held(self) -> list[tuple[GroupMeta, Any]]:
+        """Groups that are neither trained nor evicted, with their payload, in order of arrival."""
+        held = [(group, self._refs[group.group_id]) for group in self._shelf]
+        if self.granted is not None:
+            held += zip(self.granted.groups, self.granted.refs, strict=True)
+        return sorted(held, key=lambda pair: pair[0].sequence)
+
     def stats(self) -> BufferStats:
         """Figures of this moment."""
-        held = (*(() if self.granted is None else self.granted.groups), *self._shelf)
         return BufferStats(
             ledger=self._ledger.snapshot(),
             buffered_samples=self.num_buffered,
             trained_samples=self._trained_samples,
             evicted_samples=self._evicted_samples,
             read_ahead_max=self._read_ahead_max,
-            held_groups=tuple(group.group_id for group in held),
+            held_groups=tuple(group.group_id for group, _ in self.held()),
         )
 
     def diagnosis(self) -> str:

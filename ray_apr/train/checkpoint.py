@@ -2,8 +2,8 @@
 
 A checkpoint folder holds the sharded state of all ranks (``torch.distributed.checkpoint``, readable
 by any number of ranks), one random state a rank, ``progress.json``, and what the rollout side goes
-on with, ``rollout.json``. Every rank writes its own files into its own folder; Ray Train merges
-them into one.
+on with, ``rollout.json`` and ``samples.arrow``. Every rank writes its own files into its own
+folder; Ray Train merges them into one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,7 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoTokenizer
 
 from ray_apr.core.exceptions import TrainError
-from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, RolloutProgress
+from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
+from ray_apr.data.saved_samples import write_samples
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.wire import wire_tensors
@@ -60,7 +62,6 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
-    rollout: RolloutProgress | None = None,
 ) -> None:
     """Write this rank's part of a checkpoint; all ranks call this together.
 
@@ -69,7 +70,6 @@ def save_checkpoint(
         model: The sharded model.
         optimizer: Its optimizer; the learning rate follows from the step.
         progress: Step and policy version.
-        rollout: Of the rollout side; what rank 0 gives is written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +80,19 @@ def save_checkpoint(
     torch.save(_random_state(), folder / _random_file(rank))
     if rank == 0:
         (folder / PROGRESS_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        if rollout is not None:
-            (folder / ROLLOUT_FILE).write_text(rollout.to_json(), encoding="utf-8")
+
+
+def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table) -> None:
+    """Write the rollout side's part of a checkpoint; rank 0 calls this.
+
+    Args:
+        folder: Of the checkpoint; it exists.
+        rollout: Where the rollout side stands.
+        samples: Its samples (`saved_samples`).
+    """
+    digest = write_samples(Path(folder) / SAMPLES_FILE, samples)
+    rollout = replace(rollout, samples_digest=digest)
+    (Path(folder) / ROLLOUT_FILE).write_text(rollout.to_json(), encoding="utf-8")
 
 
 def load_checkpoint(

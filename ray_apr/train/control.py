@@ -22,6 +22,8 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.data.resumption import Begin, RolloutProgress
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from ray_apr.core.messages import WeightGroupState, WeightScores
     from ray_apr.weights.check import Probes
     from ray_apr.weights.transports.base import WeightSender
@@ -142,12 +144,27 @@ class RunControl:
         figures: Mapping[str, float] = answer_of(ended, whom, _CALL_TIMEOUT_S)
         return figures
 
-    def rollout_progress(self) -> RolloutProgress:
-        """Where the rollout side stands, between the end of a step and that of the next."""
-        # in this order: what goes from one to the other meanwhile is in both answers
-        summary = answer_of(self._worker.summary.remote(), "rollout worker", _CALL_TIMEOUT_S)
-        stats = answer_of(self._buffer.stats.remote(), "sample buffer", _CALL_TIMEOUT_S)
-        return RolloutProgress.of(summary, stats, seed=self._seed, before=self._before)
+    def capture(self) -> Callable[[], tuple[RolloutProgress, pa.Table]]:
+        """Have the rollout side look at itself, between the end of a step and that of the next.
+
+        Returns:
+            What waits for it: where the rollout side stands, and the table of its samples.
+        """
+        asked = self._worker.capture.remote()
+
+        def captured() -> tuple[RolloutProgress, pa.Table]:
+            taken = answer_of(asked, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
+            samples = answer_of(taken.samples[0], "samples of a checkpoint", _CALL_TIMEOUT_S)
+            progress = RolloutProgress.of(
+                taken.summary,
+                taken.stats,
+                state=taken.state,
+                seed=self._seed,
+                before=self._before,
+            )
+            return progress, samples
+
+        return captured
 
     def is_group_whole(self) -> bool:
         """Whether the engine workers that run are those that have joined the weight group."""

@@ -44,6 +44,7 @@ from ray_apr.train.checkpoint import (
     export_hf,
     load_checkpoint,
     save_checkpoint,
+    save_rollout,
 )
 from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
@@ -289,8 +290,10 @@ class _TrainLoop:
     ) -> None:
         """Report a checkpoint of where the run stands to Ray Train, by a name or one of its own."""
         with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:
-            rollout = None if self._control is None else self._control.rollout_progress()
-            save_checkpoint(folder, self._model, self._optimizer, self._progress, rollout)
+            captured = None if self._control is None else self._control.capture()
+            save_checkpoint(folder, self._model, self._optimizer, self._progress)
+            if captured is not None:
+                save_rollout(folder, *captured())
             if is_last:
                 export_hf(Path(folder) / HF_FOLDER, self._model, self._spec.model)
             checkpoint = ray.train.Checkpoint.from_directory(folder)

@@ -16,8 +16,7 @@ from ray_apr.cli import main as cli
 from ray_apr.core.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.messages import SamplingParams
-from ray_apr.data.resumption import Begin, Counters
-from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.data.resumption import Begin, Counters, RolloutSummary
 from ray_apr.run import controller, progress
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
@@ -35,7 +34,7 @@ STATS = BufferStats(
 )  # fmt: skip
 SUMMARY = RolloutSummary(
     ledger=LedgerSnapshot(interrupted=2), samples_interrupted=1, samples_resumed=1,
-    prompts_position=9, num_prompts=4, pending_prompts=(), engines=(),
+    prompts_position=9, num_prompts=4, pending_prompts=(), engines=(), sampled={},
 )  # fmt: skip
 
 

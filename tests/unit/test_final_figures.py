@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.data.resumption import Counters
-from ray_apr.rollout.worker import RolloutSummary
+from ray_apr.data.resumption import Counters, RolloutSummary
 from ray_apr.run.final import final_figures
 from ray_apr.scheduling.stock import BufferStats
 from tests.fakes import ScriptedEngine
@@ -19,7 +18,7 @@ async def test_tokens_for_others_than_the_run_are_outside_of_its_ledger():
     summary = RolloutSummary(
         ledger=LedgerSnapshot(generated=60, pending=4, interrupted=6, discarded={"failed": 10}),
         samples_interrupted=0, samples_resumed=0, prompts_position=0, num_prompts=1,
-        pending_prompts=(), engines=(engine, engine),
+        pending_prompts=(), engines=(engine, engine), sampled={},
     )  # fmt: skip
     stats = BufferStats(
         ledger=LedgerSnapshot(buffered=10, trained=30), buffered_samples=0, trained_samples=0,

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import ray.train
 
-from ray_apr.config import TrainConfig
+from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.ledger import LedgerSnapshot
+from ray_apr.core.sample import Prompt, Sample, Segment
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
     ROLLOUT_FILE,
+    SAMPLES_FILE,
     Begin,
     Counters,
     RolloutProgress,
+    sampled_with,
 )
+from ray_apr.data.saved_samples import samples_table, write_samples
 from ray_apr.run import resume
 from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.resume import find_begin, hold_folder, resume_folder
+from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import prompt_order
 from tests.run_specs import run_spec
 
 BEFORE = Counters(
     samples_trained=8, tokens_trained=50, samples_interrupted=2, samples_resumed=1,
     tokens_generated=90, tokens_discarded={"stale": 10},
+)  # fmt: skip
+OF_FORMAT_0 = ("seed", "num_prompts", "position", "pending", "counters")
+SAMPLED = RolloutConfig(group_size=2, max_response_tokens=16)
+PROMPT = Prompt(prompt_id="e0-1", token_ids=(1,))
+TOKENS = Segment(policy_version=1, token_ids=(7, 8), logprobs=(-0.5, -1.0))
+GROUP = tuple(
+    Sample(sample_id=f"e0-1-{i}", group_id="e0-1", prompt=PROMPT, max_response_tokens=16,
+           segments=(TOKENS,))
+    for i in range(2)
 )  # fmt: skip
 PROGRESS = RolloutProgress(seed=0, num_prompts=4, position=6, pending=(1, 5), counters=BEFORE)
 
@@ -52,12 +68,14 @@ def test_a_checkpoint_notes_what_worker_and_buffer_hold():
     summary = SimpleNamespace(
         num_prompts=4, prompts_position=9, pending_prompts=(3, 8), samples_interrupted=1,
         samples_resumed=1, ledger=LedgerSnapshot(generated=70, discarded={"failed": 5}),
+        sampled={"group_size": 2},
     )  # fmt: skip
     stats = SimpleNamespace(
         held_groups=("e1-1", "e2-0~1"), trained_samples=4,
         ledger=LedgerSnapshot(trained=30, discarded={"stale": 6}),
     )  # fmt: skip
-    progress = RolloutProgress.of(summary, stats, seed=2, before=BEFORE)
+    state = SchedulerState(retries=("e2-0~1",), num_long_retries=1, num_owed=2)
+    progress = RolloutProgress.of(summary, stats, seed=2, before=BEFORE, state=state)
     assert progress.pending == (3, 5, 8)
     assert (progress.seed, progress.num_prompts, progress.position) == (2, 4, 9)
     assert progress.counters == Counters(
@@ -133,8 +151,16 @@ def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
     (note,) = read(folder, "resumes.jsonl")
     assert note == {
         "time_s": 34.5, "step": 2, "policy_version": 2, "steps_repeated": 2, "prompts_pending": 2,
-        "tokens_lost": 60, "ended": "killed",
+        "samples_kept": 0, "tokens_kept": 0, "tokens_lost": 60, "ended": "killed",
     }  # fmt: skip
+
+
+def test_tokens_that_go_on_are_not_lost(folder):
+    resumed, _ = resume_folder(folder, begin(samples=samples_table([GROUP])), now=1000.0)
+    (note,) = read(folder, "resumes.jsonl")
+    assert (note["samples_kept"], note["tokens_kept"], note["tokens_lost"]) == (2, 4, 56)
+    assert note["prompts_pending"] == 1, "the one without samples"
+    assert resumed.before.ledger.error == 4, "which the new worker takes over"
 
 
 def test_a_run_without_a_checkpoint_goes_on_from_its_start_in_the_same_folder(folder):
@@ -183,6 +209,7 @@ def test_a_new_run_begins_anew_or_with_the_checkpoint_that_is_given(tmp_path, ch
     assert find_begin(plan_of(tmp_path)) == Begin()
     given = find_begin(plan_of(tmp_path, checkpoint=checkpoint))
     assert (given.step, given.rollout, given.before) == (2, PROGRESS, Counters())
+    assert given.prompts_again == (1, 5)
     assert not given.is_resumed
 
 
@@ -191,6 +218,54 @@ def test_a_run_goes_on_with_its_own_last_checkpoint(tmp_path, checkpoint, monkey
     found = find_begin(plan_of(tmp_path))
     assert (found.step, found.policy_version, found.before) == (2, 2, BEFORE)
     assert found.is_resumed
+
+
+@pytest.fixture
+def with_samples(checkpoint):
+    table = samples_table([GROUP])
+    digest = write_samples(Path(checkpoint.path) / SAMPLES_FILE, table)
+    progress = dataclasses.replace(
+        PROGRESS, samples_digest=digest, sampled=sampled_with(SAMPLED), retries=("e1-2~1",)
+    )
+    (Path(checkpoint.path) / ROLLOUT_FILE).write_text(progress.to_json())
+    return checkpoint
+
+
+def test_samples_of_a_checkpoint_go_on_and_their_prompts_do_not_come_again(tmp_path, with_samples):
+    found = find_begin(plan_of(tmp_path, checkpoint=with_samples, rollout=SAMPLED))
+    assert (found.num_samples, found.num_kept, found.prompts_again) == (2, 4, (5,))
+    assert found.before == Counters(tokens_generated=4), "another run made them"
+    assert found.rollout.retries == ("e1-2~1",)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [({"group_size": 4}, "group_size"), ({"temperature": 0.5}, "sampling")]
+)
+def test_samples_that_were_made_otherwise_begin_anew(tmp_path, with_samples, caplog, section, name):
+    sampling = {"sampling": {"temperature": 0.5}} if name == "sampling" else section
+    rollout = dataclasses.replace(SAMPLED, **sampling)
+    found = find_begin(plan_of(tmp_path, checkpoint=with_samples, rollout=rollout))
+    assert found.samples is None and found.prompts_again == (1, 5)
+    assert found.rollout.retries == () and found.before == Counters()
+    assert f"begin anew: rollout.{name} differ" in caplog.text
+
+
+def test_a_checkpoint_with_damaged_samples_is_refused(tmp_path, with_samples):
+    with (Path(with_samples.path) / SAMPLES_FILE).open("ab") as file:
+        file.write(b"!")
+    with pytest.raises(ConfigError, match=r"checkpoint = .*samples\.arrow is damaged"):
+        find_begin(plan_of(tmp_path, checkpoint=with_samples, rollout=SAMPLED))
+
+
+def test_a_checkpoint_of_another_format_is_read_if_it_is_older(tmp_path, checkpoint):
+    old = {k: v for k, v in dataclasses.asdict(PROGRESS).items() if k in OF_FORMAT_0}
+    file = Path(checkpoint.path) / ROLLOUT_FILE
+    file.write_text(json.dumps(old))
+    found = find_begin(plan_of(tmp_path, checkpoint=checkpoint))
+    assert found.prompts_again == (1, 5) and found.rollout.format == 0
+    file.write_text(json.dumps(old | {"format": 2}))
+    with pytest.raises(ConfigError, match=r"checkpoint = 'format 2'.*reads formats up to 1"):
+        find_begin(plan_of(tmp_path, checkpoint=checkpoint))
 
 
 def test_a_run_that_has_no_checkpoint_is_begun_again(tmp_path):

@@ -13,12 +13,10 @@ from ray_apr.core.exceptions import (
     SyncBrokenError,
 )
 from ray_apr.core.sample import FinishReason
-from ray_apr.data.resumption import Counters, RolloutProgress
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
-from ray_apr.scheduling.order import prompt_position
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
-from tests.rollout_run import PROMPTS, Run, Scorer, running, until, without_ray
+from tests.rollout_run import Run, Scorer, running, until, without_ray
 
 
 @pytest.fixture(autouse=True)
@@ -437,21 +435,3 @@ async def test_a_run_that_goes_on_generates_nothing_before_the_engines_have_its_
         assert {v for sample in samples for v in sample.token_versions} == {5}
     finally:
         await run.worker.stop()
-
-
-async def test_the_summary_of_a_checkpoint_misses_no_prompt(monkeypatch):
-    """What goes from the worker to the buffer meanwhile is in one of the two answers, or both."""
-    engine = ScriptedEngine(auto=1)
-    async with running(engine, max_staleness=4, oversampling_factor=3.0) as run:
-        for step in range(4):
-            await run.step(step)
-            summary = await run.worker.summary()
-            await asyncio.sleep(0.01)
-            stats = await run.buffer.stats()
-            progress = RolloutProgress.of(summary, stats, seed=0, before=Counters())
-            trained = {row["group_id"] for row in run.recorder.rows if row["kind"] == "sample"}
-            done = {prompt_position(group, len(PROMPTS)) for group in trained}
-            assert len(done) == 2 * (step + 1)
-            assert done | set(progress.pending) >= set(range(progress.position))
-            assert not done & set(progress.pending)
-            await run.sync(step + 1)

@@ -8,6 +8,7 @@ architecture are checked after each step, and at the end that a full batch still
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import zlib
@@ -28,6 +29,7 @@ from ray_apr.core.sample import FinishReason, Prompt, Sample, SampleState, Segme
 from ray_apr.core.staleness import oldest_trainable
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.scheduling.live import LiveSample, TurnRules
+from ray_apr.scheduling.order import num_retries, retried
 from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.scheduling.shelf import Shelf
 from tests.schedules import members, sample_of
@@ -119,26 +121,33 @@ class APRMachine(RuleBasedStateMachine):
             filter_zero_variance=filters and group_size > 1,
             max_filter_retries=1,
         )
+        self.turns = turns
+        self.engine_version = self.trainer_version = first_version
+        self.training: list[Arrival] = []
+        self.phase = "idle"
+        self.num_groups = self.num_asked = 0
+        self.tokens_restored = 0
+        self.make_pipeline()
+        self.rewarded: set[str] = set()
+        self.trained: set[str] = set()
+
+    def make_pipeline(self) -> None:
+        """The rollout side as it is in new processes."""
         self.shelf = Shelf(
-            batch_size=self.batch_size,
-            max_staleness=eta,
-            on_stale=on_stale,  # type: ignore[arg-type]
+            batch_size=self.batch_size, max_staleness=self.eta, on_stale=self.config.on_stale
         )
         self.scheduler = Scheduler(
             self.config,
             batch_size=self.batch_size,
-            group_size=group_size,
-            max_inflight=max_inflight,
+            group_size=self.group_size,
+            max_inflight=self.max_inflight,
             budgets=lambda prompt: [BUDGET],
-            policy_version=first_version,
-            turns=turns,
+            policy_version=self.engine_version,
+            turns=self.turns,
         )
-        self.turns = turns
         self.to_reset: list[LiveSample] = []
         self.asked: dict[int, tuple[LiveSample, Sample]] = {}
         """Calls of the environment under way, by number; some samples may be gone meanwhile."""
-        self.num_asked = 0
-        self.engine_version = self.trainer_version = first_version
         self.requests: dict[str, Request] = {}
         self.in_retry: dict[str, LiveSample] = {}
         self.ended: dict[str, LiveSample] = {}
@@ -147,12 +156,7 @@ class APRMachine(RuleBasedStateMachine):
         self.buffer: dict[str, Arrival] = {}
         self.buffer_ledger = TokenLedger()
         self.reports: deque[dict[str, int]] = deque()
-        self.training: list[Arrival] = []
-        self.phase = "idle"
-        self.num_received = self.num_groups = 0
-        self.tokens_delivered = 0
-        self.rewarded: set[str] = set()
-        self.trained: set[str] = set()
+        self.num_received = self.tokens_delivered = 0
 
     # -- rollout worker ----------------------------------------------------------------------
 
@@ -235,11 +239,12 @@ class APRMachine(RuleBasedStateMachine):
             return
         assert not self.config.filter_zero_variance or len({s.reward for s in group}) > 1
         assert is_live and len(group) == self.group_size
-        meta = GroupMeta(
-            group_id=sample.group.group_id,
-            sequence=0,
-            samples=tuple(SampleMeta.of(s) for s in group),
-        )
+        self.send(group)
+
+    def send(self, group: tuple[Sample, ...]) -> None:
+        """A scored group goes to the buffer."""
+        metas = tuple(SampleMeta.of(s) for s in group)
+        meta = GroupMeta(group_id=group[0].group_id, sequence=0, samples=metas)
         self.on_the_way.append(Arrival(meta, group))
 
     @rule(pick=PICK)
@@ -264,6 +269,34 @@ class APRMachine(RuleBasedStateMachine):
     @rule()
     def evict_stale(self) -> None:
         self.drop_stale(self.scheduler.evict_stale)
+
+    @rule()
+    @precondition(lambda self: self.phase in ("idle", "granted"))
+    def begin_again(self) -> None:
+        """The rollout side goes on with its checkpoint, in new processes; no call outlives them."""
+        before, ledger = self.live, self.scheduler.live.ledger.snapshot()
+        groups = [*self.buffer.values(), *self.on_the_way]
+        handed_over = tuple(arrival.samples for arrival in groups)
+        state = dataclasses.replace(self.scheduler.state(), handed_over=handed_over)
+        self.make_pipeline()
+        scored = self.scheduler.restore(state, self.prompt_of)
+        assert scored == list(handed_over) and self.live == before
+        after = self.scheduler.live.ledger.snapshot()
+        assert (after.interrupted, after.pending) == (ledger.interrupted, ledger.pending)
+        self.tokens_restored = sum(arrival.num_tokens for arrival in groups)
+        self.tokens_restored += after.interrupted + after.pending
+        for samples in scored:
+            self.send(samples)
+        for live in members(self.scheduler):
+            if live.state is SampleState.FINISHED:
+                self.ended[live.sample_id] = live
+            elif live.sample.awaits_step:
+                self.ask(live)
+        self.select()
+
+    @staticmethod
+    def prompt_of(group_id: str) -> Prompt:
+        return retried(Prompt(prompt_id=group_id, token_ids=PROMPT_IDS), num_retries(group_id))
 
     @rule(pick=PICK)
     def event_in_wrong_state(self, pick: int) -> None:
@@ -572,7 +605,7 @@ class APRMachine(RuleBasedStateMachine):
         worker = self.scheduler.live.ledger.snapshot()
         buffer = self.buffer_ledger.snapshot()
         on_the_way = sum(a.num_tokens for a in self.on_the_way)
-        assert (worker + buffer).error == on_the_way
+        assert (worker + buffer).error == on_the_way - self.tokens_restored
         assert worker.generated == self.tokens_delivered
         live = list(self.live.values())
         held = sum(s.num_generated for s in live if s.finish_reason is None)
@@ -770,6 +803,7 @@ def random_event(machine: APRMachine, rng: random.Random) -> None:
         (4, True, lambda: machine.admit(4)),
         (6, True, lambda: machine.start(12)),
         (2, True, machine.interrupt_when_full),
+        (0.3, machine.phase in ("idle", "granted"), machine.begin_again),
         (1, True, machine.evict_stale),
         (1, True, lambda: machine.event_in_wrong_state(pick)),
         (4, machine.requests, lambda: machine.decode(pick % 3, 1 + pick % 2)),

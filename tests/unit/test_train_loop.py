@@ -57,7 +57,7 @@ def loop(monkeypatch):
         reports.append((metrics, checkpoint is not None, checkpoint_dir_name))
 
     monkeypatch.setattr(ray.train, "report", report)
-    for name in ("save_checkpoint", "export_hf"):
+    for name in ("save_checkpoint", "save_rollout", "export_hf"):
         monkeypatch.setattr(loop_module, name, lambda *_: None)
     monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
@@ -66,7 +66,7 @@ def loop(monkeypatch):
         end_step=lambda *_: {},
         record_step=lambda row: None,
         record_span=lambda *_: None,
-        rollout_progress=lambda: None,
+        capture=lambda: lambda: (None, None),
         wait_until_recorded=lambda: None,
     )
     loop._spec = types.SimpleNamespace(

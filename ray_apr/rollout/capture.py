@@ -1,0 +1,72 @@
+"""What a checkpoint takes of the rollout side: responses under way, groups that wait, figures.
+
+Invariants, kept by `capture`:
+    * Each group is in the capture once. While worker and buffer are looked at nothing goes from one
+      to the other, so that both sides, and the sum of their ledgers, are of one moment.
+    * Generation, rewards and syncs go on; what is looked at is frozen, and laid out in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from ray_apr.core.sample import Sample
+from ray_apr.data.resumption import RolloutSummary
+from ray_apr.data.saved_samples import samples_table
+from ray_apr.rollout.sessions import Sessions
+from ray_apr.scheduling.intake import SchedulerState
+from ray_apr.scheduling.scheduler import Scheduler
+from ray_apr.scheduling.stock import BufferStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCapture:
+    """The rollout side at one moment."""
+
+    summary: RolloutSummary
+    stats: BufferStats
+    state: SchedulerState
+    """Without its groups."""
+    samples: tuple[Any, ...]
+    """One ObjectRef, of the table of all samples (`saved_samples`)."""
+
+
+async def capture(
+    scheduler: Scheduler, sessions: Sessions, buffer: Any, summarize: Callable[[], RolloutSummary]
+) -> RolloutCapture:
+    """Look at the whole rollout side.
+
+    Waits for: groups on their way to the buffer, and its answer. Unblocked by: these, or its death.
+
+    Args:
+        scheduler: Of the worker.
+        sessions: Of the worker.
+        buffer: Handle of the sample buffer.
+        summarize: Gives the figures of the worker.
+    """
+    async with sessions.hand_overs_held():
+        stats, refs = await buffer.held.remote()
+        summary, state = summarize(), scheduler.state()
+        waiting = tuple(sessions.on_their_way.values())
+    samples = await asyncio.to_thread(_table, state.groups, refs, waiting)
+    return RolloutCapture(
+        summary=summary,
+        stats=stats,
+        state=dataclasses.replace(state, groups=()),
+        samples=(ray.put(samples),),
+    )
+
+
+def _table(
+    live: Sequence[Sequence[Sample]], refs: Sequence[Any], waiting: Sequence[Sequence[Sample]]
+) -> pa.Table:
+    """All samples as one table; of those that the buffer holds there are references."""
+    held: list[Sequence[Sample]] = ray.get(list(refs))
+    return samples_table(live, (*held, *waiting))

@@ -1,0 +1,80 @@
+"""Intake: how groups come in, of new prompts, of prompts tried again, and of a checkpoint.
+
+Invariants, kept by `Intake`:
+    * A group comes in whole, each sample in the state that its tokens say.
+    * What `state` gives is all that a run has under way before the buffer, but for the calls
+      themselves. Nothing of it changes later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ray_apr.core.sample import Prompt, Sample
+from ray_apr.scheduling.limits import Limits
+from ray_apr.scheduling.live import LiveGroup, LiveSample, TurnRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """What a checkpoint has of a scheduler; limits and counts follow from it."""
+
+    groups: tuple[tuple[Sample, ...], ...] = ()
+    """Samples of each live group, with their tokens."""
+    handed_over: tuple[tuple[Sample, ...], ...] = ()
+    """Samples of each group that was handed to the buffer and is neither trained nor evicted; the
+    scheduler does not know them."""
+    retries: tuple[str, ...] = ()
+    """Ids of the prompts that are to be tried again."""
+    num_long_retries: int = 0
+    """How many of these, the last ones, wait for a round of their own."""
+    num_owed: int = 0
+    """Groups that were dropped and not yet replaced."""
+
+
+class Intake(Limits):
+    """The part of the scheduler through which groups come in; see there for the arguments."""
+
+    _budgets: Callable[[Prompt], Sequence[int]]
+    _turns: TurnRules | None
+    _resets: deque[LiveSample]
+    """Samples whose environment speaks first, until the next tick."""
+
+    def admit(self, prompt: Prompt) -> LiveGroup:
+        """Take in the group of a new prompt; `room` says how many.
+
+        Raises:
+            RolloutError: If the prompt is live already.
+        """
+        budgets, group_id = self._budgets(prompt), prompt.prompt_id
+        samples = [
+            Sample(
+                sample_id=f"{group_id}-{i}",
+                group_id=group_id,
+                prompt=prompt,
+                max_response_tokens=budgets[i % len(budgets)],
+            )
+            for i in range(self._group_size)
+        ]
+        group = self.live.add_group(prompt, samples)
+        self._num_owed = max(0, self._num_owed - 1)
+        for live in group.members:
+            self._begin(live)
+        return group
+
+    def _begin(self, live: LiveSample) -> None:
+        """A sample without a token can start, or has to wait until its environment is reset."""
+        if self._turns is not None and self._turns.resets:
+            self.live.move(live, "resets")
+            self._resets.append(live)
+
+    def state(self) -> SchedulerState:
+        """What a checkpoint has of this scheduler (`Scheduler.restore`)."""
+        return SchedulerState(
+            groups=tuple(group.samples for group in self.live.groups),
+            retries=tuple(prompt.prompt_id for prompt in self._retries),
+            num_long_retries=self._retries.num_long,
+            num_owed=self._num_owed,
+        )

@@ -1,0 +1,205 @@
+"""What a checkpoint takes of the rollout side, and how a new one goes on (rollout/capture.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from ray_apr.core.sample import FinishReason
+from ray_apr.core.user import Step
+from ray_apr.data.resumption import Begin, Counters, RolloutProgress
+from ray_apr.data.saved_samples import groups_of
+from ray_apr.rollout import sessions as sessions_module
+from ray_apr.scheduling.intake import SchedulerState
+from ray_apr.scheduling.live import TurnRules
+from ray_apr.scheduling.order import prompt_position
+from tests.fakes import FIRST_TOKEN, ScriptedEngine
+from tests.rollout_run import PROMPTS, Scorer, running, until, without_ray
+
+GROUPS = 24
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    without_ray(monkeypatch)
+
+
+async def take(run, before: Counters | None = None) -> Begin:
+    """What a run goes on with that is killed now."""
+    taken = await run.worker.capture()
+    progress = RolloutProgress.of(
+        taken.summary, taken.stats, seed=0, before=before or Counters(), state=taken.state
+    )
+    again = RolloutProgress.from_json(progress.to_json())
+    assert again == progress
+    return Begin(rollout=again, samples=taken.samples[0], before=again.counters)
+
+
+def settings_of(begin: Begin) -> dict:
+    """Of a worker that goes on."""
+
+    def make_state(prompt_of):
+        live, handed_over = groups_of(begin.samples, prompt_of)
+        rollout = begin.rollout
+        return SchedulerState(
+            groups=tuple(live), handed_over=tuple(handed_over), retries=rollout.retries,
+            num_long_retries=rollout.num_long_retries, num_owed=rollout.num_owed,
+        )  # fmt: skip
+
+    return {
+        "make_state": make_state,
+        "position": begin.rollout.position,
+        "pending": begin.prompts_again,
+    }
+
+
+def check_closed(begin: Begin) -> None:
+    """Each token is trained, discarded, or goes on."""
+    counters = begin.before
+    discarded = sum(counters.tokens_discarded.values())
+    assert counters.tokens_generated == counters.tokens_trained + discarded + begin.num_kept
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+@pytest.mark.parametrize(
+    "partial",
+    [
+        {"max_staleness": 4, "oversampling_factor": 3.0},
+        {"max_staleness": 2, "oversampling_factor": 2.0, "interrupt": "batch_full"},
+        {"max_staleness": 2, "oversampling_factor": 2.0, "on_stale": "wait"},
+        {"max_staleness": 0, "oversampling_factor": 1.0, "interrupt": "never"},
+    ],
+)
+async def test_a_run_that_is_killed_again_and_again_trains_each_prompt_once(partial, delay):
+    """No token of a checkpoint is generated again, none is lost or counted twice."""
+    lengths = {f"e{e}-{o}-{i}": 1 + (7 * e + 3 * o + i) % 9 for e in range(9) for o in range(3)
+               for i in range(2)}  # fmt: skip
+    begin, trained, step = Begin(rollout=None), Counter(), 0
+    given: dict = {}
+    while len(trained) < GROUPS:
+        engine = ScriptedEngine(lengths, auto=1, policy_version=step)
+        async with running(engine, policy_version=step, **given, **partial) as run:
+            if given:
+                await run.sync(step)
+            for _ in range(3):
+                trained.update({s.group_id for s in await run.step(step)})
+                step += 1
+                await run.sync(step)
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            begin = await take(run, begin.before)
+            made = {s.sample_id: s.num_tokens for s in samples_of(begin)}
+        check_closed(begin)
+        assert set(made) or partial["max_staleness"] == 0
+        first_calls = {}
+        for request_id, _, budget in engine.calls:
+            first_calls.setdefault(request_id.partition("#")[0], 16 - budget)
+        for sample_id, num_tokens in given_tokens(given).items():
+            assert first_calls.get(sample_id, num_tokens) == num_tokens, "it goes on"
+        given = settings_of(begin)
+    assert set(trained.values()) == {1}
+    done = {prompt_position(group, len(PROMPTS)) for group in trained}
+    held, discarded = set(begin.rollout.pending), begin.before.tokens_discarded
+    dropped = set(range(begin.rollout.position)) - done - held
+    assert not done & held and bool(dropped) == bool(discarded["stale"]), discarded
+
+
+def samples_of(begin: Begin) -> list:
+    live, handed_over = groups_of(begin.samples, _prompt_of)
+    return [sample for group in (*live, *handed_over) for sample in group]
+
+
+def given_tokens(given: dict) -> dict[str, int]:
+    """Tokens of the samples that a worker began with."""
+    if not given:
+        return {}
+    state = given["make_state"](_prompt_of)
+    return {s.sample_id: s.num_tokens for group in state.groups for s in group}
+
+
+def _prompt_of(group_id: str):
+    from ray_apr.data.prompts import PromptSource
+
+    return PromptSource([PROMPTS], seed=0).of(group_id)
+
+
+async def test_groups_that_wait_at_the_gate_are_captured_once(monkeypatch):
+    """A capture waits for what was sent to the buffer, and holds what would be sent."""
+    engine, slow = ScriptedEngine(auto=1), asyncio.Event()
+    async with running(engine, max_staleness=4, oversampling_factor=3.0) as run:
+        put = run.buffer.put_group
+
+        async def put_late(*args):
+            await slow.wait()
+            await put(*args)
+
+        run.buffer.put_group = put_late
+        await until(lambda: run.worker._sessions.on_their_way)
+        capturing = asyncio.create_task(run.worker.capture())
+        await asyncio.sleep(0.05)
+        assert not capturing.done()
+        slow.set()
+        taken = await capturing
+        assert taken.stats.buffered_samples > 0
+        table = taken.samples[0]
+        ids = table["sample_id"].to_pylist()
+        assert len(ids) == len(set(ids))
+        generated = sum(table["num_generated"].to_pylist())
+        assert generated == (taken.summary.ledger + taken.stats.ledger).generated
+        assert len(await run.step(0)) == 4, "it goes on"
+
+
+async def test_rewards_that_were_not_there_yet_are_asked_for_again():
+    class Slow(Scorer):
+        async def score(self, sample):
+            await asyncio.sleep(3600)
+
+    async with running(ScriptedEngine(auto=2), scorer=Slow(), max_staleness=2) as run:
+        await until(lambda: run.worker._scheduler.counts().finished >= 4)
+        begin = await take(run)
+        run.worker._main.cancel()
+    check_closed(begin)
+    engine = ScriptedEngine(auto=2)
+    async with running(engine, max_staleness=2, **settings_of(begin)) as run:
+        samples = await run.step(0)
+        assert {s.response_text for s in samples} == {
+            " ".join(str(FIRST_TOKEN + i) for i in range(4))
+        }
+        ended = {s.sample_id for s in samples_of(begin) if s.finish_reason is not None}
+        asked = {request_id.partition("#")[0] for request_id, _, _ in engine.calls}
+        assert ended and not ended & asked, "nothing of them is generated again"
+
+
+async def test_turns_that_await_their_environment_are_asked_about_again(monkeypatch):
+    monkeypatch.setattr(sessions_module, "encode_step", lambda tokenizer, sample, step: (5000,))
+
+    class Environment(Scorer):
+        def __init__(self, answers: bool) -> None:
+            super().__init__()
+            self.answers, self.states = answers, []
+
+        async def step(self, sample):
+            if not self.answers:
+                await asyncio.sleep(3600)
+            self.states.append(sample.environment_state)
+            return Step(done=True, state={"seen": True})
+
+    turns = TurnRules(max_turns=3)
+    engine = ScriptedEngine(auto=1, default_length=6, turn_length=3)
+    async with running(engine, scorer=Environment(False), turns=turns, max_staleness=2) as run:
+        await until(lambda: run.worker._scheduler.counts().stepping >= 4)
+        begin = await take(run)
+        run.worker._main.cancel()
+    environment = Environment(True)
+    engine = ScriptedEngine(auto=1, default_length=6, turn_length=3)
+    async with running(
+        engine, scorer=environment, turns=turns, max_staleness=2, **settings_of(begin)
+    ) as run:
+        samples = await run.step(0)
+        assert {s.num_tokens for s in samples} == {3}
+        assert {s.finish_reason for s in samples} == {FinishReason.STOP}
+    waiting = {s.sample_id for s in samples_of(begin) if s.awaits_step}
+    asked = {request_id.partition("#")[0] for request_id, _, _ in engine.calls}
+    assert len(waiting) >= 4 and not waiting & asked
