@@ -1,8 +1,8 @@
-"""The command line: ``python -m ray_apr train | report | simulate | tune | dashboard | doctor``.
+"""The command line: ``python -m ray_apr train | report | verify | simulate | tune | ...``.
 
 Also installed as ``ray-apr``.
 
-Exit codes: 0 done; 1 the run (or a check of the doctor) failed; 2 a setting or an argument is
+Exit codes: 0 done; 1 the run (or a check) failed; 2 a setting or an argument is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM. Heavy packages load inside the commands that need
 them.
 """
@@ -107,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(command=_report)
 
+    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
+    verify.add_argument("run", metavar="RUN_DIR", type=Path)
+    verify.set_defaults(command=_verify)
+
     simulate = commands.add_parser(
         "simulate", help="predict a run: a mode on a trace and a cluster"
     )
@@ -204,6 +208,15 @@ def _make_report(run_dir: Path, out: Path | None) -> None:
     for warning in report.warnings:
         _show(f"  warning: {warning}")
     _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ray_apr.tools.verify import verify
+
+    checks = verify(args.run)
+    for check in checks:
+        _show(f"{'ok    ' if check.ok else 'BROKEN'}  {check.name:<10} {check.seen}")
+    return EXIT_OK if all(check.ok for check in checks) else EXIT_FAILED
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
 from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
-from ray_apr.core.group import SampleMeta
+from ray_apr.core.group import GroupMeta, SampleMeta
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.movement import Movement, Moves
@@ -102,7 +102,7 @@ class SampleBuffer:
         """
         async with self._changed:
             self._stock.put(samples, refs[0])
-            self._choose()
+            await self._choose()
 
     async def report_unfinished(self, by_version: Mapping[int, int]) -> None:
         """The rollout worker says what is still to come, which ``on_stale="wait"`` waits for.
@@ -113,7 +113,7 @@ class SampleBuffer:
         """
         async with self._changed:
             self._stock.set_unfinished(by_version)
-            self._choose()
+            await self._choose()
 
     async def grant(self, step: int, policy_version: int) -> None:
         """The trainer is ready for `step` at `policy_version`: its batch may be chosen.
@@ -123,7 +123,7 @@ class SampleBuffer:
         async with self._changed:
             self._begun.clear()
             self._stock.grant(step, policy_version, time.monotonic())
-            self._choose()
+            await self._choose()
 
     async def take(self, rank: int, last_step: int | None) -> BatchTicket | None:
         """Hand out the granted batch to the stream of `rank`.
@@ -185,7 +185,7 @@ class SampleBuffer:
             rows = sample_rows(self._stock.end_step(step))
             if next_policy_version is not None:
                 self._stock.grant(step + 1, next_policy_version, time.monotonic())
-            self._choose()
+            await self._choose()
         self._show_trained(rows)
         await self._recorder.record_many.remote("sample", rows)
         num_turns = sum(row["num_turns"] for row in rows)
@@ -246,12 +246,15 @@ class SampleBuffer:
         """Figures of this moment, and an ObjectRef for the samples of each group that it holds."""
         return self._stock.stats(), [ref for _, ref in self._stock.held()]
 
-    def _choose(self) -> None:
+    async def _choose(self) -> None:
         """Evict what is too old and choose the granted batch if it is complete."""
-        for group in self._stock.choose():
+        evicted = self._stock.choose()
+        self._touch()
+        for group in evicted:
             self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
             self._metrics.add("apr_rollout_discarded_tokens", group.num_generated, reason="stale")
-        self._touch()
+        if evicted:
+            await self._recorder.record_many.remote("dropped", [_dropped_row(g) for g in evicted])
 
     def _show_trained(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Count the samples of a step that was trained."""
@@ -286,3 +289,12 @@ class SampleBuffer:
         self._cursor += 1
         self._metrics.set("apr_buffer_samples", self._stock.num_waiting)
         self._changed.notify_all()
+
+
+def _dropped_row(group: GroupMeta) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "reason": "stale",
+        "policy_version": group.oldest_version,
+        "num_generated": group.num_generated,
+    }

@@ -97,6 +97,8 @@ class Sessions:
         self._arrived = asyncio.Event()
         self._may_hand_over = asyncio.Event()
         self._may_hand_over.set()
+        self.ended: list[dict[str, Any]] = []
+        """Rows of the samples that have ended, until the worker has them recorded."""
         self.outage = Outage()
         self._num_calls = 0
         self._generations = FailureCount("generations")
@@ -207,6 +209,7 @@ class Sessions:
                 return
         text = self._tokenizer.decode(live.sample.response_ids, skip_special_tokens=True)
         sample = live.note(response_text=text)
+        self.ended.append(_ended_row(sample))
         self._metrics.observe("apr_rollout_response_tokens", sample.num_generated)
         begin, began = time.monotonic(), self._scores.now
         try:
@@ -321,3 +324,13 @@ class Sessions:
             return None
         source = f"{self._config.sampling.seed}/{sample.sample_id}/{sample.num_tokens}"
         return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
+
+
+def _ended_row(sample: Sample) -> dict[str, Any]:
+    """Of the run folder: what is known of a sample before it is scored, trained or dropped."""
+    return {
+        "sample_id": sample.sample_id,
+        "policy_version": sample.newest_version or 0,
+        "num_generated": sample.num_generated,
+        "finish_reason": sample.finish_reason,
+    }

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -37,7 +37,7 @@ from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
 from ray_apr.scheduling.intake import SchedulerState
-from ray_apr.scheduling.live import Counts, TurnRules
+from ray_apr.scheduling.live import Counts, LiveGroup, TurnRules
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.scheduler import Scheduler
 
@@ -107,6 +107,8 @@ class RolloutWorker(WeightSyncs):
         self._scored = [] if make_state is None else self._scheduler.restore(make_state(find), find)
         """Groups of the checkpoint that go to the buffer."""
         self._capturing = asyncio.Lock()
+        self._dropped: list[dict[str, Any]] = []
+        """Rows of groups that were dropped, until they are recorded."""
         self._make_client = make_client
         self._scorer = make_scorer()
         self._buffer = buffer
@@ -151,6 +153,7 @@ class RolloutWorker(WeightSyncs):
         self._close_syncs()
         if self._main is not None:
             await self._abort_until_done(self._main)
+            await self._record_ends()
             await self._engines.read_last(self._client)
         self._scorer.close()
         return self._summary(counts)
@@ -233,6 +236,7 @@ class RolloutWorker(WeightSyncs):
                 tasks.create_task(sessions.reset(live), name=f"reset-{live.sample_id}")
             for live in actions.start:
                 tasks.create_task(sessions.generate(live), name=f"sample-{live.sample_id}")
+            self._note_dropped(actions.dropped)
             await sessions.abort(actions.abort)
             await self._report_unfinished()
             if not self._scheduler.live.num_unfinished:
@@ -285,6 +289,7 @@ class RolloutWorker(WeightSyncs):
             diagnosis = self._scheduler.diagnosis()
             await self._buffer.report_rollout.remote(diagnosis, self._moves())
             await self._engines.read(self._client)
+            await self._record_ends()
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
             counts = self._scheduler.counts()
@@ -305,6 +310,25 @@ class RolloutWorker(WeightSyncs):
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
+
+    def _note_dropped(self, groups: Sequence[LiveGroup]) -> None:
+        for group in groups:
+            row = {
+                "group_id": group.group_id,
+                "reason": group.dropped,
+                "policy_version": group.oldest_version or 0,
+                "num_generated": sum(sample.num_generated for sample in group.samples),
+            }
+            self._dropped.append(row)
+
+    async def _record_ends(self) -> None:
+        """Record which samples have ended, and which groups were dropped."""
+        self._note_dropped(self._scheduler.take_dropped())
+        ended, self._sessions.ended = self._sessions.ended, []
+        dropped, self._dropped = self._dropped, []
+        for kind, rows in (("ended", ended), ("dropped", dropped)):
+            if rows:
+                await self._recorder.record_many.remote(kind, rows)
 
     def _show(self, counts: Counts, ledger: LedgerSnapshot) -> None:
         """Set the metrics of what is where."""

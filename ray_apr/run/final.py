@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.scheduling.order import prompt_position
+
 if TYPE_CHECKING:
     from ray_apr.core.messages import ServerStatus
     from ray_apr.data.resumption import Counters, RolloutSummary
@@ -57,13 +59,16 @@ def final_figures(
             "tokens_generated": before.tokens_generated + generated,
             "tokens_outside": sum(engine.tokens_outside for engine in summary.engines),
             "tokens_interrupted": summary.ledger.interrupted,
+            "num_prompts": summary.num_prompts,
             "prompts_position": summary.prompts_position,
             "engines": [_engine_figures(engine) for engine in summary.engines],
         }
     if summary is not None and stats is not None:
         ledger = before.ledger + summary.ledger + stats.ledger
         uncounted = figures["tokens_generated"] - ledger.generated
+        held = {prompt_position(group, summary.num_prompts) for group in stats.held_groups}
         figures |= {
+            "prompts_pending": sorted({*summary.pending_prompts, *held}),
             "tokens_buffered": ledger.pending + ledger.buffered,
             "tokens_discarded": ledger.discarded,
             "ledger_error": uncounted + ledger.error,

@@ -1,6 +1,7 @@
 """The run folder: every figure of a run as JSON lines, written by one actor on the driver's node.
 
-Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained sample),
+Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained sample), ``ended.jsonl``
+(a row a sample that ended, trained or not), ``dropped.jsonl`` (a row a group that was dropped),
 ``timeline.jsonl`` (spans of what engines and trainer did), and of a run with held-out prompts
 ``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Times are seconds
 since the run began. Rows are on disk when the call returns, so that a crash costs at most the line
@@ -18,6 +19,8 @@ from typing import Any
 _FILES = {
     "step": "metrics.jsonl",
     "sample": "samples.jsonl",
+    "ended": "ended.jsonl",
+    "dropped": "dropped.jsonl",
     "timeline": "timeline.jsonl",
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",

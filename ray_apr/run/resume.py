@@ -174,6 +174,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "timeline.jsonl", lambda row: True)
+    newest = -1 if begin.checkpoint is None else begin.policy_version
+    for name in ("ended.jsonl", "dropped.jsonl"):
+        _keep(folder / name, lambda row: row["policy_version"] <= newest)
     evaluated: set[int] = set()
 
     def was_evaluated(row: Mapping[str, Any]) -> bool:

@@ -44,6 +44,8 @@ class Actions(NamedTuple):
     """They are in flight: `Scheduler.on_generation`, `on_retry` or `fail`."""
     abort: Sequence[LiveSample] = ()
     """Their generate calls are aborted; each still ends by its generation or error."""
+    dropped: Sequence[LiveGroup] = ()
+    """Groups that were dropped since the last tick; `LiveGroup.dropped` says why."""
 
 
 class Scheduler(Intake):
@@ -102,6 +104,7 @@ class Scheduler(Intake):
         self._to_abort: list[LiveSample] = []
         """Samples that ran when their group was dropped, until the next tick."""
         self._has_interrupted = False
+        self._dropped: list[LiveGroup] = []
 
     def restore(
         self, state: SchedulerState, prompt_of: Callable[[str], Prompt]
@@ -159,7 +162,12 @@ class Scheduler(Intake):
             if not self._has_interrupted and self.is_held:
                 self._has_interrupted = True  # until something starts, or the version changes
                 self._to_abort += self.live.inflight.values()
-        return Actions(admitted, resets, started, self.take_aborts())
+        return Actions(admitted, resets, started, self.take_aborts(), self.take_dropped())
+
+    def take_dropped(self) -> Sequence[LiveGroup]:
+        """Groups that were dropped and that no tick has told."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def take_aborts(self) -> Sequence[LiveSample]:
         """Samples that run although their group was dropped, or that a full batch stops."""
@@ -329,6 +337,7 @@ class Scheduler(Intake):
         """Drop a group whole; what runs of it is aborted at the next tick."""
         self._num_owed += 1
         group.dropped = reason
+        self._dropped.append(group)
         self._to_abort += [live for live in group.members if live.state is SampleState.INFLIGHT]
         self.live.remove(group, reason)  # type: ignore[arg-type]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.processes import kill_all, marked_environment
+from tests.resumed_runs import check_run, run_once
 from tests.whole_runs import CONFIG, command
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(420)]
@@ -26,6 +28,10 @@ def trained_weights(folder: Path, env: dict[str, str], *overrides: str) -> bytes
         env=env, capture_output=True, text=True, timeout=300, check=False, cwd=folder,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return last_weights(folder)
+
+
+def last_weights(folder: Path) -> bytes:
     (model,) = (folder / "run").glob("checkpoint_*/hf/model.safetensors")
     return model.read_bytes()
 
@@ -53,3 +59,16 @@ def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, train
     _, env = marked
     turns = ("mode=sync", "rollout.engine.placement=colocated", "train.checkpoint_every=2")
     assert trained_weights(tmp_path, env, *turns) == trained_in_sync
+
+
+def test_a_sync_run_that_was_killed_trains_the_same_bits_as_one_that_was_not(tmp_path, marked):
+    _, env = marked
+    settings = (*ONE_BY_ONE, "mode=sync", "train.steps=8", "train.checkpoint_every=1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    run_once(whole, env, *settings, stop_at=None, kill=signal.SIGINT)
+    run_once(killed, env, *settings, stop_at=2, kill=signal.SIGKILL)
+    run_once(killed, env, *settings, stop_at=None, kill=signal.SIGINT)
+    check_run(killed / "run", steps=8, resumes=1)
+    assert last_weights(killed) == last_weights(whole)

@@ -1,0 +1,220 @@
+"""Proof, from a run folder alone, that a run kept what it promises: ``ray-apr verify RUN_DIR``.
+
+Each check reads what the run recorded, and says what it saw. A run that was gone on with is one
+run: its rows are those of all of its parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.scheduling.order import prompt_position
+
+_LEAST_P = 0.05
+"""Below it the lengths that were trained are not those that were generated."""
+_OF_CONTENT = ("filtered", "failed")
+"""Reasons that drop groups for what they say, which may well depend on their lengths."""
+_SHOWN = 5
+
+
+class Check(NamedTuple):
+    """What one check saw."""
+
+    name: str
+    ok: bool
+    seen: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a run recorded that ended."""
+
+    final: dict[str, Any]
+    steps: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    """Of the trained batches."""
+    ended: dict[str, dict[str, Any]]
+    """By sample; of one that ended twice, before and after a restart, the last time."""
+    dropped: list[dict[str, Any]]
+    """Groups."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Recorded:
+        """Read a run folder.
+
+        Raises:
+            ConfigError: If no run has ended in it.
+        """
+        final = folder / "final.json"
+        if not final.is_file():
+            raise ConfigError(
+                "RUN_DIR",
+                str(folder),
+                "holds no final.json: the run has not ended; go on with it first (--resume)",
+            )
+        return cls(
+            final=json.loads(final.read_text()),
+            steps=_rows(folder / "metrics.jsonl"),
+            samples=_rows(folder / "samples.jsonl"),
+            ended={row["sample_id"]: row for row in _rows(folder / "ended.jsonl")},
+            dropped=_rows(folder / "dropped.jsonl"),
+        )
+
+
+def verify(folder: str | Path) -> list[Check]:
+    """All checks of a run folder.
+
+    Raises:
+        ConfigError: If no run has ended in it.
+    """
+    run = Recorded.of(Path(folder))
+    checks = (_steps, _batches, _staleness, _versions, _ledger, _prompts, _lengths)
+    return [check(run) for check in checks]
+
+
+def _steps(run: Recorded) -> Check:
+    """Each step once, in order of time; each raises the version by one."""
+    numbers = [row["step"] for row in run.steps]
+    versions = [row["policy_version"] for row in run.steps]
+    times = [row["time_s"] for row in run.steps]
+    ok = (
+        numbers == list(range(len(numbers)))
+        and versions == list(range(1, len(versions) + 1))
+        and times == sorted(times)
+        and run.final.get("steps") == len(numbers)
+    )
+    return Check("steps", ok, f"{len(numbers)} rows, {run.final.get('steps')} steps in final.json")
+
+
+def _batches(run: Recorded) -> Check:
+    """Each step trained whole batches, and no sample was trained twice."""
+    size = run.final["batch_size"]
+    wrong = sorted(s for s, n in Counter(r["step"] for r in run.samples).items() if n != size)
+    twice = [i for i, n in Counter(row["sample_id"] for row in run.samples).items() if n > 1]
+    seen = f"{len(run.samples)} samples in batches of {size}"
+    seen += _named("; other sizes in steps", wrong) + _named("; trained twice", twice)
+    return Check("batches", not wrong and not twice, seen)
+
+
+def _staleness(run: Recorded) -> Check:
+    """No token in a loss was older than the bound."""
+    bound = run.final["max_staleness"]
+    oldest = max((row["staleness"] or 0 for row in run.samples), default=0)
+    return Check("staleness", oldest <= bound, f"at most {oldest}, the bound is {bound}")
+
+
+def _versions(run: Recorded) -> Check:
+    """Versions of a sample's tokens never go back, and none is newer than its step's."""
+    wrong = []
+    for row in run.samples:
+        versions = [version for version, _ in row["version_tokens"]]
+        if versions != sorted(set(versions)) or (versions and versions[-1] > row["step"]):
+            wrong.append(row["sample_id"])
+    return Check("versions", not wrong, "rise within each sample" + _named("; not in", wrong))
+
+
+def _ledger(run: Recorded) -> Check:
+    """Every token is in one place, and those that are trained are those of the rows."""
+    error, trained = run.final.get("ledger_error"), run.final.get("tokens_trained")
+    in_loss = sum(row["num_generated"] - row["num_masked_tokens"] for row in run.samples)
+    seen = f"error {error}; {trained} tokens trained, {in_loss} in the rows of the samples"
+    return Check("ledger", error == 0 and trained == in_loss, seen)
+
+
+def _prompts(run: Recorded) -> Check:
+    """Each prompt handed out was trained once, was dropped with a reason, or is pending."""
+    num_prompts, position = run.final.get("num_prompts"), run.final.get("prompts_position")
+    if num_prompts is None or position is None or "prompts_pending" not in run.final:
+        return Check("prompts", False, "not in final.json: an actor did not answer at the end")
+    groups = {row["group_id"] for row in run.samples}
+    trained = Counter(prompt_position(group, num_prompts) for group in groups)
+    dropped = {prompt_position(row["group_id"], num_prompts) for row in run.dropped}
+    pending = set(run.final["prompts_pending"])
+    twice = sorted(p for p, n in trained.items() if n > 1 or p in pending)
+    lost = sorted(set(range(position)) - set(trained) - pending - dropped)
+    seen = (
+        f"{position} handed out: {len(trained)} trained, {len(pending)} pending, "
+        f"{len(dropped - set(trained) - pending)} dropped"
+    )
+    seen += _named("; twice", twice) + _named("; lost", lost)
+    return Check("prompts", not twice and not lost, seen)
+
+
+def _lengths(run: Recorded) -> Check:
+    """What was trained is as long as what was generated, but for groups dropped for their content.
+
+    Two-sample Kolmogorov-Smirnov test.
+    """
+    by_content = {row["group_id"] for row in run.dropped if row["reason"] in _OF_CONTENT}
+    trained = [row["num_generated"] for row in run.samples]
+    generated = [
+        row["num_generated"]
+        for sample_id, row in run.ended.items()
+        if sample_id.rpartition("-")[0] not in by_content
+    ]
+    if not trained or not generated:
+        return Check("lengths", not trained, "no sample was recorded")
+    distance, p = ks_test(trained, generated)
+    seen = (
+        f"{np.mean(trained):.1f} tokens trained, {np.mean(generated):.1f} generated on the mean; "
+        f"distance {distance:.3f}, p = {p:.3g}"
+    )
+    return Check("lengths", p > _LEAST_P, seen)
+
+
+def ks_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Two-sample Kolmogorov-Smirnov test: largest distance of the two distributions, and its p.
+
+    The p-value is the asymptotic one, with the correction of Stephens (1970, "Use of the
+    Kolmogorov-Smirnov, Cramér-von Mises and related statistics without extensive tables", J. R.
+    Stat. Soc. B 32): λ = (√n + 0.12 + 0.11 / √n) D with n = n₁ n₂ / (n₁ + n₂).
+
+    Args:
+        first: Numbers; not empty.
+        second: Numbers; not empty.
+    """
+    one, other = np.sort(np.asarray(first, float)), np.sort(np.asarray(second, float))
+    at = np.concatenate([one, other])
+    distance = float(np.abs(_share_up_to(one, at) - _share_up_to(other, at)).max())
+    root = np.sqrt(len(one) * len(other) / (len(one) + len(other)))
+    scaled = (root + 0.12 + 0.11 / root) * distance
+    if scaled < 0.2:  # the series does not converge there, and p is 1 to ten digits
+        return distance, 1.0
+    j = np.arange(1, 101)
+    p = 2 * float(np.sum((-1.0) ** (j - 1) * np.exp(-2 * (j * scaled) ** 2)))
+    return distance, min(1.0, max(0.0, p))
+
+
+def _share_up_to(
+    values: npt.NDArray[np.float64], at: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Share of sorted values that are at most each number."""
+    return np.searchsorted(values, at, side="right") / len(values)
+
+
+def _named(what: str, names: Sequence[Any]) -> str:
+    """Some of what is wrong; nothing if nothing is."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} {', '.join(map(str, names[:_SHOWN]))}{more}"
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return list(_read(file)) if file.is_file() else []
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):  # a last one that was cut off is none
+                yield json.loads(line)

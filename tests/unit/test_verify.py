@@ -1,0 +1,148 @@
+"""What is proved of a run from its folder (tools/verify.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from scipy.stats import ks_2samp
+
+from ray_apr.cli import main as cli
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.verify import ks_test, verify
+
+SIZE, STEPS = 4, 6
+
+
+def write(folder, name, rows):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that kept everything: a group of two samples a prompt, one group was dropped."""
+    rng = random.Random(0)
+    samples, ended = [], []
+    for number in range(1, 1 + STEPS * SIZE // 2):
+        for member in range(2):
+            step, length = (number - 1) * 2 // SIZE, rng.randint(2, 30)
+            sample_id = f"e0-{number}-{member}"
+            samples.append({
+                "step": step, "sample_id": sample_id, "group_id": f"e0-{number}",
+                "staleness": min(step, 1), "num_generated": length, "num_masked_tokens": 1,
+                "version_tokens": [[max(0, step - 1), 1], [step, length - 1]] if step else
+                [[0, length]],
+            })  # fmt: skip
+            ended.append({"sample_id": sample_id, "num_generated": length})
+    write(tmp_path, "samples.jsonl", samples)
+    write(tmp_path, "ended.jsonl", [*ended, {"sample_id": "e0-0-0", "num_generated": 9}])
+    write(tmp_path, "dropped.jsonl", [{"group_id": "e0-0", "reason": "stale"}])
+    write(tmp_path, "metrics.jsonl",
+          [{"step": s, "policy_version": s + 1, "time_s": s} for s in range(STEPS)])  # fmt: skip
+    final = {
+        "steps": STEPS, "batch_size": SIZE, "max_staleness": 1, "ledger_error": 0,
+        "tokens_trained": sum(s["num_generated"] - 1 for s in samples), "num_prompts": 20,
+        "prompts_position": 15, "prompts_pending": [13, 14],
+    }  # fmt: skip
+    (tmp_path / "final.json").write_text(json.dumps(final))
+    return tmp_path
+
+
+def rows(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def broken(folder):
+    return {check.name: check.seen for check in verify(folder) if not check.ok}
+
+
+def test_a_run_that_kept_everything(run, capsys):
+    assert broken(run) == {}
+    assert cli.main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "15 handed out: 12 trained, 2 pending, 1 dropped" in said and "BROKEN" not in said
+
+
+def change_rows(name, change):
+    def apply(folder):
+        found = rows(folder, name)
+        changed = change(found)
+        write(folder, name, found if changed is None else changed)
+
+    return apply
+
+
+def change_final(**values):
+    def apply(folder):
+        final = json.loads((folder / "final.json").read_text())
+        (folder / "final.json").write_text(json.dumps(final | values))
+
+    return apply
+
+
+def put(index, **values):
+    return lambda found: found[index].update(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "damage"),
+    [
+        ("steps", "5 rows", change_rows("metrics.jsonl", lambda found: found[:-1])),
+        ("steps", "6 rows", change_rows("metrics.jsonl", put(3, step=2))),
+        ("steps", "6 rows", change_rows("metrics.jsonl", put(3, policy_version=3))),
+        ("steps", "6 rows", change_rows("metrics.jsonl", put(3, time_s=0.5))),
+        ("batches", "other sizes in steps 0, 1", change_rows("samples.jsonl", put(0, step=1))),
+        ("batches", "twice e0-1-1", change_rows("samples.jsonl", put(0, sample_id="e0-1-1"))),
+        ("staleness", "at most 2, the bound", change_rows("samples.jsonl", put(9, staleness=2))),
+        ("versions", "not in e0-5-0",
+         change_rows("samples.jsonl", put(8, version_tokens=[[2, 1], [1, 3]]))),
+        ("versions", "in e0-5-0", change_rows("samples.jsonl", put(8, version_tokens=[[3, 1]]))),
+        ("ledger", "error 3", change_final(ledger_error=3)),
+        ("ledger", "error None", change_final(ledger_error=None)),
+        ("ledger", "1 tokens trained", change_final(tokens_trained=1)),
+        ("prompts", "lost 0", change_rows("dropped.jsonl", lambda found: [])),
+        ("prompts", "lost 14", change_final(prompts_pending=[13])),
+        ("prompts", "twice 3", change_final(prompts_pending=[3, 13, 14])),
+        ("prompts", "twice 1", change_rows("samples.jsonl", put(0, group_id="e0-1~1"))),
+        ("prompts", "did not answer", change_final(prompts_position=None)),
+    ],
+)  # fmt: skip
+def test_what_was_not_kept_is_found(run, name, seen, damage):
+    damage(run)
+    found = broken(run)
+    assert list(found) == [name] and seen in found[name]
+    assert cli.main(["verify", str(run)]) == 1
+
+
+def test_long_responses_that_are_not_trained_are_found(run):
+    long = [{"sample_id": f"e0-{n}-0", "num_generated": 60} for n in range(100, 130)]
+    write(run, "ended.jsonl", [*rows(run, "ended.jsonl"), *long])
+    assert "p = " in broken(run)["lengths"]
+    filtered = [{"group_id": f"e0-{n}", "reason": "filtered"} for n in range(100, 130)]
+    write(run, "dropped.jsonl", [*rows(run, "dropped.jsonl"), *filtered])
+    assert broken(run) == {}, "a filter may well look at lengths"
+
+
+def test_a_sample_that_ended_twice_counts_once(run):
+    again = [{**row, "num_generated": 500} for row in rows(run, "ended.jsonl")]
+    write(run, "ended.jsonl", [*again, *rows(run, "ended.jsonl")])
+    assert broken(run) == {}
+
+
+def test_a_run_that_has_not_ended_is_not_judged(tmp_path):
+    with pytest.raises(ConfigError, match=r"RUN_DIR = .*has not ended.*--resume"):
+        verify(tmp_path)
+    assert cli.main(["verify", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_p_value_is_that_of_scipy(seed):
+    rng = random.Random(seed)
+    first = [rng.randint(0, 50) for _ in range(rng.randint(60, 400))]
+    second = [rng.randint(0, 50) + seed for _ in range(rng.randint(60, 400))]
+    expected = ks_2samp(first, second, method="asymp")
+    distance, p = ks_test(first, second)
+    assert distance == pytest.approx(expected.statistic)
+    assert p == pytest.approx(expected.pvalue, abs=0.02)
+    assert ks_test(first, first) == (0.0, 1.0)
