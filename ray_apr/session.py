@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ray.train import Checkpoint
 
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import APRError
+from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.run.resume import find_begin
 from ray_apr.train.gate import Order
 
@@ -52,7 +52,8 @@ class TrainingSession:
         trainer: Its run starts now. ``train.steps`` is where it ends.
 
     Raises:
-        ConfigError: If the cluster does not hold the run.
+        ConfigError: If the cluster does not hold the run, or it is to go on by itself after
+            failures.
 
     Example:
         >>> with TrainingSession(trainer) as session:                    # doctest: +SKIP
@@ -61,6 +62,13 @@ class TrainingSession:
     """
 
     def __init__(self, trainer: APRTrainer) -> None:
+        if trainer.spec.max_failures:
+            raise ConfigError(
+                "run_config.failure_config.max_failures",
+                trainer.spec.max_failures,
+                "must be 0 where somebody else counts the steps; make the trainer again after a "
+                "failure, which goes on with the last checkpoint",
+            )
         begin = find_begin(trainer.spec)
         self._run = trainer.start_in_host(is_gated=True)
         self._spec = self._run.spec

@@ -290,7 +290,11 @@ def make_trainer(
             use_gpu=settings.scaling.use_gpu,
             resources_per_worker=settings.scaling.resources_per_worker,
         ),
-        run_config=ray.train.RunConfig(name=run_dir.name, storage_path=str(run_dir.parent)),
+        run_config=ray.train.RunConfig(
+            name=run_dir.name,
+            storage_path=str(run_dir.parent),
+            failure_config=ray.train.FailureConfig(max_failures=settings.run.max_failures),
+        ),
     )
 
 

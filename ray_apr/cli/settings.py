@@ -80,8 +80,11 @@ class RunFolderSettings:
     resume: bool = False
     """Go on with the run of this name from its last checkpoint on, if there is one; without, a name
     that is taken is refused."""
+    max_failures: int = 0
+    """How often the run goes on by itself after a failure; -1: any number of times."""
 
     def __post_init__(self) -> None:
+        _require_at_least("run.max_failures", self.max_failures, -1)
         if self.resume and self.name is None:
             raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
         if "://" in self.storage_path:

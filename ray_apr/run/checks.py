@@ -28,7 +28,7 @@ def check_spec(spec: RunSpec) -> None:
     _check_code(spec)
     _check_context(spec.rollout, context_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
-    check_restarts(spec.run)
+    check_restarts(spec.run, spec.train.checkpoint_every)
 
 
 def _check_code(spec: RunSpec) -> None:
@@ -124,16 +124,23 @@ def check_resources(
         )
 
 
-def check_restarts(run: ray.train.RunConfig) -> None:
-    """Check that Ray Train is not asked to start train workers again."""
+def check_restarts(run: ray.train.RunConfig, checkpoint_every: int) -> None:
+    """Check that a run can go on after failures as it is asked to."""
     failures = run.failure_config
-    for name in RESTARTS if failures else ():
+    if failures is None:
+        return
+    if failures.max_failures and not checkpoint_every:
+        raise ConfigError(
+            "run_config.failure_config.max_failures",
+            failures.max_failures,
+            "needs checkpoints to go on with: set train.checkpoint_every",
+        )
+    for name in RESTARTS[1:]:
         value = getattr(failures, name, 0)
         if value and (value, name) not in _DEFAULT_RESTARTS:
             raise ConfigError(
                 f"run_config.failure_config.{name}",
                 value,
-                "must be 0: a train worker that is started again has the weights of a checkpoint, "
-                "while the sample buffer and the rollout servers have gone on from there. A run "
-                "whose train worker dies ends; go on with it by its name (docs/resume.md)",
+                "must be 0: all parts of a run begin again together; set max_failures, which "
+                "counts failures of any part",
             )

@@ -11,7 +11,8 @@
 
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
 buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
-the run folder, and `_Parts.close` leaves nothing behind. If this process is killed, Ray ends the
+the run folder, and `_Parts.close` leaves nothing behind; where it may, the run goes on by itself
+(`run.restarts`). If this process is killed, Ray ends the
 actors and the trainer, and the servers' lease (`serve.lease`) the servers.
 """
 
@@ -40,6 +41,7 @@ from ray_apr.run.final import final_figures
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.run.progress import follow_progress
+from ray_apr.run.restarts import run_with_restarts
 from ray_apr.run.resume import find_begin, hold_folder, resume_folder, resume_line
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
@@ -78,7 +80,7 @@ def run(
         gate: Handle of the `StepGate` that lets it take steps; None: it takes all of them.
 
     Raises:
-        APRError: What the run failed of.
+        APRError: What the run failed of, once it may fail no more.
         Stopped: Somebody ended it, by Ctrl-C or SIGTERM; its final figures are written.
     """
     signals = StopSignals()
@@ -89,16 +91,25 @@ def run(
             check_resources(spec.scaling, spec.rollout, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
-        with hold_folder(spec.folder):
+        show = progress or logger.info
+
+        def attempt() -> ray.train.Result:
             begin, started_at = find_begin(spec), time.time()
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             _write_json(spec.folder / "config.json", spec.describe())
-            show = progress or logger.info
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
             make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate)
             return _run_parts(make, spec, begin, started_at, signals, show)
+
+        with hold_folder(spec.folder):
+            return run_with_restarts(
+                attempt,
+                max_failures=spec.max_failures,
+                last_step=lambda: find_begin(spec).step,
+                show=show,
+            )
 
 
 def _run_parts(

@@ -63,6 +63,12 @@ class RunSpec(Sections):
         )
 
     @property
+    def max_failures(self) -> int:
+        """How often the run goes on by itself after a failure; -1: any number of times."""
+        failures = self.run.failure_config
+        return 0 if failures is None else failures.max_failures
+
+    @property
     def step_size(self) -> int:
         """Samples of one optimizer step."""
         return self.partial_rollout.step_size(self.train.batch_size)
@@ -94,7 +100,8 @@ class RunSpec(Sections):
     @property
     def run_config(self) -> ray.train.RunConfig:
         """What Ray Train gets: where it keeps how many checkpoints, and that it starts no train
-        worker again, which would have other weights and steps than buffer and servers."""
+        worker again, which would have other weights and steps than buffer and servers: all parts
+        begin again together (`run.restarts`)."""
         checkpoints = self.run.checkpoint_config
         if checkpoints is None or checkpoints.num_to_keep is None:
             keep = self.train.num_checkpoints_to_keep

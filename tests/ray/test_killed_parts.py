@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_kills import kill_a_core, sync_of
 from tests.processes import processes_of
+from tests.resumed_runs import SMALL, check_run
 from tests.whole_runs import (
     ONE_OF_EACH,
     fail_by_killing,
@@ -111,3 +112,39 @@ def test_a_killed_driver_leaves_nothing_on_a_cluster_that_lives_on(tmp_path, mar
         assert left == "[]"
         names = processes_of(mark).values()
         assert not [name for name in names if any(part in name for part in ours)]
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ["SampleBuffer"],
+        pytest.param(
+            ["RolloutWorker", "RayTrainWorker", "EngineCore", "RunRecorder", "TrainController"],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_run_that_loses_its_parts_goes_on_by_itself(tmp_path, marked, victims):
+    mark, env = marked
+    settings = (
+        f"train.steps={4 + 6 * len(victims)}", "train.checkpoint_every=2",
+        f"run.max_failures={len(victims)}",
+    )  # fmt: skip
+    run = start_run(tmp_path, env, *SMALL, *settings)
+    assert run.stdout is not None
+    left, said, num_steps = list(victims), [], 0
+    for line in run.stdout:
+        said.append(line)
+        num_steps += line.startswith("step")
+        if left and num_steps >= 3:
+            victim = left.pop()
+            found = [p for p, name in processes_of(mark).items() if victim in name]
+            assert found, f"no {victim}: " + "".join(said)
+            os.kill(found[0], signal.SIGKILL)
+            num_steps = 0
+    assert run.wait(60) == 0, "".join(said)[-6000:]
+    steps = 4 + 6 * len(victims)
+    check_run(tmp_path / "run", steps=steps, resumes=len(victims))
+    restarts = [line for line in said if line.startswith("failed: ")]
+    assert len(restarts) == len(victims), restarts
