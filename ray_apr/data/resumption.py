@@ -249,10 +249,16 @@ class Begin:
         return tuple(position for position in self.rollout.pending if position not in known)
 
 
-def sampled_with(config: RolloutConfig) -> dict[str, Any]:
-    """Settings without which samples under way cannot go on, as JSON has them."""
-    of_group = {"group_size": config.group_size, "max_turns": config.max_turns}
-    budget = {"max_response_tokens": config.max_response_tokens}
-    sampling = dataclasses.asdict(config.sampling)
-    found: dict[str, Any] = json.loads(json.dumps(of_group | budget | {"sampling": sampling}))
+def sampled_with(config: RolloutConfig, *, resets: bool | None) -> dict[str, Any]:
+    """Settings without which samples under way cannot go on, as JSON has them.
+
+    Args:
+        config: Of the rollout.
+        resets: Whether the environment speaks first; None: there is none.
+    """
+    names = ("group_size", "max_turns", "max_response_tokens")
+    settings = {f"rollout.{name}": getattr(config, name) for name in names}
+    settings["rollout.sampling"] = dataclasses.asdict(config.sampling)
+    settings["environment"] = "none" if resets is None else {"resets": resets}
+    found: dict[str, Any] = json.loads(json.dumps(settings))
     return found

@@ -38,19 +38,19 @@ SCHEMA = pa.schema(
         "num_interruptions": pa.int32(),
         "num_turns": pa.int32(),
         "awaits_step": pa.bool_(),
-        "turn_text": pa.string(),
-        "response_text": pa.string(),
+        "turn_text": pa.large_string(),
+        "response_text": pa.large_string(),
         "reward": pa.float64(),
         "reward_metrics": pa.string(),  # JSON
         "finish_reason": pa.string(),
-        "environment_state": pa.binary(),  # pickled; null where there is none
+        "environment_state": pa.large_binary(),  # pickled; null where there is none
         "num_generated": pa.int32(),
         "segment_versions": pa.list_(pa.int32()),
         "segment_lengths": pa.list_(pa.int32()),
         "segment_generated": pa.list_(pa.bool_()),
         "token_ids": pa.large_list(pa.int32()),
         "logprobs": pa.large_list(pa.float64()),
-        "support": pa.large_list(pa.binary()),
+        "support": pa.large_list(pa.large_binary()),
     }
 )
 

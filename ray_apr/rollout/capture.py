@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import ray
 
 from ray_apr.core.sample import Sample
@@ -60,13 +59,13 @@ async def capture(
         summary=summary,
         stats=stats,
         state=dataclasses.replace(state, groups=()),
-        samples=(ray.put(samples),),
+        samples=(samples,),
     )
 
 
 def _table(
     live: Sequence[Sequence[Sample]], refs: Sequence[Any], waiting: Sequence[Sequence[Sample]]
-) -> pa.Table:
-    """All samples as one table; of those that the buffer holds there are references."""
+) -> Any:
+    """An ObjectRef of all samples as one table; of those of the buffer there are references."""
     held: list[Sequence[Sample]] = ray.get(list(refs))
-    return samples_table(live, (*held, *waiting))
+    return ray.put(samples_table(live, (*held, *waiting)))

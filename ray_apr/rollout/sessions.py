@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import time
@@ -27,6 +28,7 @@ from ray_apr.core.exceptions import (
     one_line,
 )
 from ray_apr.core.group import SampleMeta
+from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.messages import GenerateRequest
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
@@ -91,7 +93,7 @@ class Sessions:
         self.num_rewards = 0
         """Answers of the reward function and of the environment."""
         self.on_their_way: dict[str, Sequence[Sample]] = {}
-        """Scored groups that the buffer does not have yet."""
+        """Scored groups that the buffer does not have yet: at the start those of a checkpoint."""
         self._num_arriving = 0
         """Those of them that were sent to it."""
         self._arrived = asyncio.Event()
@@ -150,14 +152,21 @@ class Sessions:
         else:
             self._metrics.add("apr_rollout_interruptions", float(new > 0))
 
-    async def go_on(self, scored: Sequence[Sequence[Sample]], tasks: asyncio.TaskGroup) -> None:
+    @property
+    def ledger(self) -> LedgerSnapshot:
+        """The worker's side of the ledger; groups on their way to the buffer are still here."""
+        ledger = self._scheduler.live.ledger.snapshot()
+        groups = self.on_their_way.values()
+        num_tokens = sum(sample.num_generated for group in groups for sample in group)
+        return dataclasses.replace(ledger, pending=ledger.pending + num_tokens)
+
+    async def go_on(self, tasks: asyncio.TaskGroup) -> None:
         """Go on with what a checkpoint had under way, but for what engines generate.
 
         Args:
-            scored: Groups that the buffer gets.
             tasks: Get those of all calls.
         """
-        for group in scored:
+        for group in list(self.on_their_way.values()):
             await self._hand_over(group)
         for live in [live for group in self._scheduler.live.groups for live in group.members]:
             if live.state is SampleState.FINISHED:
@@ -201,15 +210,15 @@ class Sessions:
             live: Finished.
             result: What its environment gave with the last step, if it did.
         """
-        if result is not None:
-            live.note(reward=result.reward, reward_metrics=result.metrics)
+        text = self._tokenizer.decode(live.sample.response_ids, skip_special_tokens=True)
+        sample = live.note(response_text=text)
+        if result is not None:  # a checkpoint has to know it: nobody can be asked again
+            sample = live.note(reward=result.reward, reward_metrics=result.metrics)
+        self.ended.append(_ended_row(sample))
         if not self._overlap_rewards:
             await self._all_generated()
             if not live.is_live:
                 return
-        text = self._tokenizer.decode(live.sample.response_ids, skip_special_tokens=True)
-        sample = live.note(response_text=text)
-        self.ended.append(_ended_row(sample))
         self._metrics.observe("apr_rollout_response_tokens", sample.num_generated)
         begin, began = time.monotonic(), self._scores.now
         try:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -26,7 +26,7 @@ from ray_apr.core.exceptions import (
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
-from ray_apr.core.sample import Prompt
+from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import GroupFilter
 from ray_apr.data.movement import Moves
 from ray_apr.data.prompts import PromptSource, load_tokenizer
@@ -36,6 +36,7 @@ from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
+from ray_apr.rollout.waits import first_leaf, first_of
 from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.live import Counts, LiveGroup, TurnRules
 from ray_apr.scheduling.order import prompt_position
@@ -91,6 +92,7 @@ class RolloutWorker(WeightSyncs):
     ) -> None:
         super().__init__(partial_rollout, sync_timeout_s)
         self._config = rollout
+        self._sampled = sampled_with(rollout, resets=None if turns is None else turns.resets)
         self._partial_rollout = partial_rollout
         self._scheduler = Scheduler(
             partial_rollout,
@@ -103,9 +105,15 @@ class RolloutWorker(WeightSyncs):
             keeps=group_filter,
         )
         self._prompts = make_prompts()
-        find = self._prompts.of
-        self._scored = [] if make_state is None else self._scheduler.restore(make_state(find), find)
-        """Groups of the checkpoint that go to the buffer."""
+        self._not_restored: APRError | None = None
+        """Why the checkpoint's samples cannot go on; raised here it would be an actor's death."""
+        scored: list[tuple[Sample, ...]] = []
+        if make_state is not None:
+            find = self._prompts.of
+            try:
+                scored = self._scheduler.restore(make_state(find), find)
+            except APRError as error:
+                self._not_restored = error
         self._capturing = asyncio.Lock()
         self._dropped: list[dict[str, Any]] = []
         """Rows of groups that were dropped, until they are recorded."""
@@ -133,12 +141,19 @@ class RolloutWorker(WeightSyncs):
             engines=self._engines,
             metrics=self._metrics,
         )
+        self._sessions.on_their_way.update({group[0].group_id: group for group in scored})
         self._wake, self._stopping = self._sessions.wake, self._sessions.stopping
 
     # -- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all loops, once the servers run; returns at once."""
+        """Start all loops, once the servers run; returns at once.
+
+        Raises:
+            APRError: If the checkpoint's samples cannot go on.
+        """
+        if self._not_restored is not None:
+            raise self._not_restored
         if self._main is None:
             self._sessions.client = self._make_client()
             self._open_syncs(self._sessions.client)
@@ -174,14 +189,14 @@ class RolloutWorker(WeightSyncs):
         pending = {*live, *state.retries, *self._sessions.on_their_way}
         positions = {prompt_position(prompt_id, len(prompts)) for prompt_id in pending}
         return RolloutSummary(
-            ledger=self._scheduler.live.ledger.snapshot(),
+            ledger=self._sessions.ledger,
             samples_interrupted=counts.interruptions_total,
             samples_resumed=counts.resumptions_total,
             prompts_position=prompts.position,
             num_prompts=len(prompts),
             pending_prompts=tuple(sorted({*prompts.pending, *positions})),
             engines=self._engines.statuses,
-            sampled=sampled_with(self._config),
+            sampled=self._sampled,
         )
 
     async def wait_until_stopped(self) -> None:
@@ -207,7 +222,7 @@ class RolloutWorker(WeightSyncs):
                 tasks.create_task(self._beat(), name="heartbeat")
                 tasks.create_task(self._dispatch(tasks), name="dispatch")
         except BaseExceptionGroup as group:
-            error = _first_leaf(group)
+            error = first_leaf(group)
             is_ours = isinstance(error, APRError)
             logger.error("the rollout worker stops: %r", error, exc_info=None if is_ours else error)
             reason = error if isinstance(error, APRError) else RolloutError(repr(error))
@@ -226,9 +241,9 @@ class RolloutWorker(WeightSyncs):
         """
         sessions = self._sessions
         await self._report_unfinished()  # before the buffer gets groups that are newer
-        await sessions.go_on(self._scored, tasks)
+        await sessions.go_on(tasks)
         if not self._has_weights.is_set():
-            await _first_of(self._has_weights.wait(), self._stopping.wait())
+            await first_of(self._has_weights.wait(), self._stopping.wait())
         while not self._stopping.is_set():
             self._wake.clear()
             actions = self._scheduler.tick(self._prompts.next)
@@ -268,7 +283,7 @@ class RolloutWorker(WeightSyncs):
         cursor = -1
         while not self._stopping.is_set():
             watch = asyncio.ensure_future(self._buffer.watch.remote(cursor))
-            if not await _first_of(watch, self._stopping.wait()):
+            if not await first_of(watch, self._stopping.wait()):
                 return
             state = watch.result()
             cursor = state.cursor
@@ -366,23 +381,3 @@ def _freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-async def _first_of(watched: Awaitable[Any], other: Awaitable[Any]) -> bool:
-    """Wait for either; whether `watched` is done. What is not done is cancelled."""
-    tasks = [asyncio.ensure_future(watched), asyncio.ensure_future(other)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            if not task.done():
-                task.cancel()
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error inside of nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

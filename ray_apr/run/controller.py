@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -37,12 +35,26 @@ from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.checks import check_resources
-from ray_apr.run.final import final_figures
+from ray_apr.run.final import (
+    ERROR_LOG,
+    final_figures,
+    write_end_of_start,
+    write_final,
+    write_json,
+    write_outcome,
+)
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.run.progress import follow_progress
 from ray_apr.run.restarts import run_with_restarts
-from ray_apr.run.resume import find_begin, hold_folder, resume_folder, resume_line
+from ray_apr.run.resume import (
+    find_begin,
+    hold_folder,
+    last_step,
+    remove_end,
+    resume_folder,
+    resume_line,
+)
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
 from ray_apr.run.training import make_torch_trainer
@@ -56,8 +68,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ERROR_LOG = "error.log"
-"""File of the run folder with the tracebacks of a run that failed."""
 _CALL_TIMEOUT_S = 60.0
 _ASK_AGAIN_S = 1.0
 
@@ -97,18 +107,28 @@ def run(
             begin, started_at = find_begin(spec), time.time()
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
-            _write_json(spec.folder / "config.json", spec.describe())
+            remove_end(spec.folder)
+            write_json(spec.folder / "config.json", spec.describe())
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
             make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate)
             return _run_parts(make, spec, begin, started_at, signals, show)
 
+        def pause(seconds: float) -> None:
+            try:
+                time.sleep(seconds)
+            except Stopped as stopped:
+                write_outcome(spec.folder, stopped)
+                raise
+
         with hold_folder(spec.folder):
             return run_with_restarts(
                 attempt,
                 max_failures=spec.max_failures,
-                last_step=lambda: find_begin(spec).step,
+                num_steps=spec.train.steps,
+                last_step=lambda: last_step(spec),
                 show=show,
+                sleep=pause,
             )
 
 
@@ -124,7 +144,7 @@ def _run_parts(
         with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
             parts = make()
     except BaseException as caught:
-        _write_end_of_start(spec, begin, caught, time.time() - started_at)
+        write_end_of_start(spec, begin, caught, time.time() - started_at)
         raise
     error: BaseException | None = None
     with follow_progress(parts.recorder, spec.train.steps, show) as stop_showing:
@@ -233,7 +253,8 @@ class _Parts:
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
-            ray.get(self._worker.start.remote(), timeout=_CALL_TIMEOUT_S)
+            limit_s = spec.rollout.engine.start_timeout_s  # it may have many samples to read
+            ray.get(self._worker.start.remote(), timeout=limit_s)
             if self._evaluator is not None:
                 started = self._evaluator.start.remote(self._begin.policy_version)
                 ray.get(started, timeout=_CALL_TIMEOUT_S)
@@ -320,8 +341,7 @@ class _Parts:
             final = final_figures(spec, summary, stats, steps, self._begin.before)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
-            final |= _outcome(error)
-            _write_json(spec.folder / "final.json", final)
+            write_final(spec.folder, final, error)
             self._ask(self._buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")
         finally:
@@ -348,27 +368,3 @@ class _Parts:
 def _of_servers(error: Exception) -> APRError:
     """An error of the servers' start that is none of ours, as one of ours."""
     return APRError(f"servers: {error!r}").with_traceback(error.__traceback__)
-
-
-def _outcome(error: BaseException | None) -> dict[str, str | None]:
-    """How the run ended."""
-    if error is None:
-        return {"status": "ok", "error": None}
-    if isinstance(error, Stopped):
-        return {"status": "stopped", "error": str(error)}
-    return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
-
-
-def _write_end_of_start(spec: RunSpec, begin: Begin, error: BaseException, wall_s: float) -> None:
-    """Write how a run ended that came to nothing: its parts could not be made."""
-    if not isinstance(error, Stopped):
-        log = spec.folder / ERROR_LOG
-        write_error_log(log, error, cause_of(error))
-        error.add_note(f"traceback: {log}")
-    final = final_figures(spec, None, None, begin.num_rows, begin.before)
-    final |= {"setup_s": None, "wall_s": wall_s, **_outcome(error)}
-    _write_json(spec.folder / "final.json", final)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,16 +1,27 @@
-"""The last counters of a run: the content of ``final.json``, but for its times and its end."""
+"""``final.json``: the last counters of a run, and how it ended."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.core.exceptions import Stopped, one_line
+from ray_apr.run.causes import cause_of, write_error_log
 from ray_apr.scheduling.order import prompt_position
 
 if TYPE_CHECKING:
     from ray_apr.core.messages import ServerStatus
-    from ray_apr.data.resumption import Counters, RolloutSummary
+    from ray_apr.data.resumption import Begin, Counters, RolloutSummary
     from ray_apr.run.spec import RunSpec
     from ray_apr.scheduling.stock import BufferStats
+
+FINAL_FILE = "final.json"
+"""File of the run folder with the last counters, and how the run ended."""
+ERROR_LOG = "error.log"
+"""File of the run folder with the tracebacks of a run that failed."""
 
 
 def final_figures(
@@ -79,3 +90,38 @@ def final_figures(
 def _engine_figures(engine: ServerStatus) -> dict[str, Any]:
     names = ("replica_id", "policy_version", "uptime_s", "busy_s", "paused_s", "tokens_generated")
     return {name: getattr(engine, name) for name in names}
+
+
+def write_final(folder: Path, figures: Mapping[str, Any], error: BaseException | None) -> None:
+    """Write the last counters of a run, and how it ended."""
+    write_json(folder / FINAL_FILE, {**figures, **_outcome(error)})
+
+
+def write_outcome(folder: Path, error: BaseException) -> None:
+    """Write anew how a run ended whose last attempt may have written its counters."""
+    with contextlib.suppress(FileNotFoundError):
+        write_final(folder, json.loads((folder / FINAL_FILE).read_text(encoding="utf-8")), error)
+
+
+def write_end_of_start(spec: RunSpec, begin: Begin, error: BaseException, wall_s: float) -> None:
+    """Write how a run ended that came to nothing: its parts could not be made."""
+    if not isinstance(error, Stopped):
+        log = spec.folder / ERROR_LOG
+        write_error_log(log, error, cause_of(error))
+        error.add_note(f"traceback: {log}")
+    final = final_figures(spec, None, None, begin.num_rows, begin.before)
+    write_final(spec.folder, final | {"setup_s": None, "wall_s": wall_s}, error)
+
+
+def _outcome(error: BaseException | None) -> dict[str, str | None]:
+    """How the run ended."""
+    if error is None:
+        return {"status": "ok", "error": None}
+    if isinstance(error, Stopped):
+        return {"status": "stopped", "error": str(error)}
+    return {"status": "failed", "error": f"{type(error).__name__}: {one_line(error)}"}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as a file that people can read."""
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

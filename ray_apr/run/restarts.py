@@ -33,18 +33,21 @@ def run_with_restarts(
     attempt: Callable[[], _Result],
     *,
     max_failures: int,
+    num_steps: int,
     last_step: Callable[[], int],
     show: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Result:
     """Run until an attempt ends well.
 
-    The pause before the next one doubles from a second to a minute while no checkpoint is added.
+    The pause before the next one doubles from a second to a minute while no checkpoint is added. A
+    failure after the last step, or while the last checkpoint cannot be read, ends the run.
 
     Args:
         attempt: Runs from where the run folder stands.
         max_failures: Attempts that may fail beside the last; -1: any number.
-        last_step: The step that the next attempt goes on with.
+        num_steps: Of the whole run.
+        last_step: Steps that the next attempt does not train again.
         show: Takes a line for a person.
         sleep: Waits so many seconds.
 
@@ -59,7 +62,9 @@ def run_with_restarts(
             if num_failures == max_failures or isinstance(error, _FOR_GOOD):
                 raise
             num_failures += 1
-            before, reached = reached, last_step()
+            before, reached = reached, _ask(last_step, error)
+            if reached >= num_steps:
+                raise
             pause = _FIRST_PAUSE_S if reached > before else min(2 * pause, _LONGEST_PAUSE_S)
             most = "any number" if max_failures < 0 else max_failures
             show(
@@ -67,3 +72,12 @@ def run_with_restarts(
                 f"(restart {num_failures} of {most})"
             )
             sleep(pause)
+
+
+def _ask(last_step: Callable[[], int], error: Exception) -> int:
+    """The last checkpoint's step; if that is not known, what failed is what the run failed of."""
+    try:
+        return last_step()
+    except APRError as unknown:
+        error.add_note(f"the run does not go on: {one_line(unknown)}")
+        raise error from unknown

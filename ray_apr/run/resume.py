@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import ray.train
 
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
     ROLLOUT_FILE,
@@ -31,6 +31,7 @@ from ray_apr.data.resumption import (
     sampled_with,
 )
 from ray_apr.data.saved_samples import read_samples
+from ray_apr.rollout.turns import turn_rules
 from ray_apr.run.folder import holds_run
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 RESUMES_FILE = "resumes.jsonl"
 _LOCK_FILE = ".lock"
 _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
-"""Files of a run's end, which a resumed one has not reached."""
+"""Files of a run's end."""
 
 
 def find_begin(spec: RunSpec) -> Begin:
@@ -49,6 +50,7 @@ def find_begin(spec: RunSpec) -> Begin:
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
+        ResourceError: If the checkpoints of a run that has begun cannot be read.
     """
     last = _last_checkpoint(spec)
     checkpoint = last or spec.checkpoint
@@ -86,6 +88,19 @@ def find_begin(spec: RunSpec) -> Begin:
     return begin
 
 
+def last_step(spec: RunSpec) -> int:
+    """Steps that a run of this name would not train again.
+
+    Raises:
+        APRError: If its last checkpoint cannot be read.
+    """
+    checkpoint = _last_checkpoint(spec) or spec.checkpoint
+    if checkpoint is None:
+        return 0
+    step: int = json.loads(_read(checkpoint, PROGRESS_FILE))["step"]
+    return step
+
+
 def _read_samples(
     checkpoint: ray.train.Checkpoint, rollout: RolloutProgress, spec: RunSpec
 ) -> pa.Table | None:
@@ -96,8 +111,9 @@ def _read_samples(
     """
     if rollout.samples_digest is None:
         return None
-    now, then = sampled_with(spec.rollout), rollout.sampled
-    others = [f"rollout.{name}" for name, value in now.items() if then.get(name) != value]
+    rules = turn_rules(spec.environment, spec.rollout.max_turns)
+    now = sampled_with(spec.rollout, resets=None if rules is None else rules.resets)
+    others = [name for name, value in now.items() if rollout.sampled.get(name) != value]
     if others:
         logger.warning(
             "the checkpoint's responses under way begin anew: %s differ", " and ".join(others)
@@ -112,13 +128,23 @@ def _read_samples(
 
 
 def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
-    """The last checkpoint that Ray Train has of a run's name."""
+    """The last checkpoint that Ray Train has of a run's name.
+
+    Raises:
+        ResourceError: If that cannot be known of a run that has begun.
+    """
     path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
     try:
         return ray.train.Result.from_path(path, spec.run.storage_filesystem).checkpoint
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return None
-    except (OSError, ValueError) as error:  # a scheme that pyarrow does not know, no network
+    except Exception as error:  # of the storage, or of a list that Ray Train cannot read
+        is_known = isinstance(error, (OSError, ValueError))  # no network, no such scheme
+        if holds_run(spec.folder) or not is_known:
+            raise ResourceError(
+                f"{path} may hold checkpoints of the run in {spec.folder}, but cannot be read: "
+                f"{one_line(error)}. Mend it, or choose another run.name"
+            ) from error
         logger.warning("%s cannot be looked at, which may hold a run already: %s", path, error)
         return None
 
@@ -188,8 +214,6 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
 
     _keep(folder / "evaluations.jsonl", was_evaluated)
     _keep(folder / "evaluation_samples.jsonl", lambda row: row["policy_version"] in evaluated)
-    for name in _OF_THE_END:
-        (folder / name).unlink(missing_ok=True)
     note = {
         "time_s": round(time_s, 4),
         "step": begin.step,
@@ -206,6 +230,12 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     last = begin.policy_version if begin.policy_version in evaluated else None
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
+
+
+def remove_end(folder: Path) -> None:
+    """Remove what says how an earlier attempt ended, which the next one has not reached."""
+    for name in _OF_THE_END:
+        (folder / name).unlink(missing_ok=True)
 
 
 def resume_line(begin: Begin, num_steps: int) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import FinishReason
 from ray_apr.core.user import Step
 from ray_apr.data.resumption import Begin, Counters, RolloutProgress
@@ -16,7 +17,7 @@ from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.live import TurnRules
 from ray_apr.scheduling.order import prompt_position
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
-from tests.rollout_run import PROMPTS, Scorer, running, until, without_ray
+from tests.rollout_run import PROMPTS, Run, Scorer, running, until, without_ray
 
 GROUPS = 24
 
@@ -151,6 +152,64 @@ async def test_groups_that_wait_at_the_gate_are_captured_once(monkeypatch):
         assert len(await run.step(0)) == 4, "it goes on"
 
 
+async def with_groups_in_the_buffer() -> Begin:
+    """What a run goes on with whose buffer has groups."""
+    async with running(ScriptedEngine(auto=1), max_staleness=4, oversampling_factor=3.0) as run:
+        await until(lambda: run.buffer._stock.num_buffered >= 8)
+        begin = await take(run)
+    assert len(begin.rollout.pending) >= 4
+    return begin
+
+
+async def test_groups_of_a_checkpoint_are_in_a_book_until_they_are_sent():
+    """The run may end before it has begun: while its engines start, say."""
+    begin = await with_groups_in_the_buffer()
+    run = Run(ScriptedEngine(auto=1), max_staleness=4, **settings_of(begin))
+    summary, stats = await run.worker.stop(), await run.buffer.stats()
+    before = begin.before.lose(0, begin.num_kept)[0].ledger
+    assert (before + summary.ledger + stats.ledger).error == 0
+    assert set(summary.pending_prompts) >= set(begin.rollout.pending)
+
+
+async def test_a_checkpoint_before_all_groups_are_sent_again_has_them():
+    begin = await with_groups_in_the_buffer()
+    run = Run(ScriptedEngine(auto=1), max_staleness=4, **settings_of(begin))
+    put, may_go, arrived = run.buffer.put_group, asyncio.Event(), []
+
+    async def put_slowly(metas, refs):
+        arrived.append(metas[0].group_id)
+        if len(arrived) > 1:
+            await may_go.wait()
+        await put(metas, refs)
+
+    run.buffer.put_group = put_slowly
+    await run.worker.start()
+    try:
+        await until(lambda: len(arrived) == 2)
+        capturing = asyncio.create_task(take(run, begin.before))
+        await asyncio.sleep(0.02)
+        may_go.set()
+        again = await capturing
+    finally:
+        await run.worker.stop()
+    check_closed(again)
+    assert set(again.rollout.pending) >= set(begin.rollout.pending)
+    groups = {sample.group_id for sample in samples_of(again)}
+    assert groups >= {sample.group_id for sample in samples_of(begin)}
+
+
+async def test_why_samples_cannot_go_on_is_told_at_the_start():
+    """An error of the constructor would be the death of an actor, without its cause."""
+
+    def make_state(prompt_of):
+        raise ConfigError("prompts", "p", "has other tokens")
+
+    run = Run(ScriptedEngine(auto=1), make_state=make_state)
+    with pytest.raises(ConfigError, match="has other tokens"):
+        await run.worker.start()
+    await run.worker.stop()
+
+
 async def test_rewards_that_were_not_there_yet_are_asked_for_again():
     class Slow(Scorer):
         async def score(self, sample):
@@ -203,3 +262,31 @@ async def test_turns_that_await_their_environment_are_asked_about_again(monkeypa
     waiting = {s.sample_id for s in samples_of(begin) if s.awaits_step}
     asked = {request_id.partition("#")[0] for request_id, _, _ in engine.calls}
     assert len(waiting) >= 4 and not waiting & asked
+
+
+async def test_rewards_of_an_environment_that_wait_for_the_others_come_with_their_text():
+    """Without overlap a reward counts once nothing generates; a checkpoint may come before."""
+
+    class Environment(Scorer):
+        async def step(self, sample):
+            return Step(done=True, reward=0.5)
+
+    lengths = {f"e0-{o}-{i}": 3 if i else 16 for o in range(3) for i in range(2)}
+    settings = {
+        "turns": TurnRules(), "max_staleness": 2, "overlap_rewards": False,
+        "rollout": {"max_response_tokens": 40},
+    }  # fmt: skip
+    engine = ScriptedEngine(lengths, auto=0)
+    async with running(engine, scorer=Environment(), **settings) as run:
+        await until(lambda: len(engine.running) >= 4)
+        engine.advance(4)
+        await until(lambda: run.worker._scheduler.counts().finished >= 2)
+        begin = await take(run)
+        run.worker._main.cancel()
+    waiting = [sample for sample in samples_of(begin) if sample.reward is not None]
+    assert waiting and all(sample.response_text for sample in waiting)
+    async with running(
+        ScriptedEngine(lengths, auto=2), scorer=Environment(), **settings, **settings_of(begin)
+    ) as run:
+        samples = await run.step(0)
+    assert all(sample.response_text and sample.reward == 0.5 for sample in samples)

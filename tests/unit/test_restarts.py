@@ -8,6 +8,7 @@ from ray.exceptions import ActorDiedError
 from ray_apr.core.exceptions import (
     ConfigError,
     LedgerError,
+    ResourceError,
     Stopped,
     TrainError,
     WeightMismatchError,
@@ -18,8 +19,8 @@ from ray_apr.run.restarts import run_with_restarts
 class Attempts:
     """Attempts that fail as said, and reach the steps that are said; the last one ends well."""
 
-    def __init__(self, *errors, steps=(0,) * 20) -> None:
-        self.errors, self.steps = list(errors), list(steps)
+    def __init__(self, *errors, steps=(0,) * 20, unread=None) -> None:
+        self.errors, self.steps, self.unread = list(errors), list(steps), unread
         self.pauses: list[float] = []
         self.said: list[str] = []
 
@@ -30,9 +31,14 @@ class Attempts:
 
     def run(self, max_failures: int) -> str:
         return run_with_restarts(
-            self.attempt, max_failures=max_failures, last_step=lambda: self.steps.pop(0),
+            self.attempt, max_failures=max_failures, num_steps=9, last_step=self.last_step,
             show=self.said.append, sleep=self.pauses.append,
         )  # fmt: skip
+
+    def last_step(self) -> int:
+        if self.unread is not None:
+            raise self.unread
+        return self.steps.pop(0)
 
 
 def test_a_run_goes_on_as_often_as_it_may():
@@ -72,3 +78,17 @@ def test_what_would_come_again_ends_the_run(error):
     with pytest.raises(type(error)):
         attempts.run(-1)
     assert not attempts.said
+
+
+def test_a_failure_after_the_last_step_is_the_runs_own():
+    attempts = Attempts(TrainError("the export failed"), steps=[9])
+    with pytest.raises(TrainError, match="the export failed"):
+        attempts.run(-1)
+    assert not attempts.said
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_ends_with_what_it_failed_of():
+    attempts = Attempts(TrainError("a worker died"), unread=ResourceError("no network"))
+    with pytest.raises(TrainError, match="a worker died") as caught:
+        attempts.run(-1)
+    assert caught.value.__notes__ == ["the run does not go on: no network"]

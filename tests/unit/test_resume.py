@@ -12,9 +12,10 @@ import pytest
 import ray.train
 
 from ray_apr.config import RolloutConfig, TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.sample import Prompt, Sample, Segment
+from ray_apr.core.user import Environment, Step
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
     PROGRESS_FILE,
@@ -28,7 +29,7 @@ from ray_apr.data.resumption import (
 from ray_apr.data.saved_samples import samples_table, write_samples
 from ray_apr.run import resume
 from ray_apr.run.recorder import RunRecorder
-from ray_apr.run.resume import find_begin, hold_folder, resume_folder
+from ray_apr.run.resume import find_begin, hold_folder, last_step, remove_end, resume_folder
 from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import prompt_order
 from tests.run_specs import run_spec
@@ -144,7 +145,6 @@ def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
     assert read(folder, "timeline.jsonl") == [{"end_s": 33.0}, {"end_s": 34.5}]
     for name in ("evaluations.jsonl", "evaluation_samples.jsonl"):
         assert [row["policy_version"] for row in read(folder, name)] == [0, 2]
-    assert not (folder / "report.html").exists()
     assert started_at == 1000.0 - 34.5
     assert (resumed.num_rows, resumed.last_version) == (2, 2)
     assert resumed.before.tokens_generated == 120, "as the last row says"
@@ -172,7 +172,12 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_start_in_the_same_folder(fo
     assert started_at == 950.0 and resumed.last_version is None
     assert resumed.before == Counters(tokens_generated=160, tokens_discarded={"lost": 160})
     assert read(folder, "resumes.jsonl")[0]["ended"] == "stopped"
-    assert not (folder / "final.json").exists()
+
+
+def test_nothing_of_an_earlier_end_stays(folder):
+    write(folder, "error.log")
+    remove_end(folder)
+    assert not {"final.json", "error.log", "report.html"} & {f.name for f in folder.iterdir()}
 
 
 def test_a_version_that_was_not_evaluated_yet_is_evaluated_after_the_resumption(folder):
@@ -225,7 +230,10 @@ def with_samples(checkpoint):
     table = samples_table([GROUP])
     digest = write_samples(Path(checkpoint.path) / SAMPLES_FILE, table)
     progress = dataclasses.replace(
-        PROGRESS, samples_digest=digest, sampled=sampled_with(SAMPLED), retries=("e1-2~1",)
+        PROGRESS,
+        samples_digest=digest,
+        sampled=sampled_with(SAMPLED, resets=None),
+        retries=("e1-2~1",),
     )
     (Path(checkpoint.path) / ROLLOUT_FILE).write_text(progress.to_json())
     return checkpoint
@@ -248,6 +256,47 @@ def test_samples_that_were_made_otherwise_begin_anew(tmp_path, with_samples, cap
     assert found.samples is None and found.prompts_again == (1, 5)
     assert found.rollout.retries == () and found.before == Counters()
     assert f"begin anew: rollout.{name} differ" in caplog.text
+
+
+def test_samples_without_an_environment_do_not_go_on_with_one(tmp_path, with_samples, caplog):
+    class Game(Environment):
+        async def step(self, sample):
+            return Step(done=True)
+
+    spec = plan_of(tmp_path, checkpoint=with_samples, rollout=SAMPLED, environment=Game())
+    assert find_begin(spec).samples is None
+    assert "begin anew: environment differ" in caplog.text
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(tmp_path, monkeypatch):
+    """It would take all rows of the folder out."""
+
+    def fail(*_):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(resume.ray.train.Result, "from_path", fail)
+    plan = plan_of(tmp_path)
+    assert find_begin(plan) == Begin(), "there is nothing to lose"
+    plan.folder.mkdir()
+    write(plan.folder, "metrics.jsonl", {"step": 0})
+    for ask in (find_begin, last_step):
+        with pytest.raises(ResourceError, match=r"cannot be read: no route to host.*Mend"):
+            ask(plan)
+
+
+def test_a_list_of_checkpoints_that_was_damaged_is_an_error(tmp_path):
+    plan = plan_of(tmp_path)
+    plan.folder.mkdir()
+    (plan.folder / "checkpoint_manager_snapshot.json").write_text("{")
+    with pytest.raises(ResourceError, match=r"cannot be read"):
+        find_begin(plan)
+
+
+def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path, checkpoint, monkeypatch):
+    assert last_step(plan_of(tmp_path)) == 0
+    assert last_step(plan_of(tmp_path, checkpoint=checkpoint)) == 2
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan: checkpoint)
+    assert last_step(plan_of(tmp_path)) == 2
 
 
 def test_a_checkpoint_with_damaged_samples_is_refused(tmp_path, with_samples):

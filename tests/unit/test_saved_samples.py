@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
-from ray_apr.data.saved_samples import groups_of, read_samples, samples_table, write_samples
+from ray_apr.data.saved_samples import (
+    SCHEMA,
+    groups_of,
+    read_samples,
+    samples_table,
+    write_samples,
+)
 
 PROMPT = Prompt(prompt_id="e0-1", token_ids=(5, 6, 2**31 - 1), row={"answer": "4"})
 
@@ -88,3 +95,10 @@ def test_a_response_does_not_go_on_after_another_prompt():
     other = Prompt(prompt_id="e0-1", token_ids=(5, 6))
     with pytest.raises(ConfigError, match=r"prompts = .*e0-1.*other tokens.*same dataset"):
         groups_of(samples_table([(sample,)]), lambda name: other)
+
+
+def test_text_and_bytes_of_all_samples_may_be_more_than_two_gigabytes():
+    of_ids = {"sample_id", "group_id", "prompt_digest", "finish_reason", "reward_metrics"}
+    for field in SCHEMA:
+        kind = field.type.value_type if pa.types.is_large_list(field.type) else field.type
+        assert field.name in of_ids or kind not in (pa.string(), pa.binary()), field

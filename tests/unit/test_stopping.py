@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
 import sys
 import threading
 
 import pytest
+import ray.train
 
+from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import Stopped, TrainError
 from ray_apr.run import controller
+from ray_apr.run.final import write_final, write_outcome
 from ray_apr.run.stopping import StopSignals
+from tests.run_specs import run_spec
 
 
 @pytest.mark.parametrize(
@@ -89,5 +94,27 @@ def test_errors_pass_and_other_threads_are_left_alone():
         (TrainError("a NaN"), {"status": "failed", "error": "TrainError: a NaN"}),
     ],
 )
-def test_final_json_tells_a_stopped_run_from_a_failed_one(error, outcome):
-    assert controller._outcome(error) == outcome
+def test_final_json_tells_a_stopped_run_from_a_failed_one(tmp_path, error, outcome):
+    write_final(tmp_path, {"steps": 3}, TrainError("a worker died"))
+    write_outcome(tmp_path, error)
+    assert json.loads((tmp_path / "final.json").read_text()) == {"steps": 3} | outcome
+
+
+def test_a_run_that_is_stopped_before_it_goes_on_again_was_stopped(tmp_path, monkeypatch):
+    often = ray.train.FailureConfig(max_failures=3)
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path), failure_config=often)
+    spec = run_spec(run=run, train=TrainConfig(steps=4, checkpoint_every=1))
+
+    def fail(*_):
+        write_final(spec.folder, {}, TrainError("a worker died"))
+        raise TrainError("a worker died")
+
+    monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
+    monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
+    monkeypatch.setattr(controller, "_run_parts", fail)
+    monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(controller.ray, "cluster_resources", dict)
+    monkeypatch.setattr(controller.time, "sleep", lambda s: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Stopped):
+        controller.run(spec, None)
+    assert json.loads((spec.folder / "final.json").read_text())["status"] == "stopped"
