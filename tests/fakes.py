@@ -26,6 +26,7 @@ from ray_apr.core.messages import (
 )
 from ray_apr.core.protocols import PauseMode
 from ray_apr.core.sample import FinishReason, Segment
+from ray_apr.data.parts import Part, PartName
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 
 FIRST_TOKEN = 1000
@@ -655,3 +656,11 @@ class FakeSession:
         if self in self.living:
             self.living.remove(self)
         return {}
+
+
+class FixedPart(Part):
+    """A part of a run whose handle is known, and that never begins again."""
+
+    def __init__(self, handle) -> None:
+        super().__init__(PartName("a-part", "a-namespace"), "part")
+        self._actor = handle

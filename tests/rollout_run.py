@@ -81,6 +81,8 @@ class Run:
         make_state=None,
         position=0,
         pending=(),
+        journal=None,
+        before=None,
         **partial,
     ) -> None:
         self.engine = engine
@@ -93,7 +95,7 @@ class Run:
             batch_size=batch_size, max_staleness=partial_config.max_staleness,
             on_stale=partial_config.on_stale, num_ranks=1, micro_batch_tokens=64,
             config=buffer or BufferConfig(poll_timeout_s=0.2, wait_timeout_s=2.0),
-            recorder=Handle(self.recorder), run="a-run",
+            recorder=Handle(self.recorder), run="a-run", **(journal or {}),
         )  # fmt: skip
         self.worker = RolloutWorker(
             rollout=RolloutConfig(**{"group_size": 2, "max_response_tokens": 16} | (rollout or {})),
@@ -113,6 +115,8 @@ class Run:
             turns=turns,
             group_filter=group_filter,
             run="a-run",
+            before=before,
+            **(journal or {}),
         )
 
     async def step(self, step: int):

@@ -11,6 +11,7 @@ from ray_apr.config.engine import EngineConfig
 from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.http import HttpConfig
+from ray_apr.config.journal import JournalConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig
 from ray_apr.config.reward import RewardConfig
 from ray_apr.config.rollout import RolloutConfig
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "HttpConfig",
+    "JournalConfig",
     "KVCache",
     "LoRAConfig",
     "Mode",

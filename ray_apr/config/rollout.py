@@ -1,4 +1,4 @@
-"""Settings of the rollouts: their size, and sections of engines, sampling, rewards and HTTP."""
+"""Settings of the rollouts: their size, and sections of what they need."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.http import HttpConfig
+from ray_apr.config.journal import JournalConfig
 from ray_apr.config.renamed import renew
 from ray_apr.config.reward import RewardConfig
 from ray_apr.config.sampling import SamplingConfig
@@ -22,6 +23,7 @@ _SECTIONS: Mapping[str, type] = {
     "sampling": SamplingConfig,
     "reward": RewardConfig,
     "http": HttpConfig,
+    "journal": JournalConfig,
 }
 
 
@@ -43,7 +45,7 @@ def _takes_old_names(cls: type[_C]) -> type[_C]:
 @_takes_old_names
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Rollout servers, groups, and sections of engines, sampling, rewards and HTTP.
+    """Rollout servers, groups, and sections of engines, sampling, rewards, HTTP and journal.
 
     Example:
         >>> RolloutConfig(num_replicas=2, sampling=SamplingConfig(temperature=0.7)).group_size
@@ -78,6 +80,8 @@ class RolloutConfig:
     """Calls of the reward function and the environment."""
     http: HttpConfig = field(default_factory=HttpConfig)
     """The servers' verbs over HTTP."""
+    journal: JournalConfig = field(default_factory=JournalConfig)
+    """What survives the death of a part."""
 
     def __post_init__(self) -> None:
         s = "rollout"

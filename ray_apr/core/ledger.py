@@ -20,6 +20,7 @@ The life of a token::
     filtered   the group was dropped for its content
     failed     a generation or a reward of the group failed for good
     shutdown   the run ended
+    lost       who was to get the token died, or the run began again before it was noted
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from typing import Literal, get_args
 from ray_apr.core.exceptions import LedgerError
 
 Place = Literal["pending", "interrupted", "buffered", "trained"]
-DiscardReason = Literal["stale", "masked", "restarted", "surplus", "failed", "filtered", "shutdown"]
+DiscardReason = Literal[
+    "stale", "masked", "restarted", "surplus", "failed", "filtered", "shutdown", "lost"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

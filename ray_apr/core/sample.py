@@ -93,6 +93,15 @@ class Segment:
             support=self.support[:num_tokens],
         )
 
+    def beyond(self, num_tokens: int) -> Segment:
+        """The tokens after the first ones alone."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+            support=self.support[num_tokens:],
+        )
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as 32-bit integers in the machine's order, for `Segment.support`."""

@@ -5,6 +5,8 @@ Invariants, kept by `SampleBuffer`:
     * The batch of step k is chosen after the trainer granted step k, against the policy version of
       that grant: the staleness bound counts the time in the queue, and holds under any read-ahead.
     * Groups come in whole and leave whole: trained, or evicted with a reason (`stock.Stock`).
+    * What it decides is in the journal before anybody hears of it, so that the buffer that follows
+      one that died says the same. The end of a step may be told twice; it counts once.
     * A wait for a batch ends when nothing has moved for its limit, however long it takes; who runs
       into it learns what has not, and what the rollout side is waiting for.
 """
@@ -12,6 +14,7 @@ Invariants, kept by `SampleBuffer`:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +25,9 @@ from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.core.group import GroupMeta, SampleMeta
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
+from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.movement import Movement, Moves
+from ray_apr.data.resumption import Counters, Replayed
 from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, reward_figures, sample_rows
 
 
@@ -53,6 +58,10 @@ class SampleBuffer:
         config: Time limits.
         recorder: Handle of the recorder; gets a row for each trained sample.
         run: Name of the run, which its metrics carry.
+        journal: Where the journal is; None: nothing is noted.
+        epoch: Number of its first epoch.
+        header: What the run's samples are made with.
+        replayed: What the run goes on with; None: nothing.
     """
 
     def __init__(
@@ -68,6 +77,10 @@ class SampleBuffer:
         config: BufferConfig,
         recorder: Any,
         run: str = "",
+        journal: JournalFolder | None = None,
+        epoch: int = 0,
+        header: Mapping[str, Any] | None = None,
+        replayed: Replayed | None = None,
     ) -> None:
         self._stock = Stock(
             batch_size=batch_size,
@@ -92,6 +105,39 @@ class SampleBuffer:
         self._limit = staleness_capacity(
             batch_size=batch_size, max_staleness=max_staleness, num_live=0
         )
+        self._counted = Counters()
+        """Until the journal's epoch began."""
+        self._journal = Journal(journal, "buffer", epoch, header=header, state=self._state)
+        self._ended: tuple[int, Mapping[str, float]] = (-1, {})
+        """The last step that was trained, and what the trainer was told."""
+        if replayed is not None:
+            self._go_on(replayed)
+
+    def _go_on(self, replayed: Replayed) -> None:
+        """Take up the state of the buffer that was here before, but for its groups."""
+        self._stock.go_on(replayed.plan)
+        self._ended = replayed.trained or self._ended
+        if replayed.granted is not None:
+            self._stock.grant(*replayed.granted, time.monotonic())
+        if replayed.takes_over:
+            self._stock.trainer_version = replayed.policy_version
+        self._note_grant()
+
+    def _state(self) -> dict[str, Any]:
+        return {"counters": dataclasses.asdict(self._counters() - self._counted)}
+
+    def _counters(self) -> Counters:
+        stats = self._stock.stats()
+        return Counters(
+            samples_trained=stats.trained_samples,
+            tokens_trained=stats.ledger.trained,
+            tokens_discarded=stats.ledger.discarded,
+        )
+
+    def _note_grant(self) -> None:
+        grant = self._stock.granted
+        if grant is not None:
+            self._journal.note(granted=[grant.step, grant.policy_version])
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
         """Take a whole, scored group.
@@ -121,9 +167,16 @@ class SampleBuffer:
         It is its first call; a trainer that begins again has new readers.
         """
         async with self._changed:
-            self._begun.clear()
-            self._stock.grant(step, policy_version, time.monotonic())
+            grant = self._stock.granted
+            if grant is None or (grant.step, grant.policy_version) != (step, policy_version):
+                self._begun.clear()
+                self._grant(step, policy_version)
             await self._choose()
+        await self._journal.flush()
+
+    def _grant(self, step: int, policy_version: int) -> None:
+        self._stock.grant(step, policy_version, time.monotonic())
+        self._note_grant()
 
     async def take(self, rank: int, last_step: int | None) -> BatchTicket | None:
         """Hand out the granted batch to the stream of `rank`.
@@ -165,10 +218,15 @@ class SampleBuffer:
             if self._closed:
                 return BatchTicket()
             self._begun.add(rank)
-            return self._stock.hand_out()
+            ticket = self._stock.hand_out()
+        await self._journal.flush()
+        return ticket
 
     async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
         """The optimizer has done `step`: its samples are trained, and their payload is let go.
+
+        Waits for: the groups of the step, where a buffer that died had handed them out. Unblocked
+        by: the rollout worker, which puts them; a failure; `close`.
 
         Args:
             step: The step that was trained.
@@ -181,15 +239,27 @@ class SampleBuffer:
         Raises:
             APRError: If this is not the step that was handed out.
         """
+        if step == self._ended[0]:  # it was told, and who told it has not heard of it
+            return dict(self._ended[1])
         async with self._changed:
+            # of a buffer that has just taken over; its groups are on their way
+            await self._changed.wait_for(
+                lambda: not self._stock.awaits_batch_of(step) or self._failure or self._closed
+            )
+            if self._failure is not None:
+                raise self._failure
             rows = sample_rows(self._stock.end_step(step))
+            figures: dict[str, float] = {"num_turns": sum(row["num_turns"] for row in rows)}
+            figures |= reward_figures([row["reward_metrics"] for row in rows])
+            await self._recorder.record_many.remote("sample", rows)  # which takes a step once
+            self._ended = (step, figures)
+            self._journal.note(trained=[step, figures])
             if next_policy_version is not None:
-                self._stock.grant(step + 1, next_policy_version, time.monotonic())
+                self._grant(step + 1, next_policy_version)
             await self._choose()
         self._show_trained(rows)
-        await self._recorder.record_many.remote("sample", rows)
-        num_turns = sum(row["num_turns"] for row in rows)
-        return {"num_turns": num_turns} | reward_figures([row["reward_metrics"] for row in rows])
+        await self._journal.flush()
+        return figures
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""
@@ -231,6 +301,11 @@ class SampleBuffer:
         """What stopped the rollout side, if anything did."""
         return self._failure
 
+    async def wait_until_stopped(self) -> None:
+        """Wait for `close`; who waits learns at once of this process's death."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed)
+
     async def close(self) -> None:
         """End all streams."""
         async with self._changed:
@@ -242,19 +317,38 @@ class SampleBuffer:
         """Figures of this moment."""
         return self._stock.stats()
 
-    async def held(self) -> tuple[BufferStats, list[Any]]:
-        """Figures of this moment, and an ObjectRef for the samples of each group that it holds."""
+    async def held(self, epoch: int) -> tuple[BufferStats, list[Any]]:
+        """Figures of this moment, and an ObjectRef for the samples of each group that it holds.
+
+        Args:
+            epoch: Of the journal, that begins with this moment.
+        """
+        self._journal.begin_epoch(epoch)
+        self._counted = self._counters()
+        self._note_grant()
+        self._note_batch()
         return self._stock.stats(), [ref for _, ref in self._stock.held()]
+
+    def _note_batch(self) -> None:
+        grant = self._stock.granted
+        if grant is not None and grant.groups:
+            self._journal.note(batch=[grant.step, [group.group_id for group in grant.groups]])
 
     async def _choose(self) -> None:
         """Evict what is too old and choose the granted batch if it is complete."""
+        grant = self._stock.granted
+        has_batch = grant is not None and bool(grant.groups)
         evicted = self._stock.choose()
+        if not has_batch:
+            self._note_batch()
         self._touch()
         for group in evicted:
             self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
             self._metrics.add("apr_rollout_discarded_tokens", group.num_generated, reason="stale")
         if evicted:
-            await self._recorder.record_many.remote("dropped", [_dropped_row(g) for g in evicted])
+            rows = [_dropped_row(group) for group in evicted]
+            self._journal.note(gone=rows)
+            await self._recorder.record_many.remote("dropped", rows)
 
     def _show_trained(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Count the samples of a step that was trained."""

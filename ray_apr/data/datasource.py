@@ -5,20 +5,25 @@ Ray Data reads ahead as far as it may, so the buffer holds it back: the read tas
 is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
 
 Ray Data starts a read task again whose process has died. Its stream would begin anew, and a step be
-lost: the buffer refuses that, and the run ends with the reason.
+lost: the buffer refuses that, and the run ends with the reason. A buffer that dies is followed by
+another one, which says the same of each step.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import ray
 from ray.data import DataContext, Dataset
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import ObjectLostError
+
+from ray_apr.data.parts import Part, PartName
 
 if TYPE_CHECKING:
     from ray_apr.scheduling.stock import BatchTicket
@@ -26,18 +31,19 @@ if TYPE_CHECKING:
 READ_TASK_CPUS = 0.01
 """CPUs of each rank's read task: where all others are taken, it would never start."""
 _CALL_TIMEOUT_S = 60.0
+_PAUSE_S = 0.5
 
 
 class SampleBufferDatasource(Datasource):
     """Batches of one train rank, as they are granted.
 
     Args:
-        buffer: Handle of the `SampleBuffer` actor.
+        buffer: Name of the `SampleBuffer` actor.
         rank: The train worker that reads this stream.
         poll_timeout_s: How long one call waits inside the buffer.
     """
 
-    def __init__(self, buffer: Any, *, rank: int, poll_timeout_s: float) -> None:
+    def __init__(self, buffer: PartName, *, rank: int, poll_timeout_s: float) -> None:
         super().__init__()
         self._read = functools.partial(_read, buffer, rank, poll_timeout_s)
 
@@ -56,31 +62,36 @@ class SampleBufferDatasource(Datasource):
         return [ReadTask(self._read, metadata)]
 
 
-def _read(buffer: Any, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
+def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
     """Yield a table of one row for each step, until the buffer is closed.
 
     Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch.
     Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit.
     Produces: a row.
     """
+    part = Part(buffer, "sample buffer")
+    limit_s = poll_timeout_s + _CALL_TIMEOUT_S
     last_step: int | None = None
     while True:
-        limit = poll_timeout_s + _CALL_TIMEOUT_S
-        ticket: BatchTicket | None = ray.get(buffer.take.remote(rank, last_step), timeout=limit)
+        ticket: BatchTicket | None = part.ask("take", rank, last_step, limit_s=limit_s)
         if ticket is None:
             continue
         if ticket.plan is None:
             return
         plan = ticket.plan
         wanted = plan.groups_of(rank)
-        payload = ray.get([ticket.refs[i] for i in wanted], timeout=_CALL_TIMEOUT_S)
+        try:
+            payload = ray.get([ticket.refs[i] for i in wanted], timeout=_CALL_TIMEOUT_S)
+        except ObjectLostError:  # with the rollout worker that made it, which the next one follows
+            time.sleep(_PAUSE_S)
+            continue
         row = plan.rank_batch(rank, dict(zip(wanted, payload, strict=True))).to_row()
         yield pa.table({name: pa.array([value]) for name, value in row.items()})
         last_step = plan.step
 
 
 def sample_stream(
-    buffer: Any, *, rank: int, poll_timeout_s: float, name: str | None = None
+    buffer: PartName, *, rank: int, poll_timeout_s: float, name: str | None = None
 ) -> Dataset:
     """Make the endless dataset of one rank.
 

@@ -28,8 +28,8 @@ ROLLOUT_FILE = "rollout.json"
 """File of a checkpoint with its `RolloutProgress`."""
 SAMPLES_FILE = "samples.arrow"
 """File of a checkpoint with the samples under way."""
-FORMAT = 1
-"""Of `RolloutProgress`. 0, of ray_apr before it saved samples, is read, too."""
+FORMAT = 2
+"""Of `RolloutProgress`. 1, without a journal, and 0, without samples, are read, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,23 @@ class Counters:
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Counters(**sums, tokens_discarded=discarded)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Counters:
+        """Of what `dataclasses.asdict` gave."""
+        return cls(**values)
+
+    def __sub__(self, other: Counters) -> Counters:
+        """What has come since an earlier moment."""
+        names = [f.name for f in dataclasses.fields(other) if f.name != "tokens_discarded"]
+        discarded = {reason: -n for reason, n in other.tokens_discarded.items()}
+        negative = {name: -getattr(other, name) for name in names}
+        return self + Counters(**negative, tokens_discarded=discarded)
+
+    def without_training(self) -> Counters:
+        """The same, of a buffer, once the trainer has begun again with a checkpoint."""
+        discarded = {r: n for r, n in self.tokens_discarded.items() if r != "masked"}
+        return Counters(tokens_discarded=discarded)
+
     @property
     def status(self) -> dict[str, int]:
         """What a step's row counts, too, under the names that it has there."""
@@ -149,6 +166,8 @@ class RolloutProgress:
     """Settings that the samples were made with (`sampled_with`)."""
     samples_digest: str | None = None
     """Of `SAMPLES_FILE`; None: the checkpoint has none."""
+    epoch: int = 0
+    """Of the journal, that follows the checkpoint."""
     format: int = FORMAT
 
     @classmethod
@@ -160,6 +179,7 @@ class RolloutProgress:
         seed: int,
         before: Counters,
         state: SchedulerState,
+        epoch: int = 0,
     ) -> RolloutProgress:
         """What the rollout worker and the buffer said of one moment."""
         held = (prompt_position(group, summary.num_prompts) for group in stats.held_groups)
@@ -173,6 +193,7 @@ class RolloutProgress:
             num_long_retries=state.num_long_retries,
             num_owed=state.num_owed,
             sampled=summary.sampled,
+            epoch=epoch,
         )
 
     def without_samples(self) -> RolloutProgress:
@@ -205,8 +226,32 @@ class RolloutProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What the journal says beside the samples (`data.replay`)."""
+
+    plan: Mapping[int, tuple[str, ...]]
+    """Ids of the groups of each step that is trained as it was before."""
+    policy_version: int
+    """Of the engines."""
+    goes_on_at: int
+    """Policy version from which on engines generate: that of the newest token."""
+    takes_over: bool = False
+    """Whether trainer and engines live, which a worker and a buffer served that are dead."""
+    granted: tuple[int, int] | None = None
+    """Step that a trainer which lives waits for or trains, and its policy version."""
+    trained: tuple[int, Mapping[str, float]] | None = None
+    """Last step of such a trainer, and what it was told at its end."""
+    received: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that had come from each engine that lives."""
+    ended: tuple[Mapping[str, Any], ...]
+    """Rows of samples that have ended, some of which the run folder may not have."""
+    dropped: tuple[Mapping[str, Any], ...]
+    """The same of groups that were dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Where a run begins: anew, or with a checkpoint."""
+    """Where a run begins: anew, or with a checkpoint and a journal."""
 
     step: int = 0
     policy_version: int = 0
@@ -224,6 +269,15 @@ class Begin:
     """The policy version, where it was evaluated already or was not due for that."""
     samples: Any = field(default=None, compare=False, repr=False)
     """Arrow table of the samples that it goes on with (`saved_samples`), or None."""
+    replayed: Replayed | None = field(default=None, compare=False, repr=False)
+    """What the journal says, or None."""
+    epoch: int = 0
+    """Of the journal, that begins with it."""
+
+    @property
+    def of_engines(self) -> int:
+        """Policy version of the engines."""
+        return self.policy_version if self.replayed is None else self.replayed.policy_version
 
     @property
     def num_samples(self) -> int:

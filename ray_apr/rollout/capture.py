@@ -17,8 +17,9 @@ from typing import Any
 import ray
 
 from ray_apr.core.sample import Sample
-from ray_apr.data.resumption import RolloutSummary
+from ray_apr.data.resumption import Counters, RolloutSummary
 from ray_apr.data.saved_samples import samples_table
+from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.scheduler import Scheduler
@@ -35,10 +36,19 @@ class RolloutCapture:
     """Without its groups."""
     samples: tuple[Any, ...]
     """One ObjectRef, of the table of all samples (`saved_samples`)."""
+    epoch: int
+    """Of the journal, that follows it."""
+    before: Counters
+    """What the run had counted before worker and buffer began."""
 
 
 async def capture(
-    scheduler: Scheduler, sessions: Sessions, buffer: Any, summarize: Callable[[], RolloutSummary]
+    scheduler: Scheduler,
+    sessions: Sessions,
+    notes: Notes,
+    buffer: Any,
+    summarize: Callable[[], RolloutSummary],
+    before: Counters,
 ) -> RolloutCapture:
     """Look at the whole rollout side.
 
@@ -47,19 +57,26 @@ async def capture(
     Args:
         scheduler: Of the worker.
         sessions: Of the worker.
+        notes: Of the worker.
         buffer: Handle of the sample buffer.
         summarize: Gives the figures of the worker.
+        before: What the run had counted before worker and buffer began.
     """
     async with sessions.hand_overs_held():
-        stats, refs = await buffer.held.remote()
+        epoch = notes.next_epoch
+        stats, refs = await buffer.held.remote(epoch)
         summary, state = summarize(), scheduler.state()
+        notes.begin_epoch(epoch)
         waiting = tuple(sessions.on_their_way.values())
     samples = await asyncio.to_thread(_table, state.groups, refs, waiting)
+    await notes.drop_old()
     return RolloutCapture(
         summary=summary,
         stats=stats,
         state=dataclasses.replace(state, groups=()),
         samples=(samples,),
+        epoch=epoch,
+        before=before,
     )
 
 

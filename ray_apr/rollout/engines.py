@@ -3,13 +3,14 @@
 Invariants, kept by `EngineWatch`:
     * An engine that has told its status once keeps one; `read_last` gives one that has died the
       tokens that have come from it.
+    * Tokens that a worker got which was here before are none of this one's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,10 @@ class EngineWatch:
         self._statuses: dict[str, ServerStatus] = {}
         self._received: Counter[str] = Counter()
         """Tokens that have come from each engine."""
+        self._before: Counter[str] = Counter()
+        """Tokens that had come from each engine before this worker was there."""
+        self._lost: Counter[str] = Counter()
+        """Tokens that each engine had handed out by then, and that nobody noted."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
         self._is_silent = False
         self.num_changes = 0
@@ -65,6 +70,26 @@ class EngineWatch:
     def tokens_made(self) -> int:
         """Tokens that all engines have made, those of calls under way included."""
         return sum(status.tokens_made for status in self._statuses.values())
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Tokens that have come from each engine, to this worker and those before it."""
+        return dict(self._before + self._lost + self._received)
+
+    def take_over(self, statuses: Sequence[ServerStatus], received: Mapping[str, int]) -> int:
+        """Engines have worked for a worker that is dead.
+
+        Args:
+            statuses: Of those that live; they do nothing for it any more.
+            received: Tokens that it had from each.
+
+        Returns:
+            Tokens that they handed out and it did not note.
+        """
+        handed_out = {status.replica_id: status.tokens_generated for status in statuses}
+        self._before = Counter({name: received.get(name, 0) for name in handed_out})
+        self._lost = Counter({name: n - self._before[name] for name, n in handed_out.items()})
+        return self._lost.total()
 
     def count_received(self, replica_id: str, num_tokens: int) -> None:
         """Tokens have come from an engine."""
@@ -94,7 +119,8 @@ class EngineWatch:
         if self._is_adaptive:
             self._adapt(client, statuses)
         for status in statuses:
-            self._statuses[status.replica_id] = replace(status, spans=())
+            made = status.tokens_generated - self._before[status.replica_id]
+            self._statuses[status.replica_id] = replace(status, spans=(), tokens_generated=made)
             self._metrics.set(
                 "apr_server_running_requests", status.num_running, replica=status.replica_id
             )
@@ -129,7 +155,8 @@ class EngineWatch:
         except EngineUnavailableError as error:
             logger.warning("no rollout server tells its last figures: %s", error)
         for replica_id in self._statuses.keys() - alive:
-            status, tokens = self._statuses[replica_id], self._received[replica_id]
+            status = self._statuses[replica_id]
+            tokens = self._received[replica_id] + self._lost[replica_id]
             self._statuses[replica_id] = replace(status, tokens_generated=tokens)
 
     def _adapt(self, client: RolloutClient, statuses: Sequence[ServerStatus]) -> None:

@@ -98,7 +98,7 @@ class Evaluator:
     async def start(self, policy_version: int) -> None:
         """Connect to the servers, which run, and evaluate the base model if that is asked for and
         the run begins with it."""
-        self._client = self._make_client()
+        self._client = self._client or self._make_client()
         if policy_version == 0 and self._config.is_due(0):
             self._first = asyncio.create_task(self.evaluate(0), name="evaluation-0")
 
@@ -112,7 +112,8 @@ class Evaluator:
         Returns:
             The row that is written to ``evaluations.jsonl``; empty if it was left out or stopped.
         """
-        if self._client is None or (self._running.locked() and not is_last):
+        self._client = self._client or self._make_client()  # Ray may have started it again
+        if self._running.locked() and not is_last:
             logger.warning("version %d is not evaluated: one is under way", policy_version)
             return {}
         async with self._running:

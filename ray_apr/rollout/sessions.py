@@ -36,6 +36,7 @@ from ray_apr.core.sample import Sample, SampleState
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
+from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
 from ray_apr.scheduling.live import LiveSample
@@ -57,6 +58,7 @@ class Sessions:
         scorer: Calls them.
         buffer: Handle of the sample buffer.
         engines: Counts what comes from each engine.
+        notes: Writes what happens into the journal.
         metrics: Of the run.
     """
 
@@ -73,6 +75,7 @@ class Sessions:
         scorer: Scorer,
         buffer: Any,
         engines: EngineWatch,
+        notes: Notes,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
@@ -82,6 +85,7 @@ class Sessions:
         self._scorer = scorer
         self._buffer = buffer
         self._engines = engines
+        self._notes = notes
         self._metrics = metrics
         self.wake = asyncio.Event()
         """Set when the scheduler may have something new to say."""
@@ -145,6 +149,7 @@ class Sessions:
         self.wake.set()
         if updated is None:
             return
+        self._notes.of(live)
         if updated.finish_reason is not None:
             await self._score(live)
         elif updated.awaits_step:
@@ -196,6 +201,8 @@ class Sessions:
                 self._metrics.add("apr_reward_failures", kind=getattr(error, "kind", "invalid"))
                 self._fail(live, error, self._steps, began)
             return
+        if sample is not None:
+            self._notes.of(live)
         self.num_rewards += 1
         self._steps.succeeded()
         self._metrics.observe("apr_environment_duration_seconds", time.monotonic() - begin)
@@ -214,6 +221,7 @@ class Sessions:
         sample = live.note(response_text=text)
         if result is not None:  # a checkpoint has to know it: nobody can be asked again
             sample = live.note(reward=result.reward, reward_metrics=result.metrics)
+            self._notes.of(live)
         self.ended.append(_ended_row(sample))
         if not self._overlap_rewards:
             await self._all_generated()
@@ -230,15 +238,19 @@ class Sessions:
         self._metrics.observe("apr_reward_duration_seconds", time.monotonic() - begin)
         self.num_rewards += 1
         self._scores.succeeded()
+        is_live = live.is_live
         group = self._scheduler.on_reward(live, result)
+        if is_live:
+            self._notes.of(live)
         if group is not None:
+            self.on_their_way[group[0].group_id] = group
+            await self._notes.hand_over(group)
             await self._hand_over(group)
 
     async def _hand_over(self, group: Sequence[Sample]) -> None:
         """Give a whole, scored group to the buffer."""
         group_id = group[0].group_id
         metas = tuple(SampleMeta.of(member) for member in group)
-        self.on_their_way[group_id] = group
         await self._may_hand_over.wait()
         self._num_arriving += 1
         try:

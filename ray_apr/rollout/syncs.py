@@ -17,7 +17,7 @@ from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError
 from ray_apr.core.messages import WeightGroup, WeightGroupState, WeightScores
 from ray_apr.core.protocols import RolloutClient
-from ray_apr.weights.sync import WeightSync
+from ray_apr.weights.sync import SyncTimes, WeightSync
 
 _DRAIN_CALL_S = 20.0
 
@@ -123,6 +123,11 @@ class WeightSyncs:
         times = await self._sync.finish()
         await self._on_weights(policy_version)
         return dataclasses.asdict(times)
+
+    async def note_weights(self, policy_version: int) -> dict[str, float]:
+        """Go on under a version that the engines got from a sync whose worker died at its end."""
+        await self._on_weights(policy_version)
+        return dataclasses.asdict(SyncTimes(pause_s=0, receive_s=0, resume_s=0, stopped_s=0))
 
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have the engines score sequences once they have the weights of a version."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -23,22 +23,23 @@ from ray_apr.core.exceptions import (
     EngineUnavailableError,
     RolloutError,
 )
-from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import GroupFilter
-from ray_apr.data.movement import Moves
+from ray_apr.data.journal import JournalFolder
 from ray_apr.data.prompts import PromptSource, load_tokenizer
-from ray_apr.data.resumption import RolloutSummary, sampled_with
+from ray_apr.data.resumption import Counters, Replayed, RolloutSummary, sampled_with
 from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
+from ray_apr.rollout.figures import Figures
+from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
 from ray_apr.rollout.waits import first_leaf, first_of
 from ray_apr.scheduling.intake import SchedulerState
-from ray_apr.scheduling.live import Counts, LiveGroup, TurnRules
+from ray_apr.scheduling.live import Counts, TurnRules
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.scheduler import Scheduler
 
@@ -69,6 +70,11 @@ class RolloutWorker(WeightSyncs):
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
         run: Name of the run, which its metrics carry.
+        journal: Where the journal is; None: nothing is noted.
+        epoch: Number of its first epoch.
+        header: What the journal says of the run's settings.
+        replayed: What it says beside the samples; None: nothing.
+        before: What the run has counted so far.
     """
 
     def __init__(
@@ -89,11 +95,17 @@ class RolloutWorker(WeightSyncs):
         turns: TurnRules | None = None,
         group_filter: GroupFilter | None = None,
         run: str = "",
+        journal: JournalFolder | None = None,
+        epoch: int = 0,
+        header: Mapping[str, Any] | None = None,
+        replayed: Replayed | None = None,
+        before: Counters | None = None,
     ) -> None:
         super().__init__(partial_rollout, sync_timeout_s)
         self._config = rollout
         self._sampled = sampled_with(rollout, resets=None if turns is None else turns.resets)
         self._partial_rollout = partial_rollout
+        self._before = before or Counters()
         self._scheduler = Scheduler(
             partial_rollout,
             batch_size=batch_size,
@@ -115,21 +127,31 @@ class RolloutWorker(WeightSyncs):
             except APRError as error:
                 self._not_restored = error
         self._capturing = asyncio.Lock()
-        self._dropped: list[dict[str, Any]] = []
-        """Rows of groups that were dropped, until they are recorded."""
         self._make_client = make_client
         self._scorer = make_scorer()
         self._buffer = buffer
         self._recorder = recorder
         self._has_weights = asyncio.Event()
-        """Set from the first sync on, before which engines may have none, or those of another
-        version."""
-        if policy_version == 0 and not rollout.is_colocated:
+        """Set from the first sync on that brings the version of the newest token; before it engines
+        may have none, or those of another version."""
+        self._goes_on_at = policy_version if replayed is None else replayed.goes_on_at
+        self._received = replayed.received if replayed and replayed.takes_over else None
+        """Tokens that a worker had from each engine, which was here before and died."""
+        if self._received is not None or (self._goes_on_at == 0 and not rollout.is_colocated):
             self._has_weights.set()
         self._main: asyncio.Task[None] | None = None
         self._metrics = Metrics(run)
         self._engines = EngineWatch(
             self._scheduler, recorder, self._metrics, is_adaptive=partial_rollout.is_adaptive
+        )
+        self._notes = Notes(
+            journal,
+            epoch,
+            header or {},
+            scheduler=self._scheduler,
+            prompts=self._prompts,
+            engines=self._engines,
+            before_frame=lambda: self._figures.note_dropped(self._scheduler.take_dropped()),
         )
         self._sessions = Sessions(
             self._scheduler,
@@ -139,7 +161,18 @@ class RolloutWorker(WeightSyncs):
             scorer=self._scorer,
             buffer=buffer,
             engines=self._engines,
+            notes=self._notes,
             metrics=self._metrics,
+        )
+        self._figures = Figures(
+            self._scheduler,
+            self._sessions,
+            self._engines,
+            self._notes,
+            buffer=buffer,
+            recorder=recorder,
+            metrics=self._metrics,
+            before=self._before,
         )
         self._sessions.on_their_way.update({group[0].group_id: group for group in scored})
         self._wake, self._stopping = self._sessions.wake, self._sessions.stopping
@@ -156,9 +189,27 @@ class RolloutWorker(WeightSyncs):
             raise self._not_restored
         if self._main is None:
             self._sessions.client = self._make_client()
+            if self._received is not None:
+                await self._take_over(self._received)
             self._open_syncs(self._sessions.client)
             _freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
+
+    async def _take_over(self, received: Mapping[str, int]) -> None:
+        """End what engines do for a worker that died, and count what nobody got of it."""
+        client, ledger = self._sessions.client, self._scheduler.live.ledger
+        before: int | None = None
+        for _ in range(_STOP_TRIES):
+            await client.abort(None)
+            await asyncio.sleep(_STOP_PAUSE_S)
+            statuses = await client.status(drain=False)
+            handed_out = sum(status.tokens_generated for status in statuses)
+            if handed_out == before:
+                break
+            before = handed_out
+        num_lost = self._engines.take_over(statuses, received)
+        ledger.generated(num_lost)
+        ledger.discard(num_lost, "interrupted", "lost")
 
     async def stop(self) -> RolloutSummary:
         """Abort what runs, wait for it within a limit, and return the final figures."""
@@ -168,7 +219,7 @@ class RolloutWorker(WeightSyncs):
         self._close_syncs()
         if self._main is not None:
             await self._abort_until_done(self._main)
-            await self._record_ends()
+            await self._figures.record_ends()
             await self._engines.read_last(self._client)
         self._scorer.close()
         return self._summary(counts)
@@ -179,8 +230,10 @@ class RolloutWorker(WeightSyncs):
             return await capture(
                 self._scheduler,
                 self._sessions,
+                self._notes,
                 self._buffer,
                 lambda: self._summary(self._scheduler.counts()),
+                self._before,
             )
 
     def _summary(self, counts: Counts) -> RolloutSummary:
@@ -251,7 +304,8 @@ class RolloutWorker(WeightSyncs):
                 tasks.create_task(sessions.reset(live), name=f"reset-{live.sample_id}")
             for live in actions.start:
                 tasks.create_task(sessions.generate(live), name=f"sample-{live.sample_id}")
-            self._note_dropped(actions.dropped)
+            self._notes.of_admitted(actions.admit)
+            self._figures.note_dropped(actions.dropped)
             await sessions.abort(actions.abort)
             await self._report_unfinished()
             if not self._scheduler.live.num_unfinished:
@@ -301,75 +355,21 @@ class RolloutWorker(WeightSyncs):
         Produces: gauges, timeline spans, and the diagnosis that a starved trainer reports.
         """
         while not self._stopping.is_set():
-            diagnosis = self._scheduler.diagnosis()
-            await self._buffer.report_rollout.remote(diagnosis, self._moves())
-            await self._engines.read(self._client)
-            await self._record_ends()
+            await self._figures.show(self._client)
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
-            counts = self._scheduler.counts()
-            ledger = self._scheduler.live.ledger.snapshot()
-            self._show(counts, ledger)
-            status = {
-                "inflight": counts.inflight,
-                "held": counts.interrupted,
-                "buffered": counts.buffered,
-                "tokens_generated": ledger.generated,
-                "tokens_discarded": sum(ledger.discarded.values()),
-                "samples_interrupted": counts.interruptions_total,
-                "samples_resumed": counts.resumptions_total,
-                "waiting_for": diagnosis,
-            }
-            await self._recorder.record.remote("status", status)
             try:
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
 
-    def _note_dropped(self, groups: Sequence[LiveGroup]) -> None:
-        for group in groups:
-            row = {
-                "group_id": group.group_id,
-                "reason": group.dropped,
-                "policy_version": group.oldest_version or 0,
-                "num_generated": sum(sample.num_generated for sample in group.samples),
-            }
-            self._dropped.append(row)
-
-    async def _record_ends(self) -> None:
-        """Record which samples have ended, and which groups were dropped."""
-        self._note_dropped(self._scheduler.take_dropped())
-        ended, self._sessions.ended = self._sessions.ended, []
-        dropped, self._dropped = self._dropped, []
-        for kind, rows in (("ended", ended), ("dropped", dropped)):
-            if rows:
-                await self._recorder.record_many.remote(kind, rows)
-
-    def _show(self, counts: Counts, ledger: LedgerSnapshot) -> None:
-        """Set the metrics of what is where."""
-        self._metrics.set_all(
-            {
-                "apr_rollout_inflight_samples": counts.inflight,
-                "apr_rollout_inflight_limit_samples": self._scheduler.max_inflight,
-                "apr_rollout_held_samples": counts.interrupted,
-                "apr_rollout_unfinished_samples": counts.unfinished,
-                "apr_rollout_unfinished_limit_samples": self._scheduler.max_unfinished,
-            }
-        )
-        for reason, tokens in ledger.discarded.items():
-            self._metrics.raise_to("apr_rollout_discarded_tokens", tokens, reason=reason)
-
-    def _moves(self) -> Moves:
-        return Moves(
-            tokens=self._engines.tokens_made,
-            rewards=self._sessions.num_rewards,
-            engines=self._engines.num_changes,
-        )
-
     async def _on_weights(self, policy_version: int) -> None:
         """Go on under a new version."""
-        self._has_weights.set()
+        if policy_version >= self._goes_on_at:
+            self._has_weights.set()
         self._scheduler.on_version(policy_version)
+        if self._partial_rollout.restarts:
+            self._notes.of_cuts()
         self._wake.set()
 
 

@@ -11,12 +11,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
+from ray_apr.data.parts import PartName
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
+from ray_apr.run.journals import header_of, journal_of
 from ray_apr.run.recorder import RunRecorder
 from ray_apr.scheduling.intake import SchedulerState
 
@@ -39,19 +41,45 @@ class Actors:
         self._run_id = uuid.uuid4().hex[:8]
         self.handles: list[Any] = []
         """In the order in which they were made."""
+        self._tables: list[ray.ObjectRef] | None = None
+        """Of the prompts, once they are encoded."""
 
     def name_of(self, part: str) -> str:
         """Name of an actor, in Ray's tables; no two runs share one."""
         return f"{self._spec.name}-{part}-{self._run_id}"
 
+    def part(self, part: str) -> PartName:
+        """Name of an actor, and of those that follow it."""
+        return PartName(self.name_of(part), ray.get_runtime_context().namespace)
+
     def make(
-        self, cls: type, *args: Any, part: str, scheduling_strategy: Any = None, **kwargs: Any
+        self,
+        cls: type,
+        *args: Any,
+        part: str,
+        scheduling_strategy: Any = None,
+        generation: int = 0,
+        max_restarts: int = 0,
+        **kwargs: Any,
     ) -> Any:
-        """Start an actor that ends with this run."""
+        """Start an actor that ends with this run.
+
+        Args:
+            cls: Its class.
+            args: What it is made with.
+            part: What it is.
+            scheduling_strategy: Where it runs.
+            generation: How many of its kind have died.
+            max_restarts: How often Ray starts it again, and makes the calls again that were under
+                way; -1: any number of times.
+            kwargs: What it is made with.
+        """
         remote = ray.remote(cls).options(
-            name=self.name_of(part),
+            name=self.part(part).of(generation),
             num_cpus=0,
             max_concurrency=10_000,
+            max_restarts=max_restarts,
+            max_task_retries=max_restarts,
             scheduling_strategy=scheduling_strategy,
         )
         handle = remote.remote(*args, **kwargs)
@@ -63,27 +91,43 @@ class Actors:
         for actor in reversed(self.handles):
             ray.kill(actor)
 
-    def make_recorder(self, begin: Begin, started_at: float) -> Any:
+    def make_recorder(self, started_at: float) -> Any:
         """Start what writes the run folder, on this node."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return self.make(
             RunRecorder,
             str(self._spec.folder),
             started_at,
-            begin.num_rows,
-            begin.before.status,
             part="recorder",
             scheduling_strategy=here,
+            max_restarts=-1,
         )
 
     def make_pipeline(
-        self, prompts: ray.data.Dataset, begin: Begin, recorder: Any
+        self, prompts: ray.data.Dataset, begin: Begin, recorder: Any, *, generation: int = 0
     ) -> tuple[Any, Any]:
-        """Start the sample buffer and the rollout worker, which feeds it; returns both."""
-        known = begin.rollout
-        tables = self._encode(prompts, "prompts", None if known is None else known.num_prompts)
-        buffer = self._make_buffer(recorder)
-        return buffer, self._make_worker(tables, begin, buffer, recorder)
+        """Start the sample buffer and the rollout worker, which feeds it; returns both.
+
+        Args:
+            prompts: The dataset; of the first ones only.
+            begin: Where they begin.
+            recorder: Handle.
+            generation: How many of them have died.
+        """
+        if self._tables is None:
+            known = begin.rollout
+            num_prompts = None if known is None else known.num_prompts
+            self._tables = self._encode(prompts, "prompts", num_prompts)
+        num_prompts = sum(ray.get(table).num_rows for table in self._tables)
+        journal = {
+            "journal": journal_of(self._spec),
+            "epoch": begin.epoch,
+            "header": header_of(self._spec) | {"num_prompts": num_prompts},
+            "replayed": begin.replayed,
+            "generation": generation,
+        }
+        buffer = self.make_buffer(recorder, **journal)
+        return buffer, self._make_worker(self._tables, begin, buffer, recorder, **journal)
 
     def _encode(
         self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
@@ -98,7 +142,13 @@ class Actors:
             num_prompts=num_prompts,
         )
 
-    def _make_buffer(self, recorder: Any) -> Any:
+    def make_buffer(self, recorder: Any, **journal: Any) -> Any:
+        """Start the sample buffer.
+
+        Args:
+            recorder: Handle.
+            journal: What it knows of the journal; without, it notes nothing.
+        """
         spec = self._spec
         return self.make(
             SampleBuffer,
@@ -113,10 +163,16 @@ class Actors:
             config=spec.buffer,
             recorder=recorder,
             run=spec.name,
+            **journal,
         )
 
     def _make_worker(
-        self, tables: list[ray.ObjectRef], begin: Begin, buffer: Any, recorder: Any
+        self,
+        tables: list[ray.ObjectRef],
+        begin: Begin,
+        buffer: Any,
+        recorder: Any,
+        **journal: Any,
     ) -> Any:
         spec = self._spec
         rollout, seed, pending = spec.rollout, spec.train.seed, begin.prompts_again
@@ -140,11 +196,13 @@ class Actors:
             buffer=buffer,
             recorder=recorder,
             sync_timeout_s=spec.train.weight_sync_timeout_s,
-            policy_version=begin.policy_version,
+            policy_version=begin.of_engines,
             make_state=_state_maker(begin),
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=spec.group_filter,
             run=spec.name,
+            before=begin.before,
+            **journal,
         )
 
     def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
@@ -163,6 +221,7 @@ class Actors:
             recorder=recorder,
             turns=turn_rules(environment, rollout.max_turns),
             run=spec.name,
+            max_restarts=-1,
         )
 
     def _client_maker(self, **limits: Any) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_apr.core.exceptions import APRError, TrainError, one_line
 
@@ -29,7 +29,7 @@ def cause_of(error: BaseException) -> APRError:
     return TrainError(f"training failed: {type(first).__name__}: {one_line(first)}")
 
 
-def death_of(error: RayActorError) -> str:
+def death_of(error: RayError) -> str:
     """Why an actor died, in one line."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line.startswith(_DEATH)), one_line(error))

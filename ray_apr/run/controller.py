@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
-from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, Stopped, one_line
+from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
@@ -55,6 +55,7 @@ from ray_apr.run.resume import (
     resume_folder,
     resume_line,
 )
+from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
 from ray_apr.run.training import make_torch_trainer
@@ -111,7 +112,7 @@ def run(
             write_json(spec.folder / "config.json", spec.describe())
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
-            make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate)
+            make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)
             return _run_parts(make, spec, begin, started_at, signals, show)
 
         def pause(seconds: float) -> None:
@@ -147,7 +148,7 @@ def _run_parts(
         write_end_of_start(spec, begin, caught, time.time() - started_at)
         raise
     error: BaseException | None = None
-    with follow_progress(parts.recorder, spec.train.steps, show) as stop_showing:
+    with follow_progress(parts.recorder, spec.train.steps, show, begin.num_rows) as stop_showing:
         try:
             with signals.listen():  # Ray Train leaves its own handler behind
                 return parts.fit()
@@ -169,6 +170,7 @@ class _Parts:
         begin: Where the run begins.
         started_at: Unix time of the run's begin.
         gate: Handle of the gate of its steps; None: it has none.
+        show: Takes a line for a person.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class _Parts:
         begin: Begin,
         started_at: float,
         gate: Any,
+        show: Callable[[str], None],
     ) -> None:
         self.spec = spec
         self._gate = gate
@@ -188,12 +191,12 @@ class _Parts:
         self._start_error: APRError | None = None
         self._setup_s: float | None = None
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._watch_worker, name="watch-worker", daemon=True)
+        self._side: RolloutSide | None = None
         self._made = threading.Event()
         """Set once all actors are there, or could not be made."""
         self._actors = Actors(spec)
         wait_for_lease(spec.name)
-        self.recorder = self._actors.make_recorder(begin, started_at)
+        self.recorder = self._actors.make_recorder(started_at)
         self._actors.handles.append(start_lease(spec.name, self._actors.name_of("recorder")))
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(
@@ -201,8 +204,9 @@ class _Parts:
         )
         self._servers.start()
         try:
-            self._buffer, self._worker = self._actors.make_pipeline(prompts, begin, self.recorder)
-            self._watch.start()
+            self._side = RolloutSide(
+                spec, self._actors, prompts, begin, self.recorder, started_at, show
+            )
             self._evaluator = (
                 None if held_out is None else self._actors.make_evaluator(held_out, self.recorder)
             )
@@ -253,8 +257,7 @@ class _Parts:
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
-            limit_s = spec.rollout.engine.start_timeout_s  # it may have many samples to read
-            ray.get(self._worker.start.remote(), timeout=limit_s)
+            self.side.start()
             if self._evaluator is not None:
                 started = self._evaluator.start.remote(self._begin.policy_version)
                 ray.get(started, timeout=_CALL_TIMEOUT_S)
@@ -265,39 +268,25 @@ class _Parts:
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
-            ray.get(self._buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+            ray.get(self.side.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+
+    @property
+    def side(self) -> RolloutSide:
+        """Rollout worker and buffer, once they are made."""
+        assert self._side is not None
+        return self._side
 
     def _make_trainer(self) -> Any:
         return make_torch_trainer(
             self.spec,
-            buffer=self._buffer,
-            worker=self._worker,
+            buffer=self._actors.part("buffer"),
+            worker=self._actors.part("rollout"),
             evaluator=self._evaluator,
             recorder=self.recorder,
             gate=self._gate,
-            begin=dataclasses.replace(self._begin, samples=None),
+            begin=dataclasses.replace(self._begin, samples=None, replayed=None),
             started_at=self._started_at,
         )
-
-    def _watch_worker(self) -> None:
-        """Tell the trainer that the rollout worker died, at once.
-
-        Consumes: nothing. Waits for: the worker's end. Unblocked by: `RolloutWorker.stop`, or its
-        death, at the latest in `close`. Produces: a failure in the buffer.
-        """
-        while not self._closing.is_set():
-            try:
-                ray.get(self._worker.wait_until_stopped.remote())
-            except ActorUnavailableError:  # the connection broke; it may live
-                self._closing.wait(_ASK_AGAIN_S)
-                continue
-            except RayActorError as error:
-                if not self._closing.is_set():
-                    died = RolloutError(f"the rollout worker died: {death_of(error)}")
-                    self._ask(self._buffer.fail.remote(died), "sample buffer")
-            except RayError as error:
-                logger.debug("the watch of the rollout worker ends with Ray: %s", one_line(error))
-            return
 
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""
@@ -317,7 +306,7 @@ class _Parts:
             return self._start_error
         try:
             failure: APRError | None = ray.get(
-                self._buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
+                self.side.buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
             )
         except RayActorError as error:
             return APRError(f"the sample buffer died: {death_of(error)}")
@@ -328,21 +317,22 @@ class _Parts:
 
     def close(self, error: BaseException | None) -> None:
         """End everything: streams, loops, servers, actors; write the final figures."""
-        spec = self.spec
+        spec, side = self.spec, self.side
         training_end = time.time()
+        side.stop_watching()  # what dies from here on does not begin again
         try:
             if isinstance(error, Stopped):  # the trainer may still be at it: it gets no further
-                self._ask(self._buffer.close.remote(), "sample buffer")
+                self._ask(side.buffer.close.remote(), "sample buffer")
             if self._evaluator is not None:
                 self._ask(self._evaluator.stop.remote(), "evaluator")
-            summary: RolloutSummary | None = self._ask(self._worker.stop.remote(), "rollout worker")
-            stats: BufferStats | None = self._ask(self._buffer.stats.remote(), "sample buffer")
+            summary: RolloutSummary | None = self._ask(side.worker.stop.remote(), "rollout worker")
+            stats: BufferStats | None = self._ask(side.buffer.stats.remote(), "sample buffer")
             steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
-            final = final_figures(spec, summary, stats, steps, self._begin.before)
+            final = final_figures(spec, summary, stats, steps, side.begin.before)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             write_final(spec.folder, final, error)
-            self._ask(self._buffer.close.remote(), "sample buffer")
+            self._ask(side.buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")
         finally:
             self._take_away()
@@ -357,12 +347,14 @@ class _Parts:
 
     def _take_away(self) -> None:
         """End the servers, and all actors whatever becomes of the servers."""
+        if self._side is not None:
+            self._side.stop_watching()
         try:
             stop_rollout_servers(self.spec.name)
         finally:
             self._actors.kill()
-            if self._watch.ident is not None:  # a call to Ray after its shutdown ends the process
-                self._watch.join(timeout=_CALL_TIMEOUT_S)
+            if self._side is not None:
+                self._side.join()
 
 
 def _of_servers(error: Exception) -> APRError:

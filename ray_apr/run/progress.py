@@ -22,7 +22,7 @@ _ANSWER_S = 30.0
 
 @contextlib.contextmanager
 def follow_progress(
-    recorder: Any, num_steps: int, show: Callable[[str], None]
+    recorder: Any, num_steps: int, show: Callable[[str], None], num_seen: int = 0
 ) -> Iterator[Callable[[], None]]:
     """Show lines in a thread, which has ended after the block: Ray ends the process, with exit code
     1, if a thread still calls it after ``ray.shutdown``.
@@ -31,6 +31,7 @@ def follow_progress(
         recorder: Handle of the `RunRecorder` actor; its death ends the thread at once.
         num_steps: Steps of the whole run.
         show: Takes one line.
+        num_seen: Steps that the run folder holds already.
 
     Yields:
         What has it show no more.
@@ -40,7 +41,7 @@ def follow_progress(
     def follow() -> None:
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
         `_QUIET_S`. Produces: lines."""
-        seen = 0
+        seen = num_seen
         while not stop.is_set():
             try:
                 steps, status = ray.get(

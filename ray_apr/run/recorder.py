@@ -6,12 +6,17 @@ Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained samp
 ``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Times are seconds
 since the run began. Rows are on disk when the call returns, so that a crash costs at most the line
 being written.
+
+Ray starts this actor again if it dies, and makes the calls again that were under way. So a row that
+is in its file already is not written once more: of a step and of its samples by the step, of others
+by the whole line (`RunRecorder.record_missing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,9 @@ _FILES = {
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",
 }
+_PIECE = 1 << 16
+_END = 64 << 20
+"""Bytes of a file's end in which rows are looked for: those since a checkpoint are there."""
 
 
 class RunRecorder:
@@ -33,23 +41,19 @@ class RunRecorder:
     Args:
         folder: The run folder; it exists.
         started_at: Unix time at which the run began.
-        num_steps: Rows of steps that the folder holds already.
-        before: What those count; the status counts on from there.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        started_at: float,
-        num_steps: int = 0,
-        before: Mapping[str, int] | None = None,
-    ) -> None:
-        self._files = {
-            kind: (Path(folder) / name).open("a", encoding="utf-8") for kind, name in _FILES.items()
-        }
+    def __init__(self, folder: str, started_at: float) -> None:
+        paths = {kind: Path(folder) / name for kind, name in _FILES.items()}
+        for path in paths.values():
+            _end_with_a_line(path)
+        self._files = {kind: path.open("a", encoding="utf-8") for kind, path in paths.items()}
+        self._paths = paths
         self._started_at = started_at
-        self._first_step = num_steps
-        self._before = dict(before or {})
+        self._last_step = {kind: _last_step(paths[kind]) for kind in ("step", "sample")}
+        """Of each file's rows; -1 without any."""
+        self._first_step = _num_lines(paths["step"])
+        """Rows of steps that the folder holds already."""
         self._steps: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
         self._new_step = asyncio.Condition()
@@ -64,11 +68,12 @@ class RunRecorder:
         Spans of the timeline come in Unix seconds and are written relative to the run's begin.
         """
         if kind == "status":
-            status = dict(rows[-1])
-            self._status = status | {
-                name: status[name] + count for name, count in self._before.items() if name in status
-            }
+            self._status = dict(rows[-1])
             return
+        if kind in self._last_step and rows:
+            if rows[-1]["step"] <= self._last_step[kind]:
+                return
+            self._last_step[kind] = rows[-1]["step"]
         if kind == "step":
             rows = [{**row, **self._status} for row in rows]
         elif kind == "timeline":
@@ -81,6 +86,13 @@ class RunRecorder:
                 self._steps.extend(map(dict, rows))
                 self._new_step.notify_all()
 
+    async def record_missing(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take those of some rows that the end of their file does not have."""
+        lines = [json.dumps(row) + "\n" for row in rows]
+        known = set(_last_lines(self._paths[kind]))
+        self._files[kind].writelines(line for line in lines if line not in known)
+        self._files[kind].flush()
+
     def _relative(self, row: Mapping[str, Any]) -> dict[str, Any]:
         start, end = row["start_s"] - self._started_at, row["end_s"] - self._started_at
         return {**row, "start_s": round(start, 4), "end_s": round(end, 4)}
@@ -88,22 +100,27 @@ class RunRecorder:
     async def follow(
         self, num_seen: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Wait for steps beyond the first `num_seen` of this recorder, at most `timeout_s`.
+        """Wait for steps beyond the first `num_seen` of the folder, at most `timeout_s`.
 
         Returns:
-            The new rows (none at the limit), and the latest status.
+            The new rows (none at the limit, nor any from before this actor began), and the latest
+            status.
         """
         async with self._new_step:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._new_step.wait_for(lambda: len(self._steps) > num_seen)
+                    await self._new_step.wait_for(lambda: self._num_steps > num_seen)
             except TimeoutError:
                 return [], self._status
-        return self._steps[num_seen:], self._status
+        return self._steps[max(0, num_seen - self._first_step) :], self._status
+
+    @property
+    def _num_steps(self) -> int:
+        return self._first_step + len(self._steps)
 
     async def num_steps(self) -> int:
         """Steps that the folder holds."""
-        return self._first_step + len(self._steps)
+        return self._num_steps
 
     async def hold(self, timeout_s: float) -> None:
         """Return after a while: as long as this actor lives, so does the driver (`serve.lease`)."""
@@ -113,3 +130,45 @@ class RunRecorder:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+
+def _end_with_a_line(file: Path) -> None:
+    """Take a last line off that was cut off."""
+    if not file.exists():
+        return
+    with file.open("rb+") as rows:
+        size = at = rows.seek(0, os.SEEK_END)
+        while at > 0:
+            begin = max(0, at - _PIECE)
+            rows.seek(begin)
+            newline = rows.read(at - begin).rfind(b"\n")
+            if newline >= 0:
+                at = begin + newline + 1
+                break
+            at = begin
+        if at < size:
+            rows.truncate(at)
+
+
+def _last_lines(file: Path) -> list[str]:
+    """Whole lines of a file's end."""
+    if not file.exists():
+        return []
+    with file.open("rb") as rows:
+        size = rows.seek(0, os.SEEK_END)
+        rows.seek(max(0, size - _END))
+        lines = rows.read().decode().splitlines(keepends=True)
+    return lines if size <= _END else lines[1:]
+
+
+def _last_step(file: Path) -> int:
+    lines = _last_lines(file)
+    step: int = json.loads(lines[-1])["step"] if lines else -1
+    return step
+
+
+def _num_lines(file: Path) -> int:
+    if not file.exists():
+        return 0
+    with file.open("rb") as rows:
+        return sum(1 for _ in rows)

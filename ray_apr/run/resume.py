@@ -28,11 +28,10 @@ from ray_apr.data.resumption import (
     Begin,
     Counters,
     RolloutProgress,
-    sampled_with,
 )
 from ray_apr.data.saved_samples import read_samples
-from ray_apr.rollout.turns import turn_rules
 from ray_apr.run.folder import holds_run
+from ray_apr.run.journals import header_of, with_journal
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -40,13 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESUMES_FILE = "resumes.jsonl"
+RESTARTS_FILE = "restarts.jsonl"
 _LOCK_FILE = ".lock"
 _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 
 
-def find_begin(spec: RunSpec) -> Begin:
+def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
     """Where a run begins: with the last checkpoint of its name, else that of the spec, or anew.
+
+    Args:
+        spec: What runs.
+        trainer_lives: Whether the trainer goes on where it is (`data.replay`).
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
@@ -56,13 +60,16 @@ def find_begin(spec: RunSpec) -> Begin:
     checkpoint = last or spec.checkpoint
     is_resumed = last is not None or holds_run(spec.folder)
     if checkpoint is None:
-        return Begin(is_resumed=is_resumed)
+        begin = Begin(is_resumed=is_resumed)
+        if not is_resumed:
+            return begin
+        return with_journal(spec, begin, first=0, trainer_lives=trainer_lives)
     progress = json.loads(_read(checkpoint, PROGRESS_FILE))
     rollout = RolloutProgress.from_json(_read(checkpoint, ROLLOUT_FILE))
     samples = _read_samples(checkpoint, rollout, spec)
     if samples is None:
         rollout = rollout.without_samples()
-    if progress["step"] >= spec.train.steps:
+    if progress["step"] >= spec.train.steps and not trainer_lives:
         raise ConfigError(
             "train.steps",
             spec.train.steps,
@@ -85,7 +92,8 @@ def find_begin(spec: RunSpec) -> Begin:
     )
     if last is None:  # of another run: what goes on is all that this one has made
         begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
-    return begin
+    first = 0 if last is None else rollout.epoch
+    return with_journal(spec, begin, first=first, trainer_lives=trainer_lives)
 
 
 def last_step(spec: RunSpec) -> int:
@@ -111,8 +119,7 @@ def _read_samples(
     """
     if rollout.samples_digest is None:
         return None
-    rules = turn_rules(spec.environment, spec.rollout.max_turns)
-    now = sampled_with(spec.rollout, resets=None if rules is None else rules.resets)
+    now = header_of(spec)["sampled"]
     others = [name for name, value in now.items() if rollout.sampled.get(name) != value]
     if others:
         logger.warning(
@@ -201,8 +208,15 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "timeline.jsonl", lambda row: True)
     newest = -1 if begin.checkpoint is None else begin.policy_version
-    for name in ("ended.jsonl", "dropped.jsonl"):
-        _keep(folder / name, lambda row: row["policy_version"] <= newest)
+    ended, dropped = _known(begin)
+    _keep(
+        folder / "ended.jsonl",
+        lambda row: row["policy_version"] <= newest or row["sample_id"] in ended,
+    )
+    _keep(
+        folder / "dropped.jsonl",
+        lambda row: row["policy_version"] <= newest or row["group_id"] in dropped,
+    )
     evaluated: set[int] = set()
 
     def was_evaluated(row: Mapping[str, Any]) -> bool:
@@ -230,6 +244,20 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     last = begin.policy_version if begin.policy_version in evaluated else None
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
+
+
+def _known(begin: Begin) -> tuple[set[str], set[str]]:
+    """Samples that have ended and groups that were dropped since the checkpoint, and stay so."""
+    if begin.replayed is None:
+        return set(), set()
+    ended = {row["sample_id"] for row in begin.replayed.ended}
+    return ended, {row["group_id"] for row in begin.replayed.dropped}
+
+
+def note_restart(folder: Path, row: Mapping[str, Any]) -> None:
+    """Note that a part began again while the run went on."""
+    with (folder / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def remove_end(folder: Path) -> None:

@@ -70,10 +70,11 @@ class Intake(Limits):
             self.live.move(live, "resets")
             self._resets.append(live)
 
-    def state(self) -> SchedulerState:
+    def state(self, *, with_groups: bool = True) -> SchedulerState:
         """What a checkpoint has of this scheduler (`Scheduler.restore`)."""
+        groups = self.live.groups if with_groups else ()
         return SchedulerState(
-            groups=tuple(group.samples for group in self.live.groups),
+            groups=tuple(group.samples for group in groups),
             retries=tuple(prompt.prompt_id for prompt in self._retries),
             num_long_retries=self._retries.num_long,
             num_owed=self._num_owed,

@@ -3,7 +3,8 @@
 Invariants, kept by `Stock`:
     * A group is on the shelf, in the batch of the granted step, or gone: trained or evicted.
     * A batch is chosen against the version of its grant, and listed in an order that depends on its
-      groups alone, not on which of them was scored first.
+      groups alone, not on which of them was scored first. A step of a run that has begun again gets
+      the batch that it had before (`go_on`).
     * Each generated token that came in is in one place of its ledger (invariant 1): buffered, then
       trained or discarded, as stale with its whole group or as masked beside newer ones.
 
@@ -106,6 +107,12 @@ class Stock:
         self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
         self._refs: dict[str, Any] = {}
         """Payload of each group on the shelf."""
+        self._batches: dict[int, tuple[str, ...]] = {}
+        """Groups of each step that had its batch before the run began again."""
+        self._planned: dict[str, tuple[GroupMeta, Any]] = {}
+        """Those of them that are here, with their payload."""
+        self._awaited: set[str] = set()
+        """Ids of those that are to come."""
         self._unfinished: Mapping[int, int] = {}
         self._handed_out: dict[str, int] = {}
         self._read_ahead_max = 0
@@ -120,8 +127,9 @@ class Stock:
 
     @property
     def num_waiting(self) -> int:
-        """Samples on the shelf."""
-        return self._shelf.num_samples
+        """Samples that no step has yet."""
+        planned = sum(len(group.samples) for group, _ in self._planned.values())
+        return self._shelf.num_samples + planned
 
     @property
     def num_buffered(self) -> int:
@@ -135,13 +143,26 @@ class Stock:
             RolloutError: If a group of this id is on the shelf.
         """
         group_id = samples[0].group_id
-        if group_id in self._refs:
+        if group_id in self._refs or group_id in self._planned:
             raise RolloutError(f"group {group_id} is already in the buffer")
         # the samples before it are a number that only grows: the order of arrival
         group = GroupMeta(group_id=group_id, sequence=self.num_received, samples=tuple(samples))
         self.num_received += len(group.samples)
         self._ledger.take_over(group.num_generated)
-        self._shelve(group, ref)
+        if group_id in self._awaited:
+            self._awaited.remove(group_id)
+            self._planned[group_id] = (group, ref)
+        else:
+            self._shelve(group, ref)
+
+    def go_on(self, plan: Mapping[int, Sequence[str]]) -> None:
+        """Give steps the batches that they had before, once their groups are here.
+
+        Args:
+            plan: Ids of the groups of each step; until it is through, nothing is evicted.
+        """
+        self._batches = {step: tuple(groups) for step, groups in plan.items()}
+        self._awaited = {group for groups in plan.values() for group in groups}
 
     def set_unfinished(self, by_version: Mapping[int, int]) -> None:
         """Note how many samples still generate or wait for a reward, by their oldest version."""
@@ -153,10 +174,17 @@ class Stock:
         oldest = oldest_trainable(policy_version, self._max_staleness)
         self.granted = Grant(step, policy_version, oldest, now)
 
+    def awaits_batch_of(self, step: int) -> bool:
+        """Whether groups of a step are to come that had its batch before (`go_on`)."""
+        return step in self._batches
+
     def choose(self) -> tuple[GroupMeta, ...]:
         """Choose the granted batch if it is complete; returns the groups that were evicted."""
         grant = self.granted
         if grant is None or grant.groups:
+            return ()
+        if grant.step in self._batches:
+            self._choose_again(grant)
             return ()
         selection = self._shelf.select(grant.policy_version, self._unfinished)
         for group in selection.evicted:
@@ -164,10 +192,15 @@ class Stock:
             self._evicted_samples += len(group.samples)
             self._ledger.discard(group.num_generated, "buffered", "stale")
         if selection.chosen:
-            grant.groups = tuple(sorted(selection.chosen, key=lambda group: group.group_id))
-            grant.refs = tuple(self._refs.pop(group.group_id) for group in grant.groups)
-            grant.num_samples = sum(len(group.samples) for group in grant.groups)
+            refs = {group.group_id: self._refs.pop(group.group_id) for group in selection.chosen}
+            _fill(grant, [(group, refs[group.group_id]) for group in selection.chosen])
         return selection.evicted
+
+    def _choose_again(self, grant: Grant) -> None:
+        wanted = self._batches[grant.step]
+        if all(group in self._planned for group in wanted):
+            _fill(grant, [self._planned.pop(group) for group in wanted])
+            del self._batches[grant.step]
 
     def hand_out(self) -> BatchTicket:
         """The granted batch, for one of its readers; without a plan if there is none."""
@@ -209,6 +242,7 @@ class Stock:
     def held(self) -> list[tuple[GroupMeta, Any]]:
         """Groups that are neither trained nor evicted, with their payload, in order of arrival."""
         held = [(group, self._refs[group.group_id]) for group in self._shelf]
+        held += self._planned.values()
         if self.granted is not None:
             held += zip(self.granted.groups, self.granted.refs, strict=True)
         return sorted(held, key=lambda pair: pair[0].sequence)
@@ -247,6 +281,14 @@ class Stock:
             mini_batches=self._mini_batches,
             packed=self._packed,
         )
+
+
+def _fill(grant: Grant, chosen: Sequence[tuple[GroupMeta, Any]]) -> None:
+    """Give a granted step its batch."""
+    ordered = sorted(chosen, key=lambda pair: pair[0].group_id)
+    grant.groups = tuple(group for group, _ in ordered)
+    grant.refs = tuple(ref for _, ref in ordered)
+    grant.num_samples = sum(len(group.samples) for group in grant.groups)
 
 
 def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.cloudpickle
 import ray.util
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.core.exceptions import APRError, StarvedError, SyncBrokenError, TrainError, one_line
+from ray_apr.core.exceptions import APRError, StarvedError, SyncBrokenError, one_line
 from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
+from ray_apr.data.parts import DEATHS, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class RunControl:
     """Rank 0's side of the run.
 
     Args:
-        buffer: Handle of the sample buffer.
-        worker: Handle of the rollout worker.
+        buffer: The sample buffer.
+        worker: The rollout worker.
         recorder: Handle of the recorder.
         sync_timeout_s: Limit of one weight sync.
         evaluator: Handle of the evaluator; None evaluates nothing.
@@ -80,8 +81,8 @@ class RunControl:
     def __init__(
         self,
         *,
-        buffer: Any,
-        worker: Any,
+        buffer: Part,
+        worker: Part,
         recorder: Any,
         sync_timeout_s: float,
         evaluator: Any = None,
@@ -104,7 +105,6 @@ class RunControl:
         self.members: frozenset[str] = frozenset()
         """Replicas of the weight group, as `connect` has formed it."""
         self._seed = seed
-        self._before = (begin or Begin()).before
         self._last_version = (begin or Begin()).last_version
         """Version that the servers have."""
         self._metrics = Metrics(run)
@@ -122,11 +122,8 @@ class RunControl:
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
-        answer_of(
-            self._buffer.grant.remote(step, policy_version),
-            f"sample buffer, to take the grant of step {step}",
-            _CALL_TIMEOUT_S,
-        )
+        what = f", to take the grant of step {step}"
+        self._buffer.ask("grant", step, policy_version, limit_s=_CALL_TIMEOUT_S, what=what)
 
     def end_step(self, step: int, next_policy_version: int | None) -> Mapping[str, float]:
         """Tell the buffer that `step` is trained, and let it choose the next batch.
@@ -139,9 +136,13 @@ class RunControl:
             Figures of the batch's rewards and turns, for the step's row.
         """
         # one call: the order in which an async actor runs two of them is not certain
-        ended = self._buffer.ack.remote(step, next_policy_version)
-        whom = f"sample buffer, to end step {step}"
-        figures: Mapping[str, float] = answer_of(ended, whom, _CALL_TIMEOUT_S)
+        figures: Mapping[str, float] = self._buffer.ask(
+            "ack",
+            step,
+            next_policy_version,
+            limit_s=_CALL_TIMEOUT_S,
+            what=f", to end step {step}",
+        )
         return figures
 
     def capture(self) -> Callable[[], tuple[RolloutProgress, pa.Table]]:
@@ -150,17 +151,21 @@ class RunControl:
         Returns:
             What waits for it: where the rollout side stands, and the table of its samples.
         """
-        asked = self._worker.capture.remote()
+        asked = self._worker.call("capture")
 
         def captured() -> tuple[RolloutProgress, pa.Table]:
-            taken = answer_of(asked, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
-            samples = answer_of(taken.samples[0], "samples of a checkpoint", _CALL_TIMEOUT_S)
+            try:
+                taken, samples = _captured(asked)
+            except DEATHS as error:  # the next one stands where this one stood: no step has begun
+                self._worker.follow(error)
+                taken, samples = _captured(self._worker.call("capture"))
             progress = RolloutProgress.of(
                 taken.summary,
                 taken.stats,
                 state=taken.state,
                 seed=self._seed,
-                before=self._before,
+                before=taken.before,
+                epoch=taken.epoch,
             )
             return progress, samples
 
@@ -183,26 +188,27 @@ class RunControl:
         endpoint = sender.open(state.num_workers, host=host, timeout_s=timeout_s)
         pickled = ray.cloudpickle.dumps(endpoint)  # by value where it is of a file of the user's
         group = WeightGroup(timeout_s=timeout_s, endpoint=pickled)
-        joined = self._worker.join_weight_group.remote(group, state.first_ranks)
+        joined = self._worker.call("join_weight_group", group, state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
             sender.connect(endpoint, is_hopeless=lambda: _has_failed(joined))
         except SyncBrokenError:
-            answer_of(joined, whom, _CALL_TIMEOUT_S)  # an error of the servers says more than ours
+            self._of_sync(joined, whom, _CALL_TIMEOUT_S)  # their error says more than ours
             raise
-        answer_of(joined, whom, timeout_s)
+        self._of_sync(joined, whom, timeout_s)
         self.members = frozenset(state.first_ranks)
 
     def broadcast(self, sender: WeightSender, policy_version: int) -> Mapping[str, float]:
         """Move gathered weights to the servers; returns the times of `weights.sync.SyncTimes`.
 
-        The rollout worker resumes its engines by itself if this process dies in between.
+        The rollout worker resumes its engines by itself if this process dies in between. One that
+        dies breaks the sync off, unless the engines have the weights.
         """
         limit = self._sync_timeout_s + _CALL_TIMEOUT_S
         notice = ray.cloudpickle.dumps(sender.prepare())
         self._until_drained(
-            lambda: self._worker.begin_sync.remote(
-                policy_version, notice, holds_device=sender.holds_device
+            lambda: self._worker.call(
+                "begin_sync", policy_version, notice, holds_device=sender.holds_device
             ),
             f"rollout servers, to pause for the weights of version {policy_version}",
             limit,
@@ -214,10 +220,15 @@ class RunControl:
             # all; their error says more than ours
             logger.warning("%s", error)
         whom = f"rollout servers, to receive the weights of version {policy_version}"
-        answer_of(self._worker.wait_until_received.remote(), whom, limit)
+        self._of_sync(self._worker.call("wait_until_received"), whom, limit)
         sender.release()
         whom = f"rollout servers, to resume with version {policy_version}"
-        times = answer_of(self._worker.finish_sync.remote(policy_version), whom, limit)
+        try:
+            times = answer_of(self._worker.call("finish_sync", policy_version), whom, limit)
+        except DEATHS as error:  # the engines run again by themselves
+            self._worker.follow(error)
+            what = f", to go on with version {policy_version}"
+            times = self._worker.ask("note_weights", policy_version, limit_s=limit, what=what)
         last_version, self._last_version = self._last_version, policy_version
         evaluation = self._evaluation if policy_version else None  # 0 is evaluated at the start
         if evaluation is not None and evaluation.is_due(policy_version, last_version):
@@ -226,21 +237,21 @@ class RunControl:
 
     def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have the engines score sequences once they have the weights of a version."""
-        asked = self._worker.expect_scores.remote(policy_version, sequences)
-        whom = f"rollout servers, to expect the check of version {policy_version}"
-        answer_of(asked, whom, _SERVERS_TIMEOUT_S)
+        what = f", whose servers are to expect the check of version {policy_version}"
+        given = (policy_version, sequences)
+        self._worker.ask("expect_scores", *given, limit_s=_SERVERS_TIMEOUT_S, what=what)
 
     def weight_scores(self) -> list[WeightScores]:
         """What the engines have scored since `expect_scores`."""
-        asked = self._worker.weight_scores.remote()
-        scores: list[WeightScores] = answer_of(
-            asked, "rollout servers, to say what they scored", _SERVERS_TIMEOUT_S
+        what = ", whose servers are to say what they scored"
+        scores: list[WeightScores] = self._worker.ask(
+            "weight_scores", limit_s=_SERVERS_TIMEOUT_S, what=what
         )
         return scores
 
     def probe_weights(self, replica_id: str, token_ids: Sequence[int]) -> Probes:
         """What each module of one engine's model computes; nothing if it does not say."""
-        asked = self._worker.probe_weights.remote(replica_id, token_ids)
+        asked = self._worker.call("probe_weights", replica_id, token_ids)
         try:
             probes: Probes = answer_of(asked, f"probes of {replica_id}", _SERVERS_TIMEOUT_S)
         except (APRError, RayError) as error:
@@ -262,7 +273,7 @@ class RunControl:
             if len(ended) < len(under_way):
                 logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
         whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + _CALL_TIMEOUT_S
-        self._until_drained(self._worker.sleep.remote, whom, limit_s)
+        self._until_drained(lambda: self._worker.call("sleep"), whom, limit_s)
 
     def _until_drained(self, call: Callable[[], Any], whom: str, limit_s: float) -> None:
         """Call the rollout worker, and again while it answers that requests have to end first.
@@ -271,17 +282,27 @@ class RunControl:
         progress; `limit_s` of each call.
         """
         try:
-            while answer_of(call(), whom, limit_s) is False:
+            while self._of_sync(call(), whom, limit_s) is False:
                 self.is_draining = True
         finally:
             self.is_draining = False
 
     def _group_state(self, timeout_s: float) -> WeightGroupState:
-        asked = self._worker.weight_group_state.remote()
-        state: WeightGroupState = answer_of(
-            asked, "rollout servers, to say who is there", timeout_s
+        what = ", whose servers are to say who is there"
+        state: WeightGroupState = self._worker.ask(
+            "weight_group_state", limit_s=timeout_s, what=what
         )
         return state
+
+    def _of_sync(self, ref: Any, whom: str, timeout_s: float) -> Any:
+        """An answer of a sync; a worker that dies breaks it off, and another one may do it."""
+        try:
+            return answer_of(ref, whom, timeout_s)
+        except DEATHS as error:
+            self._worker.follow(error)
+            raise SyncBrokenError(
+                f"the rollout worker died in a sync: {one_line(error)}"
+            ) from error
 
     def evaluate_last(self, policy_version: int) -> None:
         """Evaluate the weights that the run ends with, and wait for it.
@@ -340,16 +361,29 @@ def _has_failed(ref: Any) -> bool:
     return False
 
 
+def failure_of(buffer: Part) -> APRError | None:
+    """Why the run has failed, as far as its buffer says so."""
+    try:
+        failure: APRError | None = answer_of(buffer.call("failure"), "buffer", _CALL_TIMEOUT_S)
+    except (APRError, RayError) as error:
+        logger.debug("the buffer does not say whether the run has failed: %s", one_line(error))
+        return None
+    return failure
+
+
+def _captured(asked: Any) -> tuple[Any, Any]:
+    """What the rollout side saw, and the table of its samples."""
+    taken = answer_of(asked, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
+    return taken, answer_of(taken.samples[0], "samples of a checkpoint", _CALL_TIMEOUT_S)
+
+
 def answer_of(ref: Any, whom: str, timeout_s: float) -> Any:
     """Wait for an actor's answer.
 
     Raises:
         StarvedError: If it does not come within `timeout_s`.
-        TrainError: If the actor is dead.
     """
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
         raise StarvedError(f"the trainer waited {timeout_s:g} s for the {whom}") from error
-    except RayActorError as error:
-        raise TrainError(f"the trainer waited for the {whom}, and it is dead: {error}") from error

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from ray_apr.core.exceptions import StarvedError
 from ray_apr.core.messages import SamplingParams
 from ray_apr.core.staleness import next_version
+from ray_apr.data.parts import Part
 from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import (
@@ -46,7 +47,7 @@ from ray_apr.train.checkpoint import (
     save_checkpoint,
     save_rollout,
 )
-from ray_apr.train.control import RunControl, sync_limit_s
+from ray_apr.train.control import RunControl, failure_of, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.gate import GateClient
 from ray_apr.train.logprobs import warm_up
@@ -327,9 +328,10 @@ def _wait_limit_s(spec: WorkerSpec) -> float:
 
 
 def _make_control(spec: WorkerSpec) -> RunControl:
+    buffer = Part(spec.buffer, "sample buffer")
     return RunControl(
-        buffer=spec.buffer,
-        worker=spec.worker,
+        buffer=buffer,
+        worker=Part(spec.worker, "rollout worker", lambda: failure_of(buffer)),
         recorder=spec.recorder,
         sync_timeout_s=spec.train.weight_sync_timeout_s,
         evaluator=spec.evaluator,

@@ -8,12 +8,13 @@ from typing import Any
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.config.common import DType
 from ray_apr.core.messages import SamplingParams
+from ray_apr.data.parts import PartName
 from ray_apr.data.resumption import Begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One train worker; handles are those of Ray actors."""
+    """One train worker; handles and names are those of Ray actors."""
 
     run: str
     """Name of the run, which its metrics carry."""
@@ -36,10 +37,10 @@ class WorkerSpec:
     """Of the weights on their way: that of the engines."""
     takes_turns: bool
     """Whether the train workers have their devices in turns with the engines."""
-    buffer: Any
-    """Handle of the sample buffer."""
-    worker: Any
-    """Handle of the rollout worker."""
+    buffer: PartName
+    """The sample buffer."""
+    worker: PartName
+    """The rollout worker."""
     recorder: Any
     """Handle of what writes the run folder."""
     evaluator: Any = None

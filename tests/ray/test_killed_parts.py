@@ -1,4 +1,4 @@
-"""Runs that lose a part to kill -9: a server, an engine core, a train worker, the driver."""
+"""Runs that lose parts to kill -9."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from ray_apr.tools.verify import verify
 from tests.engine_kills import kill_a_core, sync_of
+from tests.killed_parts import SMALL, KilledRun, rows
 from tests.processes import processes_of
-from tests.resumed_runs import SMALL, check_run
 from tests.whole_runs import (
     ONE_OF_EACH,
     fail_by_killing,
@@ -86,6 +87,7 @@ def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing
         final = fail_by_killing(
             victim, tmp_path, address, env, "rollout.num_replicas=1", "train.steps=1000",
             "scaling={num_workers: 1, use_gpu: false}", "train.weight_sync_timeout_s=30",
+            "rollout.journal={enabled: false}",
         )  # fmt: skip
     if victim == "RolloutWorker":
         assert final["error"].startswith("RolloutError: the rollout worker died")
@@ -115,36 +117,34 @@ def test_a_killed_driver_leaves_nothing_on_a_cluster_that_lives_on(tmp_path, mar
 
 
 @pytest.mark.parametrize(
-    "victims",
+    ("victims", "beside_the_trainer"),
     [
-        ["SampleBuffer"],
+        (["rollout worker", "buffer", "recorder"], 2),
         pytest.param(
-            ["RolloutWorker", "RayTrainWorker", "EngineCore", "RunRecorder", "TrainController"],
+            ["engine core", "train worker", "reward worker", "rollout worker", "driver",
+             "train controller", "read task", "Serve controller", "replica"],
+            1,
             marks=pytest.mark.long,
         ),
     ],
-)
-@pytest.mark.timeout(900)
-def test_a_run_that_loses_its_parts_goes_on_by_itself(tmp_path, marked, victims):
+)  # fmt: skip
+@pytest.mark.timeout(1200)
+def test_a_run_that_loses_its_parts_goes_on_and_loses_no_token(
+    tmp_path, marked, victims, beside_the_trainer
+):
     mark, env = marked
-    settings = (
-        f"train.steps={4 + 6 * len(victims)}", "train.checkpoint_every=2",
-        f"run.max_failures={len(victims)}",
-    )  # fmt: skip
-    run = start_run(tmp_path, env, *SMALL, *settings)
-    assert run.stdout is not None
-    left, said, num_steps = list(victims), [], 0
-    for line in run.stdout:
-        said.append(line)
-        num_steps += line.startswith("step")
-        if left and num_steps >= 3:
-            victim = left.pop()
-            found = [p for p, name in processes_of(mark).items() if victim in name]
-            assert found, f"no {victim}: " + "".join(said)
-            os.kill(found[0], signal.SIGKILL)
-            num_steps = 0
-    assert run.wait(60) == 0, "".join(said)[-6000:]
-    steps = 4 + 6 * len(victims)
-    check_run(tmp_path / "run", steps=steps, resumes=len(victims))
-    restarts = [line for line in said if line.startswith("failed: ")]
-    assert len(restarts) == len(victims), restarts
+    steps = 6 + 6 * len(victims)
+    run = KilledRun(tmp_path, mark, env, (*SMALL, f"train.steps={steps}"))
+    run.start()
+    for victim in victims:
+        run.wait_for_step(len(run.times) + 3)
+        assert run.kill(victim), f"no {victim}: {run.tail}"
+    assert run.end(400) == 0, run.tail
+    folder = tmp_path / "run"
+    checks = verify(folder)
+    assert all(check.ok for check in checks), checks
+    restarts, resumes = rows(folder / "restarts.jsonl"), rows(folder / "resumes.jsonl")
+    assert len(restarts) == beside_the_trainer
+    assert bool(resumes) == ("train worker" in victims)
+    assert sum(row["tokens_lost"] for row in (*restarts, *resumes)) == 0
+    assert len({row["sample_id"] for row in rows(folder / "samples.jsonl")}) == 32 * steps

@@ -31,7 +31,12 @@ async def take(run, before: Counters | None = None) -> Begin:
     """What a run goes on with that is killed now."""
     taken = await run.worker.capture()
     progress = RolloutProgress.of(
-        taken.summary, taken.stats, seed=0, before=before or Counters(), state=taken.state
+        taken.summary,
+        taken.stats,
+        seed=0,
+        before=before or Counters(),
+        state=taken.state,
+        epoch=taken.epoch,
     )
     again = RolloutProgress.from_json(progress.to_json())
     assert again == progress

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_apr.cli import main as cli
@@ -122,10 +122,11 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts._begin = Begin()
     parts._start_error = parts._evaluator = parts._setup_s = None
     parts._started_at, parts._actors = 0.0, Actors(parts.spec)
-    parts._buffer, parts._worker, parts.recorder = (
-        actors[name] for name in ("buffer", "worker", "recorder")
-    )
-    parts._watch = threading.Thread()
+    parts.recorder = actors["recorder"]
+    parts._side = types.SimpleNamespace(
+        buffer=actors["buffer"], worker=actors["worker"], begin=Begin(),
+        stop_watching=lambda: None, join=lambda: None,
+    )  # fmt: skip
     return parts
 
 
@@ -168,7 +169,7 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
 
     monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", stop)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", killed.append)
-    parts._worker = Handle(stop=SUMMARY)
+    parts._side.worker = Handle(stop=SUMMARY)
     parts._actors.handles = ["the recorder", "the lease"]
     with pytest.raises(KeyError):
         parts.close(None)
@@ -191,13 +192,14 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", lambda name: None)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: is_killed.set())
     monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
-    parts._watch = threading.Thread(target=end_after, args=(0.3,))
-    parts._watch.start()
+    watch = threading.Thread(target=end_after, args=(0.3,))
+    watch.start()
+    parts._side.join = watch.join
     parts._actors.handles = ["the recorder"]
     with progress.follow_progress(Handle(follow=None), 8, shown.append) as stop_showing:
         stop_showing()
         parts._take_away()
-        assert not parts._watch.is_alive()
+        assert not watch.is_alive()
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
     assert shown == []
 
@@ -246,36 +248,6 @@ def test_an_error_of_the_servers_is_reported_as_one_of_theirs(monkeypatch, tmp_p
     reason = parts._reason(group_error(rank0=OfAWorker(RuntimeError("the stream broke"))))
     assert told == [reason] and str(reason) == "servers: KeyError('no such deployment')"
     assert "in start" in (tmp_path / "error.log").read_text()
-
-
-def test_the_death_of_the_rollout_worker_reaches_the_trainer_at_once(monkeypatch, tmp_path):
-    told = []
-    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
-    worker = Handle(wait_until_stopped=ActorDiedError())
-    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=worker, recorder=RECORDER)
-    for is_closing in (True, False):
-        parts._closing = types.SimpleNamespace(is_set=lambda closing=is_closing: closing)
-        parts._watch_worker()
-    (error,) = told
-    assert str(error).startswith("the rollout worker died: ")
-
-
-def test_a_rollout_worker_that_cannot_be_reached_for_a_moment_has_not_died(monkeypatch, tmp_path):
-    """known fault: a broken connection to it ended the run."""
-    told, answers = [], [ActorUnavailableError("connection reset", None), None]
-    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
-    worker = Handle(wait_until_stopped=None)
-    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=worker, recorder=RECORDER)
-
-    def answer(ref, timeout=None):
-        if error := answers.pop(0):
-            raise error
-
-    monkeypatch.setattr("ray_apr.run.controller.ray.get", answer)
-    monkeypatch.setattr("ray_apr.run.controller._ASK_AGAIN_S", 0.0)
-    parts._closing = threading.Event()
-    parts._watch_worker()
-    assert not told and not answers, "it was asked again"
 
 
 @pytest.mark.parametrize(("summary", "stats"), [(SUMMARY, STATS), (None, STATS), (SUMMARY, None)])

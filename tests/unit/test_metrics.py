@@ -82,7 +82,7 @@ async def test_queues_and_their_limits_lengths_and_discards_of_a_run(monkeypatch
         await run.sync(1)
         await until(lambda: len(engine.running) == 3)
         scheduler = run.worker._scheduler
-        run.worker._show(scheduler.counts(), scheduler.live.ledger.snapshot())
+        run.worker._figures._set_gauges(scheduler.counts(), scheduler.live.ledger.snapshot())
         dropped = shown.of("apr_rollout_discarded_tokens", **RUN, reason="restarted")
         assert sum(dropped) == 6
         assert shown.of("apr_rollout_inflight_samples", **RUN)[-1] == 3

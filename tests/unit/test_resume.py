@@ -18,6 +18,7 @@ from ray_apr.core.sample import Prompt, Sample, Segment
 from ray_apr.core.user import Environment, Step
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
+    FORMAT,
     PROGRESS_FILE,
     ROLLOUT_FILE,
     SAMPLES_FILE,
@@ -97,16 +98,32 @@ def test_what_was_neither_trained_nor_discarded_is_lost(generated, lost):
     assert after.lose(0) == (after, 0) or after.lose(0)[1] == 0
 
 
-async def test_the_rows_of_a_resumed_run_count_on(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    recorder = RunRecorder(str(tmp_path), 0.0, 1, BEFORE.status)
-    await recorder.record("status", {"tokens_generated": 5, "tokens_discarded": 1, "inflight": 3})
+async def test_the_rows_of_a_resumed_run_go_on(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "cut o')
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    await recorder.record("status", {"tokens_generated": 95, "inflight": 3})
     await recorder.record("step", {"step": 1})
-    rows, _ = await recorder.follow(0, 1.0)
-    assert rows == [{"step": 1, "tokens_generated": 95, "tokens_discarded": 11, "inflight": 3}]
+    rows, _ = await recorder.follow(1, 1.0)
+    assert rows == [{"step": 1, "tokens_generated": 95, "inflight": 3}]
     assert await recorder.num_steps() == 2
     await recorder.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [row["step"] for row in read(tmp_path, "metrics.jsonl")] == [0, 1]
+
+
+async def test_a_recorder_that_begins_again_writes_no_row_twice(tmp_path):
+    ended = [{"sample_id": f"e0-{i}-0", "num_generated": i} for i in range(3)]
+    for _ in range(2):
+        recorder = RunRecorder(str(tmp_path), 0.0)
+        await recorder.record("step", {"step": 0})
+        await recorder.record_many("sample", [{"step": 0, "n": i} for i in range(2)])
+        await recorder.record_missing("ended", ended[:2])
+        await recorder.close()
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    await recorder.record_missing("ended", ended)
+    await recorder.close()
+    assert read(tmp_path, "metrics.jsonl") == [{"step": 0}]
+    assert read(tmp_path, "samples.jsonl") == [{"step": 0, "n": 0}, {"step": 0, "n": 1}]
+    assert read(tmp_path, "ended.jsonl") == ended
 
 
 # -- folder ----------------------------------------------------------------------------------------
@@ -312,8 +329,8 @@ def test_a_checkpoint_of_another_format_is_read_if_it_is_older(tmp_path, checkpo
     file.write_text(json.dumps(old))
     found = find_begin(plan_of(tmp_path, checkpoint=checkpoint))
     assert found.prompts_again == (1, 5) and found.rollout.format == 0
-    file.write_text(json.dumps(old | {"format": 2}))
-    with pytest.raises(ConfigError, match=r"checkpoint = 'format 2'.*reads formats up to 1"):
+    file.write_text(json.dumps(old | {"format": FORMAT + 1}))
+    with pytest.raises(ConfigError, match=rf"'format {FORMAT + 1}'.*formats up to {FORMAT};"):
         find_begin(plan_of(tmp_path, checkpoint=checkpoint))
 
 

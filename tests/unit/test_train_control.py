@@ -13,6 +13,7 @@ from ray_apr.config import EvaluationConfig
 from ray_apr.core.exceptions import SyncBrokenError
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
+from tests.fakes import FixedPart
 
 
 class Sender:
@@ -26,10 +27,11 @@ class Sender:
         vars(self).update(methods)
 
 
-class Actor:
+class Actor(FixedPart):
     """Answers each call with its own name, which `ray.get` below notes down."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(self)
         self._name = name
 
     def __getattr__(self, verb: str):

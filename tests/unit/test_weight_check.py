@@ -26,7 +26,7 @@ from ray_apr.weights.check import (
     worst_modules,
 )
 from ray_apr.weights.sync import WeightSync
-from tests.fakes import ScriptedEngine
+from tests.fakes import FixedPart, ScriptedEngine
 
 FLOATS = ("float32", "float32")
 
@@ -349,7 +349,7 @@ def test_rank_0_asks_through_the_rollout_worker(monkeypatch):
 
     monkeypatch.setattr(control_module.ray, "get", lambda ref, timeout: ref)
     control = control_module.RunControl(
-        buffer=None, worker=Worker(), recorder=None, sync_timeout_s=5.0
+        buffer=None, worker=FixedPart(Worker()), recorder=None, sync_timeout_s=5.0
     )
     control.expect_scores(3, [[1, 2]])
     assert control.weight_scores() == ("weight_scores",)

@@ -1,0 +1,154 @@
+"""The rollout worker's side of the journal: what happens to samples, as it happens.
+
+Invariants, kept by `Notes`:
+    * Tokens are noted in the moment in which the ledger counts them, so that both say the same.
+    * A group is in the file before the buffer has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray_apr.core.sample import Sample
+from ray_apr.data.journal import WORKER_GATHER_S, Journal, JournalFolder
+from ray_apr.data.prompts import PromptSource
+from ray_apr.data.resumption import Counters
+from ray_apr.rollout.engines import EngineWatch
+from ray_apr.scheduling.live import LiveGroup, LiveSample
+from ray_apr.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED_S = 30.0
+"""Ray Train has taken note of a checkpoint that was written so long ago."""
+
+
+class Notes:
+    """What the rollout worker writes into the journal.
+
+    Args:
+        folder: Where the journal is; None: nothing is noted.
+        epoch: Number of its first epoch.
+        header: What the run's samples are made with.
+        scheduler: Of the worker, with what the run goes on with.
+        prompts: Of the worker.
+        engines: Of the worker.
+        before_frame: Called before a frame is taken; it may have more to note.
+    """
+
+    def __init__(
+        self,
+        folder: JournalFolder | None,
+        epoch: int,
+        header: Mapping[str, Any],
+        *,
+        scheduler: Scheduler,
+        prompts: PromptSource,
+        engines: EngineWatch,
+        before_frame: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._engines = engines
+        self._before_frame = before_frame
+        self._counted = Counters()
+        """Until the epoch began."""
+        self._epochs: deque[tuple[float, int]] = deque()
+        """When each checkpoint was taken, and the epoch that it began."""
+        live = [member.sample for group in scheduler.live.groups for member in group.members]
+        self._journal = Journal(
+            folder,
+            "worker",
+            epoch,
+            header=header,
+            state=self._state,
+            gather_s=WORKER_GATHER_S,
+            known={s.sample_id: s.num_tokens if s.num_generated else 0 for s in live},
+        )
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next checkpoint begins."""
+        return self._journal.epoch + 1
+
+    def begin_epoch(self, epoch: int) -> None:
+        """A checkpoint is taken at this moment; what is older than the last one can go."""
+        self._journal.begin_epoch(epoch)
+        self._counted = self._counters()
+        now = time.monotonic()
+        self._epochs.append((now, epoch))
+        while len(self._epochs) > 1 and now - self._epochs[1][0] > _REGISTERED_S:
+            self._epochs.popleft()
+
+    async def drop_old(self) -> None:
+        """Remove the files of epochs before a checkpoint that is safe."""
+        written_at, epoch = self._epochs[0]
+        if self._folder is None or time.monotonic() - written_at < _REGISTERED_S:
+            return
+        try:
+            await asyncio.to_thread(self._folder.drop_before, epoch)
+        except OSError as error:
+            logger.warning("files of the journal are not removed: %s", error)
+
+    def of(self, live: LiveSample) -> None:
+        """A sample has changed."""
+        self._journal.note_samples(live.group.samples, live.sample)
+        self._journal.soon()
+
+    def of_cuts(self) -> None:
+        """Samples may have lost their tokens, as where a new version begins them anew."""
+        for live in (member for group in self._scheduler.live.groups for member in group.members):
+            if self._journal.num_noted(live.sample_id) > live.sample.num_tokens:
+                self.of(live)
+
+    def of_admitted(self, groups: Sequence[LiveGroup]) -> None:
+        """Groups were admitted; those of new prompts follow from the position."""
+        again = [group.group_id for group in groups if group.prompt.num_retries]
+        if again:
+            self._journal.note(admitted=again)
+
+    def of_dropped(self, groups: Sequence[LiveGroup], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Groups were dropped; rows are those of the run folder."""
+        self._journal.note(gone=list(rows))
+        for group in groups:
+            self._journal.forget(group.samples)
+        self._journal.soon()
+
+    async def hand_over(self, group: Sequence[Sample]) -> None:
+        """Wait until a group that goes to the buffer is in the file."""
+        self._journal.note(handed=[group[0].group_id])
+        self._journal.forget(group)
+        await self._journal.flush()
+
+    async def flush(self) -> None:
+        """Wait until all is in the file."""
+        await self._journal.flush()
+
+    def _state(self) -> dict[str, Any]:
+        self._before_frame()
+        state = self._scheduler.state(with_groups=False)
+        return {
+            "position": self._prompts.position,
+            "retries": list(state.retries),
+            "num_long_retries": state.num_long_retries,
+            "num_owed": state.num_owed,
+            "version": self._scheduler.policy_version,
+            "received": self._engines.received,
+            "counters": dataclasses.asdict(self._counters() - self._counted),
+        }
+
+    def _counters(self) -> Counters:
+        counts, ledger = self._scheduler.counts(), self._scheduler.live.ledger.snapshot()
+        return Counters(
+            samples_interrupted=counts.interruptions_total,
+            samples_resumed=counts.resumptions_total,
+            tokens_generated=ledger.generated,
+            tokens_discarded=ledger.discarded,
+        )

@@ -1,0 +1,87 @@
+"""The journal of a run: where it is, and what a run goes on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.data.journal import JournalFolder
+from ray_apr.data.replay import Epoch, replay
+from ray_apr.data.resumption import Begin, sampled_with
+from ray_apr.rollout.turns import turn_rules
+
+if TYPE_CHECKING:
+    from ray_apr.run.spec import RunSpec
+
+_FOLDER = "journal"
+
+
+def journal_of(spec: RunSpec) -> JournalFolder | None:
+    """Where the journal of a run is; None if it has none.
+
+    Raises:
+        ConfigError: If there is no such place.
+    """
+    config = spec.rollout.journal
+    if not config.enabled:
+        return None
+    if config.path is None:
+        root, filesystem = f"{spec.checkpoint_path}/{spec.name}", spec.run.storage_filesystem
+    else:
+        root, filesystem = f"{config.path.rstrip('/')}/{spec.name}", None
+    if "://" not in root and filesystem is None:
+        root = str(Path(root).expanduser().resolve())
+    try:
+        return JournalFolder.of(f"{root}/{_FOLDER}", filesystem)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "rollout.journal.path", root, f"cannot be reached: {one_line(error)}"
+        ) from error
+
+
+def header_of(spec: RunSpec) -> dict[str, Any]:
+    """Settings without which a journal cannot be gone on with."""
+    rules = turn_rules(spec.environment, spec.rollout.max_turns)
+    return {
+        "seed": spec.train.seed,
+        "step_size": spec.step_size,
+        "sampled": sampled_with(spec.rollout, resets=None if rules is None else rules.resets),
+    }
+
+
+def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool = False) -> Begin:
+    """Add what the journal has to where a run begins.
+
+    Args:
+        spec: What runs.
+        begin: Of its last checkpoint.
+        first: Epoch that follows that.
+        trainer_lives: See `replay`.
+
+    Returns:
+        That, with the number of the epoch that is next.
+
+    Raises:
+        ResourceError: If the journal cannot be read.
+    """
+    folder = journal_of(spec)
+    if folder is None:
+        return begin
+    try:
+        numbers = folder.epochs()
+        epochs = (
+            Epoch(tuple(folder.frames(n, "worker")), tuple(folder.frames(n, "buffer")))
+            for n in itertools.dropwhile(lambda n: n < first, numbers)
+        )
+        begin = replay(begin, epochs, header_of(spec), trainer_lives=trainer_lives)
+    except (OSError, pa.ArrowException) as error:
+        raise ResourceError(
+            f"the journal in {folder.path} cannot be read: {one_line(error)}; mend it, or remove "
+            "it, and go on without what was done since the last checkpoint"
+        ) from error
+    return dataclasses.replace(begin, epoch=max([first, *(n + 1 for n in numbers)]))

@@ -1,0 +1,254 @@
+"""Rollout worker and buffer of a run, which begin again together beside the trainer.
+
+If one of them dies, the other one is ended, too: what the buffer holds belongs to the worker's
+process. The next ones begin with the last checkpoint and the journal, under the next names
+(`data.parts`), while the trainer waits for them, and engines for requests.
+
+Invariants, kept by `RolloutSide`:
+    * Both are dead before the journal is read.
+    * Where they cannot begin again, the trainer hears at once why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, one_line
+from ray_apr.data.parts import DEATHS
+from ray_apr.data.resumption import Begin
+from ray_apr.run.causes import cause_of, death_of
+from ray_apr.run.resume import find_begin, note_restart
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from ray_apr.run.actors import Actors
+    from ray_apr.run.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 60.0
+_ASK_AGAIN_S = 1.0
+_LOOK_S = 5.0
+_MOST_IN_A_ROW = 5
+"""Restarts without a step between them, after which the run fails."""
+_FIRST_PAUSE_S = 0.5
+
+
+class RolloutSide:
+    """Rollout worker and buffer.
+
+    Args:
+        spec: What runs.
+        actors: Makes them.
+        prompts: The dataset.
+        begin: Where they begin.
+        recorder: Handle of the recorder.
+        started_at: Unix time of the run's begin.
+        show: Takes a line for a person.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        actors: Actors,
+        prompts: ray.data.Dataset,
+        begin: Begin,
+        recorder: Any,
+        started_at: float,
+        show: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._actors = actors
+        self._prompts = prompts
+        self.begin = begin
+        """Where the present ones began."""
+        self._recorder = recorder
+        self._started_at = started_at
+        self._show = show
+        self._generation = 0
+        self._in_a_row, self._last_step = 0, -1
+        self._is_open = False
+        """Whether the engines run, so that a worker may start."""
+        self._closing = threading.Event()
+        self._changing = threading.Lock()
+        self.buffer, self.worker = actors.make_pipeline(prompts, begin, recorder)
+        self._record_missing()
+        self._watch = threading.Thread(target=self._follow, name="watch-rollout", daemon=True)
+        self._watch.start()
+
+    def start(self) -> None:
+        """Start the rollout loops: the engines run.
+
+        Waits for: the worker. Unblocked by: ``rollout.engine.start_timeout_s``.
+
+        Raises:
+            APRError: What the worker cannot start with.
+        """
+        with self._changing:
+            self._is_open = True
+        try:
+            self._start()
+        except DEATHS as error:
+            logger.warning("the rollout worker died at its start: %s", one_line(error))
+
+    def _start(self) -> None:
+        limit_s = self._spec.rollout.engine.start_timeout_s  # it may have many samples to read
+        ray.get(self.worker.start.remote(), timeout=limit_s)
+
+    def _record_missing(self) -> None:
+        """Have the run folder note what the last ones did and could not tell."""
+        replayed = self.begin.replayed
+        if replayed is not None:
+            for kind, rows in (("ended", replayed.ended), ("dropped", replayed.dropped)):
+                self._recorder.record_missing.remote(kind, rows)
+
+    # -- deaths ----------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """See to it that there are a worker and a buffer.
+
+        Consumes: nothing. Waits for: the end of either. Unblocked by: `RolloutWorker.stop` or
+        `SampleBuffer.close`, or a death, at the latest by `close`. Produces: the next ones, or a
+        failure in the buffer.
+        """
+        while not self._closing.is_set():
+            died = self._death()
+            if died is None or self._closing.is_set():
+                return
+            try:
+                reason = self._may_begin_again()
+                if reason is not None:
+                    self._fail(RolloutError(f"the {died}; {reason}"))
+                    return
+                self._begin_again(died)
+            except Exception as error:
+                if not self._closing.is_set():
+                    logger.exception("the rollout side cannot begin again")
+                    self._fail(cause_of(error))
+                return
+
+    def _death(self) -> str | None:
+        """Wait for the end of worker or buffer; how one of them died, None where it was ended."""
+        parts = {"rollout worker": self.worker, "sample buffer": self.buffer}
+        waits = {actor.wait_until_stopped.remote(): name for name, actor in parts.items()}
+        while not self._closing.is_set():
+            ended, _ = ray.wait(list(waits), num_returns=1, timeout=_LOOK_S)
+            for ref in ended:
+                name = waits.pop(ref)
+                try:
+                    ray.get(ref)
+                except ActorUnavailableError:  # the connection broke; it may live
+                    self._closing.wait(_ASK_AGAIN_S)
+                    waits[parts[name].wait_until_stopped.remote()] = name
+                except DEATHS as error:
+                    return f"{name} died: {death_of(error)}"
+                except RayError as error:
+                    logger.debug("the watch of the %s ends with Ray: %s", name, one_line(error))
+                    return None
+                else:
+                    return None
+        return None
+
+    def _may_begin_again(self) -> str | None:
+        """Why they may not; None if they may."""
+        spec = self._spec
+        if not spec.rollout.journal.enabled:
+            return "without a journal (rollout.journal.enabled) it cannot begin again by itself"
+        if spec.rollout.is_colocated:
+            return "with engines that share the trainer's GPUs it cannot begin again by itself"
+        step: int = ray.get(self._recorder.num_steps.remote(), timeout=_CALL_TIMEOUT_S)
+        self._in_a_row = self._in_a_row + 1 if step == self._last_step else 1
+        self._last_step = step
+        if self._in_a_row > _MOST_IN_A_ROW:
+            return f"it has died {self._in_a_row} times without a step between"
+        return None
+
+    def _begin_again(self, died: str) -> None:
+        begun = time.monotonic()
+        self._show(f"the {died}; it begins again")
+        logger.warning("the %s; it begins again", died)
+        self._closing.wait(_FIRST_PAUSE_S * (2 ** (self._in_a_row - 1) - 1))
+        _end(self.worker, self.buffer)
+        begin = find_begin(self._spec, trainer_lives=True)
+        before, num_lost = begin.before.lose(0, begin.num_kept)
+        with self._changing:
+            if self._closing.is_set():
+                return
+            self._generation += 1
+            self.begin = dataclasses.replace(begin, before=before)
+            self.buffer, self.worker = self._actors.make_pipeline(
+                self._prompts, self.begin, self._recorder, generation=self._generation
+            )
+            is_open = self._is_open
+        self._record_missing()
+        if is_open:
+            self._start()
+        seconds = time.monotonic() - begun
+        note_restart(
+            self._spec.folder,
+            {
+                "time_s": round(time.time() - self._started_at, 4),
+                "died": died,
+                "seconds": round(seconds, 3),
+                "step": self._last_step,
+                "samples_kept": begin.num_samples,
+                "tokens_kept": begin.num_kept,
+                "tokens_lost": num_lost,
+            },
+        )
+        self._show(
+            f"rollouts go on after {seconds:.1f} s with {begin.num_kept:,} tokens of "
+            f"{begin.num_samples} samples"
+        )
+
+    def _fail(self, reason: APRError) -> None:
+        """Tell the trainer why the run ends: through the buffer, if need be a new one."""
+        with self._changing:
+            if self._closing.is_set():
+                return
+            try:
+                ray.get(self.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+            except DEATHS:
+                self._generation += 1
+                self.buffer = self._actors.make_buffer(self._recorder, generation=self._generation)
+                ray.get(self.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def stop_watching(self) -> None:
+        """From now on a death is none of this one's business."""
+        self._closing.set()
+        with self._changing:
+            pass  # what began before has its actors in the list of those that are ended
+
+    def join(self) -> None:
+        """Wait for the watch: a call to Ray after its shutdown ends the process."""
+        self._watch.join(timeout=_CALL_TIMEOUT_S)
+
+
+def _end(*actors: Any) -> None:
+    """Kill actors, and wait until they are dead.
+
+    Waits for: Ray. Unblocked by: `_CALL_TIMEOUT_S`.
+
+    Raises:
+        ResourceError: If one does not die.
+    """
+    for actor in actors:
+        ray.kill(actor)
+    for actor in actors:
+        try:
+            ray.get(actor.wait_until_stopped.remote(), timeout=_CALL_TIMEOUT_S)
+        except DEATHS:
+            continue
+        except TimeoutError as error:
+            raise ResourceError("a part that died cannot be ended: Ray does not say so") from error

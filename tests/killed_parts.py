@@ -1,0 +1,132 @@
+"""Runs whose parts are killed one after the other, and what each death costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.processes import processes_of
+from tests.whole_runs import start_run
+
+KINDS: Mapping[str, str] = {
+    "engine core": "VLLM::EngineCore",
+    "replica": "RolloutServer",
+    "rollout worker": "ray::RolloutWorker",
+    "buffer": "ray::SampleBuffer",
+    "recorder": "ray::RunRecorder",
+    "evaluator": "ray::Evaluator",
+    "reward worker": "ray::RewardWorker",
+    "Serve controller": "ray::ServeController",
+    "read task": "ReadSampleBuffer",
+    "train worker": "ray::RayTrainWorker",
+    "train controller": "ray::TrainController",
+    "driver": "",
+}
+"""Each kind of process, and what its command line has; the driver is known by its pid."""
+SMALL = (
+    "train.batch_size=32", "rollout.group_size=4", "rollout.max_response_tokens=96",
+    "rollout.num_replicas=2", "scaling={num_workers: 1, use_gpu: false}", "run.resume=true",
+    "run.max_failures=-1", "train.checkpoint_every=8",
+)  # fmt: skip
+"""The arithmetic example in small steps, on two engines and one train worker."""
+_POLL_S = 0.05
+STEP_LIMIT_S = 240.0
+
+
+@dataclass(slots=True)
+class KilledRun:
+    """A run of the command line, which is started again if its driver is killed.
+
+    Args:
+        folder: Of runs; the run's is ``run`` in it.
+        mark: Of its processes.
+        env: With the mark.
+        overrides: Its settings.
+    """
+
+    folder: Path
+    mark: str
+    env: dict[str, str]
+    overrides: tuple[str, ...]
+    said: list[str] = field(default_factory=list)
+    _process: subprocess.Popen[str] | None = None
+    _reader: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the command, from where the run stands."""
+        self._process = start_run(self.folder, self.env, *self.overrides)
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.said.append(line)
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of the run at which each step that its folder has was trained."""
+        file = self.folder / "run" / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line)["time_s"] for line in lines if line.endswith("\n")]
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the folder has so many steps.
+
+        Raises:
+            AssertionError: If none comes for too long, or the command ends.
+        """
+        deadline, reached = time.monotonic() + STEP_LIMIT_S, 0
+        while (now := len(self.times)) < step:
+            if now > reached:
+                reached, deadline = now, time.monotonic() + STEP_LIMIT_S
+            assert self._process is not None and time.monotonic() < deadline, self.tail
+            assert self._process.poll() is None, self.tail
+            time.sleep(_POLL_S)
+
+    @property
+    def tail(self) -> str:
+        """The last that the command said."""
+        return "".join(self.said[-60:])
+
+    def pids(self, kind: str) -> list[int]:
+        """Its processes of a kind."""
+        assert self._process is not None
+        if kind == "driver":
+            return [self._process.pid]
+        return [pid for pid, name in processes_of(self.mark).items() if KINDS[kind] in name]
+
+    def kill(self, kind: str, number: int = 0) -> bool:
+        """Kill -9 one process of a kind; whether there was one. A dead driver is started anew."""
+        pids = sorted(self.pids(kind))
+        if not pids:
+            return False
+        try:
+            os.kill(pids[number % len(pids)], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        if kind == "driver":
+            assert self._process is not None
+            self._process.wait(60)
+            self.start()
+        return True
+
+    def end(self, limit_s: float) -> int:
+        """Wait for the end; returns the exit code."""
+        assert self._process is not None and self._reader is not None
+        code = self._process.wait(limit_s)
+        self._reader.join(10)
+        return code
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file of the run folder."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

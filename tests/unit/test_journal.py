@@ -1,0 +1,369 @@
+"""The journal, and runs that are killed between checkpoints (data/journal.py, data/replay.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+
+import pyarrow.fs
+import pytest
+
+from ray_apr.config import RolloutConfig
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
+from ray_apr.data.journal import Journal, JournalFolder
+from ray_apr.data.replay import Epoch, replay
+from ray_apr.data.resumption import Begin, Counters, RolloutProgress
+from ray_apr.data.saved_samples import groups_of
+from ray_apr.scheduling.order import prompt_position
+from ray_apr.scheduling.scheduler import TurnRules
+from tests.fakes import ScriptedEngine
+from tests.rollout_run import PROMPTS, Run, Scorer, until, without_ray
+from tests.unit.test_capture import samples_of, settings_of
+
+HEADER = {"seed": 0, "num_prompts": 3, "sampled": {}, "step_size": 4}
+LENGTHS = {
+    f"e{e}-{o}-{i}": 1 + (7 * e + 3 * o + i) % 9
+    for e in range(20)
+    for o in range(3)
+    for i in range(2)
+}
+PROMPT = Prompt(prompt_id="e0-0", token_ids=(1, 2))
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    without_ray(monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return JournalFolder.of(str(tmp_path / "journal"))
+
+
+def segment(version, first, num_tokens, *, is_generated=True):
+    ids = tuple(range(first, first + num_tokens))
+    return Segment(
+        policy_version=version, token_ids=ids, is_generated=is_generated,
+        logprobs=tuple(-i / 7 if is_generated else 0.0 for i in ids),
+    )  # fmt: skip
+
+
+def sample_of(*segments, name="e0-0-0", **fields):
+    return Sample(
+        sample_id=name, group_id=name.rpartition("-")[0], prompt=PROMPT, max_response_tokens=64,
+        segments=segments, **fields,
+    )  # fmt: skip
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+async def written(folder, *changes, **options):
+    """Write what happens to two siblings; returns what a run goes on with."""
+    journal = Journal(folder, "worker", header=HEADER, state=_state, **options)
+    other = sample_of(name="e0-0-1")
+    for sample in changes:
+        journal.note_samples((sample, other), sample)
+        await journal.flush()
+    return replayed(folder, trainer_lives=True)
+
+
+def _state():
+    return {"counters": dataclasses.asdict(Counters()), "position": 1}
+
+
+def replayed(folder, begin=None, *, trainer_lives=False, header=HEADER):
+    begin = begin or Begin(rollout=None)
+    epochs = [
+        Epoch(tuple(folder.frames(n, "worker")), tuple(folder.frames(n, "buffer")))
+        for n in folder.epochs()
+        if n >= (0 if begin.rollout is None else begin.rollout.epoch)
+    ]
+    return replay(begin, epochs, header, trainer_lives=trainer_lives)
+
+
+def only(begin):
+    live, handed_over = groups_of(begin.samples, lambda _: PROMPT)
+    assert not handed_over
+    ((one, other),) = live
+    assert other == sample_of(name="e0-0-1"), "siblings without a token are there, too"
+    return one
+
+
+async def test_a_sample_comes_back_as_it_was_whatever_its_pieces(folder):
+    begun = sample_of(segment(0, 10, 3), num_interruptions=1)
+    longer = sample_of(segment(0, 10, 3), segment(1, 20, 2), num_interruptions=2)
+    merged = sample_of(segment(0, 10, 3), segment(1, 20, 6), num_interruptions=3)
+    ended = dataclasses.replace(
+        merged, finish_reason=FinishReason.STOP, response_text="x", reward=0.5
+    )
+    assert only(await written(folder, begun, longer, merged, ended)) == ended
+    sizes = [frame.rows["token_ids"][0].values for frame in folder.frames(0, "worker")]
+    assert [len(ids) for ids in sizes] == [3, 2, 4, 0], "each token is written once"
+
+
+async def test_a_sample_that_began_anew_has_its_new_tokens_alone(folder):
+    last = sample_of(segment(1, 70, 2), num_interruptions=2)
+    assert only(await written(folder, sample_of(segment(0, 10, 3)), sample_of(), last)) == last
+
+
+async def test_what_an_environment_said_first_gets_the_version_of_the_first_token(folder):
+    said = sample_of(segment(0, 5, 2, is_generated=False), environment_state={"at": 1})
+    went_on = sample_of(segment(3, 5, 2, is_generated=False), segment(3, 10, 1))
+    assert only(await written(folder, said, went_on)) == went_on
+
+
+async def test_support_of_tokens_is_kept(folder):
+    first = dataclasses.replace(segment(0, 10, 2), support=(b"aaaa", b"bbbb"))
+    second = dataclasses.replace(segment(1, 12, 1), support=(b"cccc",))
+    whole = sample_of(first, segment(1, 30, 2, is_generated=False), second)
+    found = only(await written(folder, sample_of(first), whole))
+    assert found.support == whole.support and found.segments == whole.segments
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40, 2000])
+async def test_a_frame_that_was_cut_off_is_left_out(folder, tmp_path, cut):
+    await written(folder, sample_of(segment(0, 10, 3)), sample_of(segment(0, 10, 9)))
+    (file,) = (tmp_path / "journal").iterdir()
+    data = file.read_bytes()
+    file.write_bytes(data[:-cut])
+    assert only(replayed(folder, trainer_lives=True)) == sample_of(segment(0, 10, 3))
+
+
+async def test_where_files_cannot_grow_each_frame_is_a_file(tmp_path):
+    class Store(pyarrow.fs.SubTreeFileSystem):
+        def open_append_stream(self, *_, **__):
+            raise NotImplementedError("an object store")
+
+    store = Store(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    folder = JournalFolder(store, "journal")
+    longer = sample_of(segment(0, 10, 3), segment(1, 20, 2))
+    assert only(await written(folder, sample_of(segment(0, 10, 3)), longer)) == longer
+    assert len(list((tmp_path / "journal").iterdir())) == 2
+    folder.drop_before(1)
+    assert not folder.epochs()
+
+
+async def test_a_journal_that_cannot_be_written_stops_until_the_next_epoch(
+    folder, monkeypatch, caplog
+):
+    append, is_full = JournalFolder.append, [True]
+
+    def try_to(*args):
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        append(*args)
+
+    monkeypatch.setattr(JournalFolder, "append", try_to)
+    journal = Journal(folder, "worker", header=HEADER, state=_state)
+    group = (sample_of(segment(0, 10, 3)), sample_of(name="e0-0-1"))
+    journal.note_samples(group, group[0])
+    await journal.flush()
+    is_full[0] = False
+    journal.note_samples(group, sample_of(segment(0, 10, 5)))
+    await journal.flush()
+    assert not folder.epochs(), "a file with a hole says nothing true"
+    assert caplog.text.count("the journal stops until the next checkpoint") == 1
+    journal.begin_epoch(1)
+    journal.note_samples(group, sample_of(segment(0, 10, 7)))
+    await journal.flush()
+    assert folder.epochs() == [1]
+
+
+async def test_a_journal_of_other_settings_is_not_used(folder):
+    found = await written(folder, sample_of(segment(0, 10, 3)))
+    assert found.samples.num_rows == 2
+    begin = Begin(rollout=None)
+    assert replayed(folder, begin, header=HEADER | {"seed": 1}) is begin
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+class Killed:
+    """A run that is killed now and then, with what it has on disk."""
+
+    def __init__(self, folder, *, trainer_lives, partial, **settings) -> None:
+        self.folder, self.trainer_lives = folder, trainer_lives
+        self.partial, self.settings = partial, settings
+        self.begin = self.checkpoint = Begin(rollout=None)
+        self.step = 0
+        self.batches: dict[int, set[str]] = {}
+        """Groups of each step, as it was trained last."""
+        self.engine = ScriptedEngine(LENGTHS, auto=1)
+        self.num_lost = 0
+
+    async def __aenter__(self):
+        begin = self.begin
+        given = settings_of(begin) if begin.samples is not None else {}
+        epochs = self.folder.epochs()
+        journal = {
+            "journal": self.folder, "header": HEADER, "replayed": begin.replayed,
+            "epoch": max(epochs, default=-1) + 1,
+        }  # fmt: skip
+        self.run = Run(
+            self.engine, policy_version=begin.of_engines, journal=journal, before=begin.before,
+            **given, **self.partial, **self.settings,
+        )  # fmt: skip
+        await self.run.worker.start()
+        return self
+
+    async def train(self, num_steps) -> None:
+        for _ in range(num_steps):
+            samples = await self.run.step(self.step)
+            groups = {sample.group_id for sample in samples}
+            assert self.batches.get(self.step, groups) == groups, "trained again, it is the same"
+            self.batches[self.step] = groups
+            self.step += 1
+            await self.run.sync(self.step)
+
+    async def save(self) -> None:
+        taken = await self.run.worker.capture()
+        progress = RolloutProgress.of(
+            taken.summary, taken.stats, seed=0, before=taken.before, state=taken.state,
+            epoch=taken.epoch,
+        )  # fmt: skip
+        self.checkpoint = Begin(
+            step=self.step, policy_version=self.step, rollout=progress, samples=taken.samples[0],
+            before=progress.counters,
+        )  # fmt: skip
+
+    async def __aexit__(self, *error) -> None:
+        """Kill it: nothing of it is told that it ends."""
+        journals = (self.run.worker._notes._journal, self.run.buffer._journal)
+        tasks = [self.run.worker._main, *(journal._writing for journal in journals)]
+        for task in filter(None, tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        self.begin = replayed(self.folder, self.checkpoint, trainer_lives=self.trainer_lives)
+        begin = self.begin
+        before, self.num_lost = begin.before.lose(0, begin.num_kept)
+        self.begin = dataclasses.replace(begin, before=before)
+        if not self.trainer_lives:
+            self.step = begin.step
+            await self.engine.abort(None)
+            self.engine = ScriptedEngine(LENGTHS, auto=1, policy_version=self.step)
+
+
+PARTIAL = [
+    {"max_staleness": 4, "oversampling_factor": 3.0},
+    {"max_staleness": 2, "oversampling_factor": 2.0, "interrupt": "batch_full"},
+    {"max_staleness": 2, "oversampling_factor": 2.0, "on_stale": "wait"},
+    {"max_staleness": 0, "oversampling_factor": 1.0, "interrupt": "never"},
+    {"max_staleness": 1, "oversampling_factor": 2.0, "interrupt": "batch_full",
+     "after_interrupt": "restart"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer_lives", [True, False])
+@pytest.mark.parametrize("saves", [0, 2])
+@pytest.mark.parametrize("partial", PARTIAL)
+async def test_a_run_that_is_killed_between_checkpoints_loses_nothing(
+    folder, partial, saves, trainer_lives
+):
+    killed = Killed(folder, trainer_lives=trainer_lives, partial=partial)
+    for round_ in range(6):
+        async with killed as run:
+            await run.train(2 if trainer_lives or round_ < 5 else 14)
+            if saves and round_ % saves == 1:
+                await run.save()
+                await run.train(1)
+            for _ in range(round_):
+                await asyncio.sleep(0)
+            await run.run.worker._notes.flush()
+            made = {
+                live.sample_id: live.sample
+                for group in run.run.worker._scheduler.live.groups
+                for live in group.members
+                if live.sample.num_generated
+            }
+        assert killed.num_lost == 0
+        kept = {s.sample_id: s for s in samples_of(killed.begin)}
+        for name, sample in made.items():
+            assert kept[name].segments == sample.segments
+    trained = Counter(group for groups in killed.batches.values() for group in groups)
+    assert set(trained.values()) == {1} and len(killed.batches) >= 9
+    begin = killed.begin
+    gone = {row["group_id"] for row in begin.replayed.dropped}
+    done = {prompt_position(group, len(PROMPTS)) for group in trained}
+    if trainer_lives and not saves:
+        lost = set(range(begin.rollout.position)) - done - set(begin.rollout.pending)
+        assert lost <= {prompt_position(group, len(PROMPTS)) for group in gone}
+
+
+@pytest.mark.parametrize("trainer_lives", [True, False])
+async def test_what_was_not_written_is_lost_and_counted(folder, trainer_lives):
+    killed = Killed(folder, trainer_lives=trainer_lives, partial=PARTIAL[0])
+    for _ in range(5):
+        async with killed as run:
+            await run.train(2)
+            await asyncio.sleep(0.01)
+        assert killed.num_lost >= 0
+        before, kept = killed.begin.before, killed.begin.num_kept
+        placed = before.tokens_trained + sum(before.tokens_discarded.values()) + kept
+        assert before.tokens_generated == placed
+    async with killed as run:
+        await run.train(4)
+        summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
+        ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
+        assert ledger.error == 0
+        if trainer_lives:
+            made = sum(status.tokens_generated for status in summary.engines)
+            assert summary.ledger.generated == made
+            assert run.engine.tokens_generated == ledger.generated
+
+
+async def test_tokens_of_versions_that_do_not_come_again_are_given_up(folder, tmp_path):
+    killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
+    async with killed as run:
+        await run.train(3)
+        await run.run.worker._notes.flush()
+    for file in (tmp_path / "journal").glob("*-buffer*"):
+        file.unlink()
+    begin = replayed(folder)
+    versions = [v for s in samples_of(begin) for v in s.token_versions]
+    assert begin.samples.num_rows and set(versions) == {0}
+    assert begin.replayed.goes_on_at == 0 and not begin.replayed.plan
+
+
+async def test_turns_and_states_of_environments_are_kept(folder, monkeypatch):
+    from ray_apr.core.user import Step
+    from ray_apr.rollout import sessions as sessions_module
+
+    monkeypatch.setattr(
+        sessions_module, "encode_step", lambda tokenizer, sample, step: (5000 + sample.num_tokens,)
+    )
+
+    class Environment(Scorer):
+        async def step(self, sample):
+            if sample.num_turns == 2:
+                await asyncio.sleep(3600)
+            return Step(done=False, text="go on", state={"turns": sample.num_turns})
+
+    engine = ScriptedEngine(auto=1, default_length=9, turn_length=3)
+    killed = Killed(
+        folder, trainer_lives=False, partial=PARTIAL[0], turns=TurnRules(max_turns=3),
+        scorer=Environment(),
+    )  # fmt: skip
+    killed.engine = engine
+    async with killed as run:
+        await until(lambda: run.run.worker._scheduler.counts().stepping >= 4)
+        await run.run.worker._notes.flush()
+    asked = [sample for sample in samples_of(killed.begin) if sample.awaits_step]
+    assert len(asked) >= 4
+    for sample in asked:
+        assert (sample.environment_state, sample.num_turns) == ({"turns": 1}, 2)
+        assert [len(part.token_ids) for part in sample.segments] == [3, 1, 3]
+
+
+def test_settings_of_a_journal_are_obeyed_or_refused():
+    from ray_apr.core.exceptions import ConfigError
+
+    config = RolloutConfig(journal={"path": "/shared/journals"})
+    assert config.journal.path == "/shared/journals"
+    for wrong in ({"enabled": False, "path": "/x"}, {"path": ""}, {"enabled": 1}, {"where": "x"}):
+        with pytest.raises(ConfigError, match=r"rollout\.journal"):
+            RolloutConfig(journal=wrong)

@@ -1,0 +1,249 @@
+"""Rollout worker and buffer that begin again beside the trainer, and who follows them."""
+
+from __future__ import annotations
+
+import threading
+import types
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from ray_apr.config import RolloutConfig
+from ray_apr.core.exceptions import APRError, ConfigError, StarvedError, TrainError
+from ray_apr.data import parts as parts_module
+from ray_apr.data.parts import Part, PartName
+from ray_apr.data.resumption import Begin, Counters
+from ray_apr.run import side as side_module
+from ray_apr.run.side import RolloutSide
+from tests.run_specs import run_spec
+
+# -- who calls them --------------------------------------------------------------------------------
+
+
+class Generations:
+    """Ray's table of names: what each of an actor's generations answers."""
+
+    def __init__(self, monkeypatch, *answers) -> None:
+        self.answers = [list(given) for given in answers]
+        self.num_looked = 0
+        monkeypatch.setattr(parts_module.ray, "get_actor", self.find)
+        monkeypatch.setattr(parts_module.ray, "get", lambda answer, timeout: answer())
+        monkeypatch.setattr(parts_module.time, "sleep", lambda seconds: None)
+
+    def find(self, name, namespace):
+        assert namespace == "ns"
+        self.num_looked += 1
+        number = int(name.partition("-")[2] or 0)
+        if number >= len(self.answers) or not self.answers[number]:
+            raise ValueError(f"no actor {name}")
+        left = self.answers[number]
+
+        def answer():
+            value = left.pop(0)
+            if isinstance(value, BaseException):
+                raise value
+            return value
+
+        return types.SimpleNamespace(verb=types.SimpleNamespace(remote=lambda *_, **__: answer))
+
+
+def part(**options) -> Part:
+    return Part(PartName("buffer", "ns"), "sample buffer", **options)
+
+
+def test_a_call_is_made_again_by_the_one_that_follows(monkeypatch):
+    generations = Generations(monkeypatch, ["a", ActorDiedError()], ["b", "c"])
+    asked = part()
+    assert [asked.ask("verb", limit_s=1.0) for _ in range(3)] == ["a", "b", "c"]
+    looked = generations.num_looked
+    assert generations.answers[1] == [] and looked == 2
+
+
+def test_one_that_cannot_be_reached_for_a_moment_has_not_died(monkeypatch):
+    """known fault: a broken connection to the worker ended the run."""
+    Generations(monkeypatch, [ActorUnavailableError("connection reset", None), "a"], ["b"])
+    assert part().ask("verb", limit_s=1.0) == "a"
+
+
+def test_several_may_have_died_since_the_last_call(monkeypatch):
+    Generations(monkeypatch, [], [], ["c"])
+    assert part().ask("verb", limit_s=1.0) == "c"
+
+
+def test_an_answer_that_does_not_come_is_told_with_what_it_is_for(monkeypatch):
+    Generations(monkeypatch, [GetTimeoutError("late")])
+    with pytest.raises(StarvedError, match="waited 2 s for the sample buffer, to end step 3"):
+        part().ask("verb", limit_s=2.0, what=", to end step 3")
+
+
+def test_who_waits_for_the_next_one_hears_why_none_comes(monkeypatch):
+    Generations(monkeypatch, [ActorDiedError()])
+    failed = part(failure=lambda: ConfigError("rollout.journal.path", "/x", "cannot be reached"))
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        failed.ask("verb", limit_s=1.0)
+    Generations(monkeypatch, [ActorDiedError()])
+    clock = iter(range(0, 1000, 100))
+    monkeypatch.setattr(parts_module.time, "monotonic", lambda: next(clock))
+    with pytest.raises(TrainError, match="sample buffer is dead, and no other one came within 180"):
+        part().ask("verb", limit_s=1.0)
+
+
+# -- who starts them -------------------------------------------------------------------------------
+
+
+class Actor:
+    """An actor that lives until `die`, or is ended well."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.failure: APRError | None = None
+        self.num_started = 0
+
+    def __getattr__(self, verb: str):
+        def remote(*args):
+            return (self, verb, args)
+
+        return types.SimpleNamespace(remote=remote)
+
+    def die(self, error: Exception | None = None) -> None:
+        self.error = error or ActorDiedError()
+        self.ended.set()
+
+
+class Cluster:
+    """What of Ray and of the actors' maker a `RolloutSide` uses."""
+
+    def __init__(self, monkeypatch, tmp_path, **settings) -> None:
+        self.pairs: list[tuple[Actor, Actor]] = []
+        self.failed_buffers: list[Actor] = []
+        self.num_steps = 0
+        self.spec = run_spec(**settings)
+        self.said: list[str] = []
+        monkeypatch.setattr(type(self.spec), "folder", tmp_path)
+        for name, value in (("get", self.get), ("wait", self.wait), ("kill", Actor.die)):
+            monkeypatch.setattr(side_module.ray, name, value)
+        for name in ("_FIRST_PAUSE_S", "_ASK_AGAIN_S", "_LOOK_S"):
+            monkeypatch.setattr(side_module, name, 0.01)
+        monkeypatch.setattr(side_module, "find_begin", self.find_begin)
+        self.recorder = Actor("recorder")
+        self.side = RolloutSide(
+            self.spec, self, None, Begin(), self.recorder, 0.0, self.said.append
+        )  # fmt: skip
+
+    def make_pipeline(self, prompts, begin, recorder, *, generation=0):
+        assert generation == len(self.pairs)
+        self.pairs.append((Actor(f"buffer {generation}"), Actor(f"worker {generation}")))
+        return self.pairs[-1]
+
+    def make_buffer(self, recorder, *, generation):
+        self.failed_buffers.append(Actor(f"buffer {generation}"))
+        return self.failed_buffers[-1]
+
+    def find_begin(self, spec, *, trainer_lives):
+        assert trainer_lives
+        assert all(actor.ended.is_set() for actor in self.pairs[-1]), "the journal is whole"
+        return Begin(before=Counters(tokens_generated=7))
+
+    def get(self, call, timeout=None):
+        actor, verb, args = call
+        if actor.error is not None:
+            raise actor.error
+        if verb == "num_steps":
+            return self.num_steps
+        if verb == "start":
+            actor.num_started += 1
+        if verb == "fail":
+            (actor.failure,) = args
+        return None
+
+    def wait(self, calls, num_returns, timeout):
+        ended = [call for call in calls if call[0].ended.is_set()]
+        if not ended:
+            calls[0][0].ended.wait(timeout)
+        return ended, []
+
+    def until(self, condition) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(self.said)
+
+    def end(self) -> None:
+        self.side.stop_watching()
+        self.side.join()
+        assert not self.side._watch.is_alive()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_worker_and_buffer_begin_again_together(monkeypatch, tmp_path, victim):
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.side.start()
+    for number in range(3):
+        cluster.num_steps += 1
+        cluster.pairs[number][victim].die()
+        cluster.until(lambda n=number: len((tmp_path / "restarts.jsonl").read_text().splitlines())
+                      == n + 1 if (tmp_path / "restarts.jsonl").exists() else False)  # fmt: skip
+    assert [worker.num_started for _, worker in cluster.pairs] == [1] * 4
+    assert cluster.side.begin.before.tokens_discarded == {"lost": 7}
+    assert cluster.side.worker is cluster.pairs[-1][1]
+    cluster.end()
+
+
+def test_before_the_engines_run_no_worker_is_started(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.pairs[0][1].die()
+    cluster.until((tmp_path / "restarts.jsonl").exists)
+    assert cluster.pairs[1][1].num_started == 0
+    cluster.side.start()
+    assert cluster.pairs[1][1].num_started == 1
+    cluster.end()
+
+
+def test_a_broken_connection_is_no_death_and_a_good_end_ends_the_watch(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    buffer, worker = cluster.pairs[0]
+    worker.die(ActorUnavailableError("connection reset", None))
+    cluster.until(lambda: worker.error is not None)
+    worker.error = None
+    cluster.until(lambda: not cluster.side._watch.is_alive())
+    assert len(cluster.pairs) == 1 and buffer.failure is None
+    cluster.end()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_journal_the_trainer_hears_of_the_death_at_once(monkeypatch, tmp_path, victim):
+    rollout = RolloutConfig(journal={"enabled": False})
+    cluster = Cluster(monkeypatch, tmp_path, rollout=rollout)
+    cluster.pairs[0][victim].die()
+    told = [cluster.pairs[0][0]] if victim else cluster.failed_buffers
+    cluster.until(lambda: told and told[-1].failure is not None)
+    died = "rollout worker died" if victim else "sample buffer died"
+    assert died in str(told[-1].failure) and "rollout.journal.enabled" in str(told[-1].failure)
+    cluster.end()
+
+
+def test_what_dies_again_and_again_without_a_step_ends_the_run(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    for number in range(5):
+        cluster.pairs[number][1].die()
+        cluster.until(lambda n=number: len(cluster.pairs) == n + 2)
+    cluster.pairs[5][1].die()
+    cluster.until(lambda: cluster.side.buffer.failure is not None)
+    assert "has died 6 times without a step" in str(cluster.side.buffer.failure)
+    cluster.end()
+
+
+def test_a_side_that_cannot_begin_again_says_why(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+
+    def find_begin(spec, *, trainer_lives):
+        raise ConfigError("rollout.journal.path", "/x", "cannot be reached")
+
+    monkeypatch.setattr(side_module, "find_begin", find_begin)
+    cluster.pairs[0][1].die()
+    cluster.until(lambda: cluster.failed_buffers and cluster.failed_buffers[-1].failure)
+    assert "cannot be reached" in str(cluster.failed_buffers[-1].failure)
+    cluster.end()
