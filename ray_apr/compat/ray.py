@@ -7,6 +7,7 @@ from typing import Any
 from ray_apr.compat.lookup import PrivateNames
 
 _COLLECTIVE = "ray.util.collective"
+_STORAGE = "ray.train.v2._internal.execution.storage"
 _NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
 
 RAY = PrivateNames(
@@ -17,6 +18,7 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "ray.serve.handle",
         "read_datasource": "ray.data.read_api",
         "DataContext": "ray.data.context",
+        "StorageContext": _STORAGE,
         "_global_registry": f"{_COLLECTIVE}.backend_registry",
         "BackendRegistry": f"{_COLLECTIVE}.backend_registry",
         "register_collective_backend": f"{_COLLECTIVE}.backend_registry",
@@ -32,6 +34,9 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
+        "StorageContext": "storage_filesystem experiment_fs_path "
+        "build_checkpoint_path_from_name(checkpoint_name) "
+        "persist_current_checkpoint(checkpoint,checkpoint_dir_name)",
         "BackendRegistry": "get(name)",
         "BaseGroup": "__init__(world_size,rank,group_name) broadcast allreduce barrier "
         "destroy_group backend check_backend_availability",

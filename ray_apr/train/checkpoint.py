@@ -2,8 +2,8 @@
 
 A checkpoint folder holds the sharded state of all ranks (``torch.distributed.checkpoint``, readable
 by any number of ranks), one random state a rank, ``progress.json``, and what the rollout side goes
-on with, ``rollout.json`` and ``samples.arrow``. Every rank writes its own files into its own
-folder; Ray Train merges them into one.
+on with, ``rollout.json`` and ``samples.arrow``. Every rank writes its own files, all of them into
+one folder, or into folders that Ray Train merges into one. `train.saving` says when.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoTokenizer
 
@@ -57,29 +58,71 @@ class Progress:
     policy_version: int
 
 
-def save_checkpoint(
-    folder: str | Path,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """This rank's part of the trainer's state at one moment."""
+
+    state: dict[str, Any]
+    """Of the model and of its optimizer; the learning rate follows from the step."""
+    random: dict[str, torch.Tensor]
+    progress: Progress
+
+    def write(self, folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's files; all ranks call this together.
+
+        Args:
+            folder: A folder of this rank, or one that all ranks share; made if it is not there.
+            group: What the ranks agree in; None: the one that they all compute in.
+
+        Raises:
+            CheckpointException: On all ranks, of torch, if one of them could not write.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        dcp.save(self.state, checkpoint_id=str(folder), process_group=group)
+        rank = dist.get_rank()
+        torch.save(self.random, folder / _random_file(rank))
+        if rank == 0:
+            progress = json.dumps(asdict(self.progress))
+            (folder / PROGRESS_FILE).write_text(progress, encoding="utf-8")
+
+
+def take_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
-) -> None:
-    """Write this rank's part of a checkpoint; all ranks call this together.
+    stager: DefaultStager | None = None,
+) -> Snapshot:
+    """The state of now; all ranks call this together.
 
     Args:
-        folder: A folder of this rank, or one that all ranks share.
         model: The sharded model.
-        optimizer: Its optimizer; the learning rate follows from the step.
+        optimizer: Its optimizer.
         progress: Step and policy version.
+        stager: Copies the state to the host (`make_stager`), so that it may be written while
+            training goes on, until the next one is taken. None: it has to be written before.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = dist.get_rank()
     drop_gathered(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(folder))
-    torch.save(_random_state(), folder / _random_file(rank))
-    if rank == 0:
-        (folder / PROGRESS_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    state: Any = {"model": model_state, "optimizer": optimizer_state}
+    return Snapshot(
+        state=state if stager is None else stager.stage(state),
+        random=_random_state(),
+        progress=progress,
+    )
+
+
+def make_stager(device: torch.device) -> DefaultStager:
+    """What copies a state to memory of the host that it keeps for the next one: pinned where the
+    state is on a GPU."""
+    is_cuda = device.type == "cuda"
+    options = StagingOptions(
+        use_pinned_memory=is_cuda,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=is_cuda,
+    )
+    return DefaultStager(options)
 
 
 def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table) -> None:
@@ -98,7 +141,7 @@ def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Progress:
-    """Restore what `save_checkpoint` wrote; all ranks call this together.
+    """Restore what `Snapshot.write` wrote; all ranks call this together.
 
     Ranks that the checkpoint has no random state for (more ranks than before) keep their own.
 

@@ -1,12 +1,14 @@
 """What rank 0 says to the other actors of a run, each wait with a limit and a name.
 
-`RunControl.connect`, `broadcast` and `record_span` may be called from another thread than the rest,
-where syncs overlap: handles of actors may be used by several threads.
+`RunControl.connect`, `broadcast`, `record_span`, `checkpoint_written` and what `capture` returns
+may be called from other threads than the rest, where syncs overlap and checkpoints are written:
+handles of actors may be used by several threads.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +102,8 @@ class RunControl:
         self._evaluating: Any = None
         self._recorded: Any = None
         """Answer to the last `record_step`."""
+        self._captured: Any = None
+        """Answer to a `capture` that may still be under way."""
         self.is_draining = False
         """Whether a sync waits for requests to end, which takes as long as they do."""
         self.members: frozenset[str] = frozenset()
@@ -135,6 +139,9 @@ class RunControl:
         Returns:
             Figures of the batch's rewards and turns, for the step's row.
         """
+        if self._captured is not None:  # it would count this step's samples as trained
+            captured, self._captured = self._captured, None
+            answer_of(captured, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
         # one call: the order in which an async actor runs two of them is not certain
         figures: Mapping[str, float] = self._buffer.ask(
             "ack",
@@ -146,12 +153,13 @@ class RunControl:
         return figures
 
     def capture(self) -> Callable[[], tuple[RolloutProgress, pa.Table]]:
-        """Have the rollout side look at itself, between the end of a step and that of the next.
+        """Have the rollout side look at itself, between the end of a step and that of the next,
+        which waits for it.
 
         Returns:
             What waits for it: where the rollout side stands, and the table of its samples.
         """
-        asked = self._worker.call("capture")
+        asked = self._captured = self._worker.call("capture")
 
         def captured() -> tuple[RolloutProgress, pa.Table]:
             try:
@@ -339,6 +347,19 @@ class RunControl:
         if self._recorded is not None:
             answer_of(self._recorded, "recorder, to write a step's row", _CALL_TIMEOUT_S)
             self._recorded = None
+
+    def checkpoint_written(self, step: int, taken_at: float) -> None:
+        """Note that the checkpoint of a step is durable: Ray Train's list has it, so that a run
+        that goes on begins with it or with a later one.
+
+        Called once for each checkpoint, in order, in a thread beside the loop's.
+
+        Args:
+            step: Steps that it has trained.
+            taken_at: Unix time of its moment, in seconds.
+        """
+        logger.info("the checkpoint of step %d is written", step)
+        self.record_span("write", taken_at, time.time(), actor="checkpoint")
 
     def record_span(
         self, what: str, start_s: float, end_s: float, *, actor: str = "trainer"

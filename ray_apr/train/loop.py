@@ -5,6 +5,7 @@
        └────────────────────────────────────────────────────────────────────────────────────────┘
 
 With ``overlap_sync`` the sync only gathers here; what it gathered travels during the next steps.
+The report of a checkpoint only copies here; what it copied is written during the next steps.
 
 Invariants:
     * The batch of step k was chosen after rank 0 granted step k at the current policy version;
@@ -20,11 +21,9 @@ import datetime
 import logging
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,7 @@ from ray_apr.core.staleness import next_version
 from ray_apr.data.parts import Part
 from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
-from ray_apr.train.checkpoint import (
-    HF_FOLDER,
-    Progress,
-    export_hf,
-    load_checkpoint,
-    save_checkpoint,
-    save_rollout,
-)
+from ray_apr.train.checkpoint import Progress, load_checkpoint
 from ray_apr.train.control import RunControl, failure_of, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.gate import GateClient
@@ -54,6 +46,7 @@ from ray_apr.train.logprobs import warm_up
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.residency import Alternating, AlwaysThere, Residency
+from ray_apr.train.saving import CheckpointWriter
 from ray_apr.train.span import Span
 from ray_apr.train.spec import WorkerSpec
 from ray_apr.train.step import check_batch, train_step
@@ -136,6 +129,9 @@ class _TrainLoop:
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
+        self._writer = CheckpointWriter(
+            self._model, self._optimizer, self._control, source=spec.model
+        )
         self._progress = self._restore()
 
     def _make_residency(self) -> Residency:
@@ -190,6 +186,8 @@ class _TrainLoop:
             self._step(rows)
         self._evaluate_last()
         self._publisher.close()
+        with self._span("checkpoint"):
+            self._writer.close()
 
     def _follow_orders(self) -> None:
         """Write the checkpoints that are ordered, until a step is; without a gate, go on."""
@@ -280,25 +278,17 @@ class _TrainLoop:
     def _report(self, row: Mapping[str, Any], *, is_last: bool) -> None:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
         every = self._train.checkpoint_every
-        if not is_last and (every == 0 or self._progress.step % every):
-            if self._progress.step % self._train.report_every == 0:
-                ray.train.report(dict(row))
-            return
-        self._checkpoint(row, is_last=is_last)
+        if is_last or (every and self._progress.step % every == 0):
+            self._checkpoint(row, is_last=is_last)
+        elif self._progress.step % self._train.report_every == 0:
+            self._writer.report(row)
 
     def _checkpoint(
         self, row: Mapping[str, Any], *, is_last: bool = False, name: str | None = None
     ) -> None:
-        """Report a checkpoint of where the run stands to Ray Train, by a name or one of its own."""
-        with self._span("checkpoint"), tempfile.TemporaryDirectory() as folder:
-            captured = None if self._control is None else self._control.capture()
-            save_checkpoint(folder, self._model, self._optimizer, self._progress)
-            if captured is not None:
-                save_rollout(folder, *captured())
-            if is_last:
-                export_hf(Path(folder) / HF_FOLDER, self._model, self._spec.model)
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report(dict(row), checkpoint=checkpoint, checkpoint_dir_name=name)
+        """Report a checkpoint of where the run stands; the span is what training waits for it."""
+        with self._span("checkpoint"):
+            self._writer.save(row, self._progress, name=name, is_last=is_last)
 
     @contextmanager
     def _span(self, what: str) -> Iterator[Span]:

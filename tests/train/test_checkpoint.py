@@ -13,7 +13,7 @@ from ray_apr.train.checkpoint import (
     export_hf,
     full_parameters,
     load_checkpoint,
-    save_checkpoint,
+    take_snapshot,
 )
 from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
 from ray_apr.train.step import train_step
@@ -53,7 +53,7 @@ def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder, settings):
     model, optimizer = build(folder, settings)
     train(model, optimizer, range(2))
     progress = Progress(step=2, policy_version=5)
-    save_checkpoint(tmp_path / "checkpoint", model, optimizer, progress)
+    take_snapshot(model, optimizer, progress).write(tmp_path / "checkpoint")
     drawn = torch.rand(3)
     train(model, optimizer, range(2, 4))
     expected = weights_of(model)
@@ -72,7 +72,9 @@ def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder, settings):
 def test_a_checkpoint_does_not_depend_on_sharding(tmp_path, folder, before, after):
     model, optimizer = build(folder, before)
     train(model, optimizer, range(2))
-    save_checkpoint(tmp_path / "checkpoint", model, optimizer, Progress(step=2, policy_version=2))
+    take_snapshot(model, optimizer, Progress(step=2, policy_version=2)).write(
+        tmp_path / "checkpoint"
+    )
     restored, restored_optimizer = build(folder, after)
     load_checkpoint(tmp_path / "checkpoint", restored, restored_optimizer)
     expected = weights_of(model)

@@ -15,7 +15,7 @@ from ray_apr.train.checkpoint import (
     export_hf,
     full_parameters,
     load_checkpoint,
-    save_checkpoint,
+    take_snapshot,
 )
 from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, local_tensor
 from ray_apr.train.logprobs import micro_batches, response_logprobs
@@ -98,7 +98,7 @@ def test_a_restored_run_with_adapters_goes_on_with_the_same_bits(tmp_path, folde
     with process_group(tmp_path):
         whole, _ = trained(folder, steps=3)
         model, optimizer = trained(folder, steps=2)
-        save_checkpoint(tmp_path / "c", model, optimizer, Progress(step=2, policy_version=2))
+        take_snapshot(model, optimizer, Progress(step=2, policy_version=2)).write(tmp_path / "c")
         again = build_model(str(folder), TRAIN, CPU)
         optimizer = build_optimizer(again, TRAIN)
         load_checkpoint(tmp_path / "c", again, optimizer)

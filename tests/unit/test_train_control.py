@@ -224,3 +224,33 @@ def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, 
     with expected if answer == "died" else contextlib.nullcontext():
         control.connect(Sender(open=open_, connect=connect), timeout_s=5.0)
     assert hopeless == [answer == "died"]
+
+
+def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
+    """Else the checkpoint would count the next step's samples as trained."""
+    waited_for: list[tuple] = []
+
+    def get(ref, timeout):
+        waited_for.append(ref)
+        return {}
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    control = RunControl(
+        buffer=Actor("buffer"), worker=Actor("worker"), recorder=None, sync_timeout_s=5.0
+    )
+    control.capture()
+    assert waited_for == []
+    for step in (3, 4):
+        control.end_step(step, step + 1)
+    assert waited_for == [("worker.capture",), ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
+
+
+def test_a_durable_checkpoint_has_its_span(monkeypatch):
+    rows: list[tuple] = []
+    record = type("Call", (), {"remote": lambda _, kind, row: rows.append((kind, row))})()
+    recorder = types.SimpleNamespace(record=record)
+    control = RunControl(buffer=None, worker=None, recorder=recorder, sync_timeout_s=5.0)
+    control.checkpoint_written(4, 1000.0)
+    ((kind, span),) = rows
+    assert kind == "timeline" and span.pop("end_s") > 1000.0
+    assert span == {"actor": "checkpoint", "what": "write", "start_s": 1000.0}

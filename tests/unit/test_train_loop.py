@@ -4,7 +4,6 @@ import dataclasses
 import types
 
 import pytest
-import ray.train
 
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import TrainError
@@ -48,17 +47,26 @@ def test_the_row_of_another_step_is_refused(row, change):
         check_batch(dataclasses.replace(row, **change), PROGRESS, max_staleness=9)
 
 
+class Writer:
+    """Notes what is reported: (metrics, whether with a checkpoint, its name)."""
+
+    def __init__(self) -> None:
+        self.reports = []
+        self.is_closed = False
+
+    def report(self, row):
+        self.reports.append((row, False, None))
+
+    def save(self, row, progress, *, name=None, is_last=False):
+        self.reports.append((row, True, name))
+
+    def close(self):
+        self.is_closed = True
+
+
 @pytest.fixture
 def loop(monkeypatch):
-    """A train loop whose steps only count, and what it reported: (metrics, checkpoint's name)."""
-    reports = []
-
-    def report(metrics, checkpoint=None, checkpoint_dir_name=None):
-        reports.append((metrics, checkpoint is not None, checkpoint_dir_name))
-
-    monkeypatch.setattr(ray.train, "report", report)
-    for name in ("save_checkpoint", "save_rollout", "export_hf"):
-        monkeypatch.setattr(loop_module, name, lambda *_: None)
+    """A train loop whose steps only count, and what it reported."""
     monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
     loop._control = types.SimpleNamespace(
@@ -66,7 +74,6 @@ def loop(monkeypatch):
         end_step=lambda *_: {},
         record_step=lambda row: None,
         record_span=lambda *_: None,
-        capture=lambda: lambda: (None, None),
         wait_until_recorded=lambda: None,
     )
     loop._spec = types.SimpleNamespace(
@@ -77,7 +84,8 @@ def loop(monkeypatch):
     loop._residency = AlwaysThere()
     loop._gate, loop._row, loop._started_at = None, {}, 0.0
     loop._progress = Progress(step=0, policy_version=0)
-    loop._reports = reports
+    loop._writer = Writer()
+    loop._reports = loop._writer.reports
     monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
     monkeypatch.setattr(loop, "_rows", lambda: iter(()))
     return loop
@@ -95,6 +103,7 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop._train = TrainConfig(**train)
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
+    assert loop._writer.is_closed
 
 
 def test_a_loop_behind_a_gate_does_what_is_ordered(loop):
