@@ -102,10 +102,10 @@ class RunSpec(Sections):
         """What Ray Train gets: where it keeps how many checkpoints, and that it starts no train
         worker again, which would have other weights and steps than buffer and servers: all parts
         begin again together (`run.restarts`)."""
-        checkpoints = self.run.checkpoint_config
-        if checkpoints is None or checkpoints.num_to_keep is None:
+        checkpoints = self.run.checkpoint_config or ray.train.CheckpointConfig()
+        if checkpoints.num_to_keep is None:
             keep = self.train.num_checkpoints_to_keep
-            checkpoints = ray.train.CheckpointConfig(num_to_keep=keep)
+            checkpoints = dataclasses.replace(checkpoints, num_to_keep=keep)
         known = {field.name for field in dataclasses.fields(ray.train.FailureConfig)}
         return dataclasses.replace(
             self.run,

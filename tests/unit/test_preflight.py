@@ -143,6 +143,10 @@ def test_what_ray_train_gets_besides_is_the_users():
     assert config.checkpoint_config.num_to_keep == 7
     keep = run_spec(train=TrainConfig(num_checkpoints_to_keep=3)).run_config.checkpoint_config
     assert keep.num_to_keep == 3
+    best = ray.train.CheckpointConfig(checkpoint_score_attribute="reward_mean")
+    keep = run_spec(run=ray.train.RunConfig(checkpoint_config=best, name="x")).run_config
+    assert keep.checkpoint_config.checkpoint_score_attribute == "reward_mean"
+    assert keep.checkpoint_config.num_to_keep == 2
 
 
 def test_elastic_train_workers_are_refused():
