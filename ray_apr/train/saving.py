@@ -16,6 +16,7 @@ Invariants, kept by `CheckpointWriter`:
 from __future__ import annotations
 
 import datetime
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -215,19 +216,23 @@ class _Part:
         filesystem = self._storage.storage_filesystem
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             path = self._storage.build_checkpoint_path_from_name(name)
-            self._write(Path(path))
+            self._write_whole(path)
             return ray.train.Checkpoint(path, filesystem)
         if self._copy is None:
             self._copy = tempfile.TemporaryDirectory()
-            try:
-                self._write(Path(self._copy.name))
-            except BaseException:
-                self._copy.cleanup()
-                raise
+            self._write_whole(self._copy.name)
         local = ray.train.Checkpoint.from_directory(self._copy.name)
         kept: ray.train.Checkpoint = self._storage.persist_current_checkpoint(local, name)
         self._copy.cleanup()
         return kept
+
+    def _write_whole(self, folder: str) -> None:
+        """Write into a folder; if that fails, leave nothing there that takes room."""
+        try:
+            self._write(Path(folder))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _reason(error: BaseException) -> str:

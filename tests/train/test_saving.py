@@ -285,6 +285,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(folder, train, monkeyp
     assert "step 3" in str(error) and "OSError: [Errno 28] No space left on device" in str(error)
     assert isinstance(error.__cause__, CheckpointException if part == "state" else OSError)
     assert train.listed == control.written == []
+    left = Path(train.storage.experiment_fs_path)
+    assert not left.exists() or list(left.iterdir()) == [], "it would take room"
 
 
 def test_files_are_written_once_where_an_upload_is_tried_again(folder, tmp_path, monkeypatch):
