@@ -23,6 +23,7 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
 from ray_apr.data.parts import DEATHS, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
+from ray_apr.train.once import once
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -102,8 +103,8 @@ class RunControl:
         self._evaluating: Any = None
         self._recorded: Any = None
         """Answer to the last `record_step`."""
-        self._captured: Any = None
-        """Answer to a `capture` that may still be under way."""
+        self._captured: Callable[[], Any] | None = None
+        """What waits for a `capture` that may still be under way."""
         self.is_draining = False
         """Whether a sync waits for requests to end, which takes as long as they do."""
         self.members: frozenset[str] = frozenset()
@@ -140,8 +141,8 @@ class RunControl:
             Figures of the batch's rewards and turns, for the step's row.
         """
         if self._captured is not None:  # it would count this step's samples as trained
-            captured, self._captured = self._captured, None
-            answer_of(captured, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
+            self._captured()
+            self._captured = None
         # one call: the order in which an async actor runs two of them is not certain
         figures: Mapping[str, float] = self._buffer.ask(
             "ack",
@@ -157,10 +158,12 @@ class RunControl:
         which waits for it.
 
         Returns:
-            What waits for it: where the rollout side stands, and the table of its samples.
+            What waits for it, in any thread: where the rollout side stands, and the table of its
+            samples.
         """
-        asked = self._captured = self._worker.call("capture")
+        asked = self._worker.call("capture")
 
+        @once
         def captured() -> tuple[RolloutProgress, pa.Table]:
             try:
                 taken, samples = _captured(asked)
@@ -177,6 +180,7 @@ class RunControl:
             )
             return progress, samples
 
+        self._captured = captured
         return captured
 
     def is_group_whole(self) -> bool:

@@ -229,20 +229,23 @@ def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, 
 def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
     """Else the checkpoint would count the next step's samples as trained."""
     waited_for: list[tuple] = []
+    taken = types.SimpleNamespace(summary=None, stats=None, state=None, samples=("table",))
 
     def get(ref, timeout):
         waited_for.append(ref)
-        return {}
+        return taken if ref == ("worker.capture",) else ref
 
     monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(control_module.RolloutProgress, "of", lambda *_, **__: "progress")
     control = RunControl(
         buffer=Actor("buffer"), worker=Actor("worker"), recorder=None, sync_timeout_s=5.0
     )
-    control.capture()
+    captured = control.capture()
     assert waited_for == []
     for step in (3, 4):
         control.end_step(step, step + 1)
-    assert waited_for == [("worker.capture",), ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
+    assert captured() == ("progress", "table"), "which is not asked for again"
+    assert waited_for == [("worker.capture",), "table", ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
 
 
 def test_a_durable_checkpoint_has_its_span(monkeypatch):
