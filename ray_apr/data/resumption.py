@@ -22,6 +22,11 @@ from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.stock import BufferStats
 
+LIST_FILE = "checkpoint_manager_snapshot.json"
+"""Ray Train's list of a run's checkpoints, in the folder that has them."""
+LIST_COPY_FILE = "checkpoint_list_copy.json"
+"""Copy of that list beside it, of the last checkpoint that is durable: Ray Train writes its list in
+place, so that a full disk or a kill may cut it off."""
 PROGRESS_FILE = "progress.json"
 """File of a checkpoint with the step and the policy version that it goes on with."""
 ROLLOUT_FILE = "rollout.json"

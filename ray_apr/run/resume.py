@@ -22,6 +22,8 @@ import ray.train
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.data.resumption import (
+    LIST_COPY_FILE,
+    LIST_FILE,
     PROGRESS_FILE,
     ROLLOUT_FILE,
     SAMPLES_FILE,
@@ -142,6 +144,7 @@ def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
     """
     path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
     try:
+        _mend_list(ray.train.Checkpoint(path, spec.run.storage_filesystem))
         return ray.train.Result.from_path(path, spec.run.storage_filesystem).checkpoint
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return None
@@ -154,6 +157,21 @@ def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
             ) from error
         logger.warning("%s cannot be looked at, which may hold a run already: %s", path, error)
         return None
+
+
+def _mend_list(folder: ray.train.Checkpoint) -> None:
+    """Put the copy of a run's list of checkpoints in the place of a list that was cut off."""
+    file, copy = (f"{folder.path}/{name}" for name in (LIST_FILE, LIST_COPY_FILE))
+    infos = folder.filesystem.get_file_info([file, copy])
+    if not all(info.is_file for info in infos):
+        return
+    with folder.filesystem.open_input_file(file) as listed:
+        text = listed.read()
+    try:
+        json.loads(text)
+    except ValueError:
+        logger.warning("%s was cut off; %s takes its place", file, LIST_COPY_FILE)
+        folder.filesystem.copy_file(copy, file)
 
 
 def _read(checkpoint: ray.train.Checkpoint, name: str) -> bytes:

@@ -16,6 +16,7 @@ Invariants, kept by `CheckpointWriter`:
 from __future__ import annotations
 
 import datetime
+import logging
 import shutil
 import tempfile
 import time
@@ -33,6 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.core.exceptions import StarvedError, TrainError, one_line
+from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
@@ -43,6 +45,8 @@ from ray_apr.train.checkpoint import (
 )
 from ray_apr.train.control import RunControl
 from ray_apr.train.tensors import compute_device
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_LIMIT_S = 3600.0
 """Longest that a checkpoint may be under way."""
@@ -169,10 +173,19 @@ class CheckpointWriter:
                 CheckpointConsistencyMode.COMMITTED, timeout_s=_ASK_AGAIN_S
             )
             if any(reported.checkpoint.path == path for reported in listed):
+                self._copy_list()
                 assert self._control is not None, "only rank 0 asks"
                 self._control.checkpoint_written(part.step, taken_at)
                 return
         raise TimeoutError
+
+    def _copy_list(self) -> None:
+        """Copy Ray Train's list, which it does not write until the next checkpoint is reported."""
+        folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        try:
+            filesystem.copy_file(f"{folder}/{LIST_FILE}", f"{folder}/{LIST_COPY_FILE}")
+        except OSError as error:
+            logger.warning("the list of checkpoints cannot be copied: %s", one_line(error))
 
 
 class _Part:

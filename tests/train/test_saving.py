@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.core.exceptions import StarvedError, TrainError
-from ray_apr.data.resumption import Counters, RolloutProgress
+from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, Counters, RolloutProgress
 from ray_apr.data.saved_samples import samples_table
 from ray_apr.train import saving
 from ray_apr.train.checkpoint import Progress, load_checkpoint, take_snapshot
@@ -106,6 +106,7 @@ class RayTrain:
                     raise
         self.may_list.wait(LIMIT_S)
         self.listed.append(types.SimpleNamespace(checkpoint=kept))
+        (Path(self.storage.experiment_fs_path) / LIST_FILE).write_text(str(len(self.listed)))
 
     def ask(self, mode, timeout_s):
         time.sleep(0.01)
@@ -244,6 +245,8 @@ def test_one_checkpoint_at_a_time_is_under_way(folder, train):
     second.join(LIMIT_S)
     writer.close()
     assert len(train.reports) == 2 and control.written == [1, 2]
+    copy = Path(train.storage.experiment_fs_path) / LIST_COPY_FILE
+    assert copy.read_text() == "2", "of the last one that is durable"
 
 
 def test_a_named_checkpoint_and_the_last_one_are_waited_for(folder, train, tmp_path):
