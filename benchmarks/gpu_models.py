@@ -13,6 +13,8 @@ VOCABULARY = 151_936
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "0.1B": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
@@ -20,7 +22,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
-"""Those of Qwen3, whose embeddings are tied; `tiny` tries a benchmark out on a CPU."""
+"""Those of Qwen3, whose embeddings are tied; `tiny` and `0.1B` are for a CPU."""
 
 
 def make_model(shape: str, folder: Path, *, context: int, dtype: str = "bfloat16") -> Path:

@@ -1,0 +1,231 @@
+"""A checkpoint of the trainer: what training waits for, and what is done beside it.
+
+    python benchmarks/trainer_checkpoint.py --shape 0.1B --out results/trainer-checkpoint-2cpu.json
+
+One train worker of Ray Train takes steps on made-up samples. Turns of `--steps` steps follow each
+other, round after round:
+
+    none        no checkpoint
+    beside      a checkpoint after each step, as runs write them
+    waited      the same, waited for, as `TrainingSession.save` does
+
+A step is timed without its checkpoint: what is written beside the training may slow down the steps
+that follow, as both have the same cores here. Of a checkpoint, the wait for the one before is timed
+apart from the rest, as is the first turn of each kind: it takes memory that this process never had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from gpu_models import make_model
+from gpu_trainer import make_samples
+from host import describe_call, package_versions, ray_environment
+from ray.train.torch import TorchTrainer
+
+KINDS = ("none", "beside", "waited")
+GROUP_SIZE = 8
+
+
+class Noting:
+    """Rank 0's line to a rollout side without samples; notes when checkpoints are durable."""
+
+    def __init__(self) -> None:
+        self.durable_s: list[float] = []
+
+    def capture(self) -> Any:
+        """A rollout side of nothing."""
+        from ray_apr.data.resumption import Counters, RolloutProgress
+        from ray_apr.data.saved_samples import samples_table
+
+        progress = RolloutProgress(
+            seed=0, num_prompts=1, position=0, pending=(), counters=Counters()
+        )
+        return lambda: (progress, samples_table([]))
+
+    def checkpoint_written(self, step: int, taken_at: float) -> None:
+        """Note how long it took."""
+        self.durable_s.append(time.time() - taken_at)
+
+
+class Trainer:
+    """One train worker with its checkpoints.
+
+    Args:
+        settings: Those of the command line, and the model's folder.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
+        from ray_apr.config import TrainConfig
+        from ray_apr.scheduling.batch import build_rank_batches
+        from ray_apr.train.fsdp import build_model, build_optimizer
+        from ray_apr.train.saving import CheckpointWriter
+
+        torch.set_num_threads(settings["threads"])
+        tokens, samples = settings["tokens"], settings["samples"]
+        self._config = TrainConfig(batch_size=samples, micro_batch_tokens=tokens)
+        device = ray.train.torch.get_device()
+        self.model = build_model(settings["model"], self._config, device)
+        self.optimizer = build_optimizer(self.model, self._config)
+        (self._batch,) = build_rank_batches(
+            make_samples(tokens, samples, self.model.config.vocab_size),
+            step=0, policy_version=1, oldest_version=0, num_ranks=1, micro_batch_tokens=tokens,
+            mini_batches=1, packed=self._config.packs(device.type),
+        )  # fmt: skip
+        self._control: Any = Noting()
+        self.writer = CheckpointWriter(
+            self.model, self.optimizer, self._control, source=settings["model"]
+        )
+        self._number = 0
+
+    def take_step(self) -> float:
+        """Train a step; returns the seconds."""
+        from ray_apr.config import AlgorithmConfig
+        from ray_apr.train.step import train_step
+
+        began = time.perf_counter()
+        train_step(self.model, self.optimizer, self._batch, AlgorithmConfig(), self._config)
+        self._number += 1
+        return time.perf_counter() - began
+
+    def save(self, kind: str) -> tuple[float, float]:
+        """Take a checkpoint; returns the seconds for the one before, and for this one."""
+        from ray_apr.train.checkpoint import Progress
+
+        began = time.perf_counter()
+        self.writer.wait()
+        free = time.perf_counter()
+        name = f"named_{self._number}" if kind == "waited" else None
+        self.writer.save({}, Progress(step=self._number, policy_version=self._number), name=name)
+        return free - began, time.perf_counter() - free
+
+    def take_turn(self, kind: str, num_steps: int) -> dict[str, Any]:
+        """Take so many steps, each with a checkpoint of a kind."""
+        self._control.durable_s = []
+        steps, saves = [], []
+        for _ in range(num_steps):
+            steps.append(self.take_step())
+            if kind != "none":
+                saves.append(self.save(kind))
+        self.writer.wait()
+        return {
+            "kind": kind,
+            "step_s": steps,
+            "wait_s": [wait_s for wait_s, _ in saves],
+            "save_s": [save_s for _, save_s in saves],
+            "durable_s": list(self._control.durable_s),
+        }
+
+
+def train(settings: dict[str, Any]) -> None:
+    """Take all turns; runs in the train worker."""
+    from ray_apr.train.checkpoint import Progress, take_snapshot
+
+    trainer = Trainer(settings)
+    trainer.take_step()
+    progress = Progress(step=0, policy_version=0)
+    state = take_snapshot(trainer.model, trainer.optimizer, progress).state
+    turns = [
+        trainer.take_turn(kind, settings["steps"])
+        for _ in range(1 + settings["rounds"])
+        for kind in KINDS
+    ]
+    trainer.writer.close()
+    result = {
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "state_bytes": _bytes_of(state),
+        "turns": turns,
+    }
+    Path(settings["result"]).write_text(json.dumps(result))
+
+
+def _bytes_of(state: Any, seen: set[int] | None = None) -> int:
+    """Bytes of a state's tensors; those of tied weights once."""
+    import torch
+
+    seen = set() if seen is None else seen
+    if isinstance(state, torch.Tensor):
+        is_new = state.data_ptr() not in seen
+        seen.add(state.data_ptr())
+        return is_new * state.numel() * state.element_size()
+    values = state.values() if isinstance(state, dict) else state
+    return sum(_bytes_of(v, seen) for v in values if isinstance(v, dict | list | torch.Tensor))
+
+
+def main() -> None:
+    """Measure, print and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="0.1B")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step, prompts included")
+    parser.add_argument("--samples", type=int, default=GROUP_SIZE)
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=2, help="beside the first one")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    ray.init(runtime_env=ray_environment(), num_cpus=2)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(args.shape, Path(folder) / "model", context=4096, dtype="float32")
+        result = Path(folder) / "result.json"
+        settings = {**vars(args), "model": str(model), "result": str(result)}
+        settings.pop("out")
+        TorchTrainer(
+            train,
+            train_loop_config=settings,
+            scaling_config=ray.train.ScalingConfig(num_workers=1),
+            run_config=ray.train.RunConfig(
+                name="run",
+                storage_path=folder,
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            ),
+        ).fit()
+        measured = json.loads(result.read_text())
+    found = {
+        **describe_call(),
+        "versions": package_versions(),
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        **measured,
+        "medians": summary(measured),
+    }
+    print(json.dumps(found["medians"], indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def summary(measured: dict[str, Any]) -> dict[str, Any]:
+    """Medians of all turns but the first ones, and what follows from them."""
+
+    def median(kind: str, key: str, *, is_first: bool = False) -> float | None:
+        turns = [t for t in measured["turns"] if t["kind"] == kind]
+        values = [v for t in (turns[:1] if is_first else turns[1:]) for v in t[key]]
+        return statistics.median(values) if values else None
+
+    found: dict[str, Any] = {
+        kind: {
+            "step_s": median(kind, "step_s"),
+            "wait_for_the_one_before_s": median(kind, "wait_s"),
+            "in_the_way_s": median(kind, "save_s"),
+            "first_in_the_way_s": median(kind, "save_s", is_first=True),
+            "until_durable_s": median(kind, "durable_s"),
+        }
+        for kind in KINDS
+    }
+    step_s, in_the_way_s = found["none"]["step_s"], found["beside"]["in_the_way_s"]
+    return found | {
+        "in_the_way_of_a_step": in_the_way_s / step_s,
+        "bytes_copied_per_s": measured["state_bytes"] / in_the_way_s,
+    }
+
+
+if __name__ == "__main__":
+    main()
