@@ -33,7 +33,7 @@ from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
-from ray_apr.core.exceptions import StarvedError, TrainError, one_line
+from ray_apr.core.exceptions import APRError, StarvedError, TrainError, one_line
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
@@ -212,10 +212,12 @@ class _Part:
         the files are written once.
 
         Raises:
-            TrainError: If that fails.
+            APRError: If that fails.
         """
         try:
             kept = self._to_storage(name)
+        except APRError:  # of the rollout side, and says so
+            raise
         except (Exception, CheckpointException) as error:  # torch's is none
             raise TrainError(
                 f"the checkpoint of step {self.step} could not be written to "

@@ -292,6 +292,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(folder, train, monkeyp
     assert not left.exists() or list(left.iterdir()) == [], "it would take room"
 
 
+def test_an_error_of_the_rollout_side_stays_what_it_is(folder, train):
+    def captured():
+        raise StarvedError("the rollout worker does not answer")
+
+    control = Control()
+    control.capture = lambda: captured
+    model, optimizer = build(folder)
+    writer = CheckpointWriter(model, optimizer, control, source=str(folder))
+    with pytest.raises(StarvedError, match="rollout worker"):
+        writer.save({}, Progress(step=1, policy_version=1), name="mine")
+
+
 def test_files_are_written_once_where_an_upload_is_tried_again(folder, tmp_path, monkeypatch):
     storage = Storage(tmp_path / "run", is_remote=True)
     train = in_ray_train(monkeypatch, storage)
