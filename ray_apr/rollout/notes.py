@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +22,6 @@ from ray_apr.scheduling.live import LiveGroup, LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-_REGISTERED_S = 30.0
-"""Ray Train has taken note of a checkpoint that was written so long ago."""
 
 
 class Notes:
@@ -60,8 +55,8 @@ class Notes:
         self._before_frame = before_frame
         self._counted = Counters()
         """Until the epoch began."""
-        self._epochs: deque[tuple[float, int]] = deque()
-        """When each checkpoint was taken, and the epoch that it began."""
+        self._checkpoints: tuple[int, ...] = ()
+        """Epochs that the last two checkpoints of this worker began."""
         live = [member.sample for group in scheduler.live.groups for member in group.members]
         self._journal = Journal(
             folder,
@@ -79,21 +74,18 @@ class Notes:
         return self._journal.epoch + 1
 
     def begin_epoch(self, epoch: int) -> None:
-        """A checkpoint is taken at this moment; what is older than the last one can go."""
+        """A checkpoint is taken at this moment."""
         self._journal.begin_epoch(epoch)
         self._counted = self._counters()
-        now = time.monotonic()
-        self._epochs.append((now, epoch))
-        while len(self._epochs) > 1 and now - self._epochs[1][0] > _REGISTERED_S:
-            self._epochs.popleft()
+        self._checkpoints = (*self._checkpoints[-1:], epoch)
 
     async def drop_old(self) -> None:
-        """Remove the files of epochs before a checkpoint that is safe."""
-        written_at, epoch = self._epochs[0]
-        if self._folder is None or time.monotonic() - written_at < _REGISTERED_S:
+        """Remove what is older than the last checkpoint but one: that one is whole, as the trainer
+        takes the next one only then."""
+        if self._folder is None or len(self._checkpoints) < 2:
             return
         try:
-            await asyncio.to_thread(self._folder.drop_before, epoch)
+            await asyncio.to_thread(self._folder.drop_before, self._checkpoints[0])
         except OSError as error:
             logger.warning("files of the journal are not removed: %s", error)
 
