@@ -49,7 +49,8 @@ class NoEngineError(EngineUnavailableError):
 
 
 class EngineDiedError(EngineUnavailableError):
-    """The engine's own processes have ended; Serve replaces the server that had them."""
+    """The engine's own processes have ended; Serve replaces the server that had them. A generate
+    call ends with it only if it ran there, so that it may be the cause."""
 
 
 class UserCodeError(APRError, RuntimeError):

@@ -7,7 +7,9 @@ Invariants, kept by `Evaluator`:
     * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
       one waits for its turn.
     * A response that could not be made or scored is counted as failed, and is in no mean. One whose
-      engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most.
+      engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most. A prompt
+      whose call meets with the death of its engine ``rollout.max_request_failures`` times in a row
+      is failed in this and in all later evaluations.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from dataclasses import replace
 from typing import Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, UserCodeError
+from ray_apr.core.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    RolloutError,
+    UserCodeError,
+)
 from ray_apr.core.messages import GenerateRequest, Origin, SamplingParams
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
@@ -80,6 +87,8 @@ class Evaluator:
         self._running = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._stopping = False
+        self._poison: set[str] = set()
+        """Ids of prompts that engines died under."""
         self._num_calls = 0
         self._max_response_tokens = config.max_response_tokens or rollout.max_response_tokens
         self._num_ended = 0
@@ -187,6 +196,8 @@ class Evaluator:
 
     async def _evaluate_one(self, sample: Sample, slots: asyncio.Semaphore) -> Sample | None:
         """Generate and score a response; None if that failed, or the run ends."""
+        if sample.prompt.prompt_id in self._poison:
+            return None
         try:
             async with slots:
                 sample, result = await self._respond(sample)
@@ -223,7 +234,7 @@ class Evaluator:
 
     async def _generate(self, sample: Sample) -> Sample:
         """Generate to the end of a turn, over interruptions and a bounded number of failures."""
-        failures, waits_since = 0, None
+        failures, deaths, waits_since = 0, 0, None
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._stopping:
             self._num_calls += 1
@@ -231,7 +242,11 @@ class Evaluator:
                 generation = await self._client.generate(
                     GenerateRequest.of_sample(sample, self._sampling, number=self._num_calls)
                 )
-            except EngineUnavailableError:  # no fault of the sample
+            except EngineUnavailableError as error:  # no fault of the sample, unless it kills them
+                deaths += isinstance(error, EngineDiedError)
+                if deaths >= self._rollout.max_request_failures:
+                    self._poison.add(sample.prompt.prompt_id)
+                    raise
                 waits_since = waits_since or time.monotonic()
                 if time.monotonic() - waits_since >= self._rollout.engine.stall_timeout_s:
                     raise
@@ -243,7 +258,7 @@ class Evaluator:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
-            waits_since = None
+            deaths, waits_since = 0, None
             self._num_ended += 1
             sample = sample.append(generation, ends_turn=self._turns is not None)
             if generation.num_tokens == 0:

@@ -11,7 +11,8 @@ Invariants, which every engine keeps:
     * Each segment carries the version of the weights that made it, as `receive_weights` named it.
     * A call that gets no token for ``spec.stall_timeout_s`` while nothing is paused is ended by the
       engine: nobody else limits it.
-    * An engine that is dead raises `EngineDiedError` from every verb.
+    * An engine that is dead raises `EngineDiedError` from every verb; but of generate calls from
+      those alone that ran when it died, as one of them may be the cause.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Engine(Protocol):
             RolloutError: If the request is malformed, or its id is under way.
             EngineUnavailableError: If the engine cannot take it, by no fault of the request: its
                 weights are undefined, or older than ``request.min_policy_version``.
+            EngineDiedError: If it died while the call ran; its tokens are lost.
         """
         ...
 

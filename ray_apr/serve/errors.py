@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.core.exceptions import (
     APRError,
+    EngineDiedError,
     EngineUnavailableError,
     NoEngineError,
     RolloutError,
@@ -45,7 +46,10 @@ def translated(error: BaseException, what: str) -> APRError:
         return RolloutError(f"{what}: no answer within the time limit")
     if isinstance(cause, DeploymentUnavailableError):
         return none_runs(what)
-    return EngineUnavailableError(f"{what}: {without_pages(cause)}")
+    said = f"{what}: {without_pages(cause)}"
+    if isinstance(cause, RayActorError) and not isinstance(cause, ActorUnavailableError):
+        return EngineDiedError(said)
+    return EngineUnavailableError(said)
 
 
 def without_pages(error: BaseException) -> str:

@@ -11,7 +11,8 @@ an interruption ends all of a replica's requests at once.
 
 Invariants:
     * A request has one outcome: its own, or that its replica is unavailable; then it is aborted
-      where it may still run. How long it takes does not matter.
+      where it may still run. How long it takes does not matter. `EngineDiedError` is for those that
+      the replica had, or was being sent, when it died.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ray.serve.exceptions import RayServeException
 
 from ray_apr.core.exceptions import (
     APRError,
+    EngineDiedError,
     EngineUnavailableError,
     NoEngineError,
     RolloutError,
@@ -148,6 +150,8 @@ class Exchange:
                         for request_id, outcome in outcomes or ():
                             self._end(request_id, outcome)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
+            if isinstance(broken, NoEngineError):
+                broken = EngineDiedError(f"{replica_id} is gone")
             self._fail(self._owed_by(replica_id), broken, handle)
         finally:
             self._streams.discard(replica_id)
@@ -160,7 +164,7 @@ class Exchange:
         ask: Serve holds the stream of a replica that has died back until there is another one.
 
         Raises:
-            EngineUnavailableError: If it is another one.
+            EngineDiedError: If it is another one.
         """
         first = asyncio.ensure_future(anext(pieces))
         try:
@@ -171,7 +175,7 @@ class Exchange:
                 else:
                     there, _ = first.result()
                 if there != replica_id:
-                    raise EngineUnavailableError(f"{replica_id} is gone")
+                    raise EngineDiedError(f"{replica_id} is gone")
         finally:
             first.cancel()
 

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.core.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError, WeightSyncError
+from ray_apr.core.exceptions import (
+    SYNC_BROKEN,
+    EngineDiedError,
+    EngineUnavailableError,
+    SyncBrokenError,
+    WeightSyncError,
+)
 from ray_apr.core.messages import WeightGroup
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
@@ -124,7 +130,7 @@ async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatc
                 await call
         with hung:
             engine.status()
-        with hung:
+        with pytest.raises(EngineUnavailableError, match="did not answer") as refused:
             await engine.generate(
                 generate_request(
                     request_id="s#1",
@@ -133,6 +139,7 @@ async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatc
                     max_tokens=1,
                 )
             )
+        assert not isinstance(refused.value, EngineDiedError), "it did not run there"
 
 
 async def test_a_core_that_takes_part_in_a_sync_has_its_time(engine, monkeypatch):

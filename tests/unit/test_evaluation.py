@@ -9,7 +9,13 @@ import itertools
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.core.exceptions import ConfigError, EngineUnavailableError, RewardError, RolloutError
+from ray_apr.core.exceptions import (
+    ConfigError,
+    EngineDiedError,
+    EngineUnavailableError,
+    RewardError,
+    RolloutError,
+)
 from ray_apr.core.messages import Origin
 from ray_apr.core.sample import Prompt
 from ray_apr.core.user import RewardResult, Step
@@ -160,6 +166,25 @@ async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, 
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (3, 1)
     assert await evaluator.progress() != before
+
+
+async def test_a_prompt_that_kills_engines_is_failed_and_not_evaluated_again(make, monkeypatch):
+    """It killed engines without end, as long as there were any."""
+    monkeypatch.setattr(module, "_ENGINE_PAUSE_S", 0.001)
+    engine = ScriptedEngine(auto=1)
+    engine.fail = {
+        f"evaluation-{version}-1-0": [EngineDiedError("dead") for _ in range(10_000)]
+        for version in range(2)
+    }
+    engine.fail["evaluation-0-2-0"] = [EngineDiedError("dead")]
+    evaluator, _ = make(engine, at_start=False)
+    await evaluator.start(0)
+    for version in range(2):
+        row = await evaluator.evaluate(version)
+        assert (row["num_samples"], row["num_failed"]) == (3, 1)
+    names = [call[0].partition("#")[0] for call in engine.calls]
+    assert names.count("evaluation-0-1-0") == evaluator._rollout.max_request_failures
+    assert "evaluation-1-1-0" not in names
 
 
 async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_is_not(make):

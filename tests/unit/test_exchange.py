@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import EngineDiedError, EngineUnavailableError, RolloutError
 from ray_apr.core.messages import Generation
 from ray_apr.core.sample import FinishReason
 from ray_apr.serve import exchange, mailbox
@@ -134,7 +134,7 @@ async def test_requests_of_a_replica_that_dies_fail_and_no_others(client, server
     dying, living = client.post("a", generate_request("x")), client.post("b", generate_request("y"))
     await asyncio.gather(*(server.until_submitted(1) for server in servers.values()))
     servers["a"].is_dead = True
-    with pytest.raises(EngineUnavailableError):
+    with pytest.raises(EngineDiedError):
         await asyncio.wait_for(dying, 5)
     late = client.post("a", generate_request("z"))
     with pytest.raises(EngineUnavailableError):
@@ -156,7 +156,7 @@ async def test_requests_of_a_replica_that_was_replaced_fail_at_once(
         server.holds = server.is_dead = True
     else:
         server.replica_id = "another"
-    with pytest.raises(EngineUnavailableError, match="ActorDiedError" if is_held else "a is gone"):
+    with pytest.raises(EngineDiedError, match="ActorDiedError" if is_held else "a is gone"):
         await asyncio.wait_for(future, 5)
     server.holds = server.is_dead = False
     later = client.post("a", generate_request("y"))

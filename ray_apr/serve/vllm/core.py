@@ -63,7 +63,7 @@ class Core:
         self._spec = spec
         self._replica_id = replica_id
         self._calls = calls
-        self._is_hung = False
+        self.is_hung = False
         """Whether the core has left a question unanswered for too long."""
         self.arguments = engine_arguments(spec)
 
@@ -126,9 +126,16 @@ class Core:
                 raise self.llm.dead_error
             self.check_answers()
 
+    def check_takes_calls(self) -> None:
+        """Raise if the core is dead, for a call that has not begun and cannot be the cause."""
+        try:
+            self.check_alive()
+        except EngineDiedError as error:
+            raise EngineUnavailableError(str(error)) from error
+
     def check_answers(self) -> None:
         """Raise if the core hangs."""
-        if self._is_hung:
+        if self.is_hung:
             raise EngineDiedError(self._hung())
 
     @contextlib.contextmanager
@@ -172,7 +179,7 @@ class Core:
 
     async def _give_up(self) -> None:
         """Have done with a core that hangs; calls end with what has left it."""
-        self._is_hung = True
+        self.is_hung = True
         logger.error("%s, with %d calls inside", self._hung(), len(self._calls.inside))
         self._calls.gate.set()  # the calls there are told
         await self.llm.abort(list(self._calls.inside))
@@ -200,7 +207,7 @@ class Core:
             calls: By their request ids.
             asks_core: Whether the core's scheduler hands out tokens that are not here yet.
         """
-        if not calls or self.llm.errored or self._is_hung:  # those of a dead engine end so
+        if not calls or self.llm.errored or self.is_hung:  # those of a dead engine end so
             return
         with self.dead_is_unavailable():
             await self._calls.until_entered(calls.values())

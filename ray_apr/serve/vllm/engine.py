@@ -20,7 +20,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, WeightSyncError
+from ray_apr.core.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    RolloutError,
+    WeightSyncError,
+)
 from ray_apr.core.messages import (
     GenerateRequest,
     Generation,
@@ -115,13 +120,14 @@ class VLLMEngine:
             RolloutError: If the request is malformed, its id is in use, or more ids could be drawn
                 at a token than vLLM tells.
             EngineUnavailableError: If the engine is dead, or its weights are undefined or older.
+            EngineDiedError: If it died, or hung and made none of its tokens, while the call ran.
         """
         request_id = request.request_id
         self._check(request)
         with self._calls.under_way(request_id) as aborted:
             if not await self._calls.enter(aborted):
                 return self._generation(request_id, (), FinishReason.ABORT)
-            self._core.check_alive()
+            self._core.check_takes_calls()
             if self._stall.is_stalled:
                 raise EngineUnavailableError(self._stalled())
             if not self._weights.are_valid:
@@ -180,6 +186,8 @@ class VLLMEngine:
         reason = REASONS.get(output.finish_reason or "abort")
         if reason is None:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
+        if not output.token_ids and (self._stall.is_stalled or self._core.is_hung):
+            raise EngineDiedError(f"{self.replica_id} hung while request {request_id} ran")
         segments = segments_of(output, version, with_support=sampling.reports_support)
         if sampling.num_carried:
             end = end_of_straddling_stop(llm.tokenizer, sampling, given, output.token_ids)
