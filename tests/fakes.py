@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import shutil
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
 
-from ray_apr.core.exceptions import EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+)
 from ray_apr.core.messages import (
     GenerateRequest,
     Generation,
@@ -335,6 +341,94 @@ class ScriptedEngine:
 
     def _replica(self, session_id: str) -> str:
         return f"engine-{sum(session_id.encode()) % self._num_replicas}"
+
+
+PREFILL_S = 0.002
+
+
+class MortalEngines(ScriptedEngine):
+    """Engines that die with all that runs there, and are back after a while.
+
+    Args:
+        num_engines: How many there are.
+        poison: Prompts, as token ids, that kill their engine once they have more response tokens
+            than this.
+        restart_s: How long an engine is gone.
+
+    Attributes:
+        living: Engines that take requests.
+        num_deaths: Of engines.
+        num_lost: Calls that ended with their engine.
+        most_dead: Most engines that were gone at once.
+    """
+
+    def __init__(
+        self,
+        num_engines: int,
+        *,
+        poison: Mapping[tuple[int, ...], int] | None = None,
+        restart_s: float = 0.02,
+        **given: Any,
+    ) -> None:
+        super().__init__(auto=1, num_replicas=num_engines, **given)
+        self.living = [f"engine-{i}" for i in range(num_engines)]
+        self.num_deaths = self.num_lost = self.most_dead = 0
+        self._poison = dict(poison or {})
+        self._restart_s = restart_s
+        self._calls_of: dict[str, dict[str, asyncio.Future[Generation]]] = {}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a prompt on a living engine; a session is on one."""
+        self._check()
+        engine = self.living[sum(request.session_id.encode()) % len(self.living)]
+        call = asyncio.ensure_future(self._generate(request))
+        self._calls_of.setdefault(engine, {})[request.request_id] = call
+        try:
+            return dataclasses.replace(await call, replica_id=engine)
+        except asyncio.CancelledError:
+            if request.request_id in self._calls_of.get(engine, {}):
+                raise
+            self.num_lost += 1
+            raise EngineDiedError(f"{engine} is dead") from None
+        finally:
+            self._calls_of.get(engine, {}).pop(request.request_id, None)
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        await asyncio.sleep(PREFILL_S)
+        return await super().generate(request)
+
+    def kill(self, engine: str) -> None:
+        """End an engine."""
+        self.living.remove(engine)
+        self.num_deaths += 1
+        self.most_dead = max(self.most_dead, self._num_replicas - len(self.living))
+        for call in self._calls_of.pop(engine, {}).values():
+            call.cancel()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._restart_s, self.living.append, engine)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests with what they have."""
+        self._check()
+        return await super().abort(request_ids)
+
+    async def status(self, *, drain: bool = True) -> list[ServerStatus]:
+        """One status for each engine that lives."""
+        self._check()
+        return [s for s in await super().status(drain=drain) if s.replica_id in self.living]
+
+    def _check(self) -> None:
+        if not self.living:
+            raise NoEngineError("no rollout server runs")
+
+    def _decode(self, request_id: str, num_tokens: int) -> None:
+        super()._decode(request_id, num_tokens)
+        call = self._running[request_id]
+        after = self._poison.get(self._prompts[request_id.partition("#")[0]])
+        if after is not None and call.tokens and call.position + len(call.tokens) > after:
+            for engine, calls in tuple(self._calls_of.items()):
+                if request_id in calls:
+                    self.kill(engine)
 
 
 class OutsideClient:

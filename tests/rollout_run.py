@@ -76,6 +76,8 @@ class Run:
         rollout=None,
         buffer=None,
         turns=None,
+        poison=(),
+        prompts=PROMPTS,
         group_filter=None,
         policy_version=0,
         make_state=None,
@@ -103,7 +105,7 @@ class Run:
             batch_size=batch_size,
             model="none",
             make_prompts=lambda: PromptSource(
-                [PROMPTS], seed=0, position=position, pending=pending
+                [prompts], seed=0, position=position, pending=pending
             ),
             make_client=lambda: engine,
             make_scorer=lambda: self.scorer,
@@ -112,6 +114,7 @@ class Run:
             sync_timeout_s=2.0,
             policy_version=policy_version,
             make_state=make_state,
+            poison=poison,
             turns=turns,
             group_filter=group_filter,
             run="a-run",

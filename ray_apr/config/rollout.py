@@ -67,11 +67,14 @@ class RolloutConfig:
     response gets exactly so long, whatever the model says. It replays a trace; None lets the model
     decide."""
     max_request_failures: int = 3
-    """Failures of one sample before its group is dropped as failed."""
+    """Failures of one sample before its group is dropped as failed. The samples of one prompt,
+    those of its other tries included, have `group_size` times as many together."""
     max_consecutive_failures: int = 8
     """Failures in a row that stop the run: of generations, of an environment's steps, or of
     rewards, each a row of its own, which a success of its kind begins anew. What fails of one cause
     while it was under way together counts once; an engine that is gone counts as none."""
+    max_poison_prompts: int = 8
+    """Most prompts that are set aside because they kill engines; one more ends the run."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """What engines are made by, where they run; each section may be a mapping of its settings."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -95,6 +98,8 @@ class RolloutConfig:
         limits = ("max_request_failures", "max_consecutive_failures")
         whole(s, self, *sizes, *limits)
         at_least(s, self, 1, *sizes, *limits)
+        whole(s, self, "max_poison_prompts")
+        at_least(s, self, 0, "max_poison_prompts")
         whole_or_none(s, self, 1, "max_turns")
         of_type(s, self, str, "a text", "prompt_column")
         of_type(s, self, str | None, "a text or None", "replay_column")

@@ -19,6 +19,7 @@ The life of a token::
     surplus    the sample was interrupted and its group given up
     filtered   the group was dropped for its content
     failed     a generation or a reward of the group failed for good
+    poison     the group's prompt kills engines
     shutdown   the run ended
     lost       who was to get the token died, or the run began again before it was noted
 """
@@ -33,7 +34,7 @@ from ray_apr.core.exceptions import LedgerError
 
 Place = Literal["pending", "interrupted", "buffered", "trained"]
 DiscardReason = Literal[
-    "stale", "masked", "restarted", "surplus", "failed", "filtered", "shutdown", "lost"
+    "stale", "masked", "restarted", "surplus", "failed", "poison", "filtered", "shutdown", "lost"
 ]
 
 

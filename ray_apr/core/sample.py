@@ -133,6 +133,8 @@ class Sample:
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason | None = None
     num_interruptions: int = 0
+    num_deaths: int = 0
+    """Engines in a row that died while a call of it ran there (`scheduling.suspects`)."""
     num_turns: int = 0
     """Turns that the policy has ended; only counted in a run with an environment."""
     awaits_step: bool = False

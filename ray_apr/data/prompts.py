@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ray_apr.core.exceptions import ConfigError
@@ -273,8 +274,8 @@ class PromptSource:
     ) -> None:
         self._table = pa.concat_tables(tables, promote_options="default")
         self._seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        # those of a few epochs: groups of several are under way together
+        self._order = functools.lru_cache(maxsize=4)(self._order_of)
         self._pending = deque(pending)
         self.position = position
 
@@ -290,12 +291,20 @@ class PromptSource:
 
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
-        if epoch != self._epoch:
-            self._order = prompt_order(len(self), seed=self._seed, epoch=epoch)
-            self._epoch = epoch
-        row: dict[str, Any] = self._table.slice(int(self._order[offset]), 1).to_pylist()[0]
+        row: dict[str, Any] = self._table.slice(self._index_at(position), 1).to_pylist()[0]
         ids = row.pop(TOKEN_IDS)
         return Prompt(prompt_id=prompt_id(epoch, offset), token_ids=tuple(ids), row=row)
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        return prompt_order(len(self), seed=self._seed, epoch=epoch)
+
+    def _index_at(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self))
+        return int(self._order(epoch)[offset])
+
+    def index_of(self, group_id: str) -> int:
+        """Row of the dataset that the prompt of a group is."""
+        return self._index_at(prompt_position(group_id, len(self)))
 
     def of(self, group_id: str) -> Prompt:
         """The prompt of a group, as often tried again as the group's id says."""

@@ -319,5 +319,6 @@ def _table(rows: Iterable[_Row], handed: set[str]) -> pa.Table:
         elif name == "is_handed_over":
             columns[name] = pa.array([row.values["group_id"] in handed for row in rows], kind)
         else:
-            columns[name] = pa.array([row.values[name] for row in rows], kind)
+            # an older checkpoint has no column of deaths
+            columns[name] = pa.array([row.values.get(name, 0) for row in rows], kind)
     return pa.Table.from_pydict(columns, schema=SCHEMA)

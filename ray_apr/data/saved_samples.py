@@ -25,7 +25,7 @@ from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 
 _PLAIN = (
     "sample_id", "group_id", "max_response_tokens", "num_interruptions", "num_turns",
-    "awaits_step", "turn_text", "response_text", "reward",
+    "awaits_step", "turn_text", "response_text", "reward", "num_deaths",
 )  # fmt: skip
 """Fields of a sample that are columns of the same name."""
 SCHEMA = pa.schema(
@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         "prompt_digest": pa.string(),
         "max_response_tokens": pa.int32(),
         "num_interruptions": pa.int32(),
+        "num_deaths": pa.int32(),
         "num_turns": pa.int32(),
         "awaits_step": pa.bool_(),
         "turn_text": pa.large_string(),
@@ -156,7 +157,7 @@ def _sample(
         begin = end
     reason, state = row["finish_reason"], row["environment_state"]
     return Sample(
-        **{name: row[name] for name in _PLAIN},
+        **{name: row[name] for name in _PLAIN if name in row},  # older ones have fewer
         prompt=prompt,
         segments=tuple(segments),
         finish_reason=None if reason is None else FinishReason(reason),

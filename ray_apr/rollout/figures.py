@@ -12,6 +12,7 @@ from ray_apr.data.movement import Moves
 from ray_apr.data.resumption import Counters
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.notes import Notes
+from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.scheduling.live import Counts, LiveGroup
 from ray_apr.scheduling.scheduler import Scheduler
@@ -25,6 +26,7 @@ class Figures:
         sessions: Of the worker.
         engines: Of the worker.
         notes: Of the worker.
+        poison: Of the worker.
         buffer: Handle of the sample buffer.
         recorder: Handle of the recorder.
         metrics: Of the run.
@@ -37,6 +39,7 @@ class Figures:
         sessions: Sessions,
         engines: EngineWatch,
         notes: Notes,
+        poison: Poison,
         *,
         buffer: Any,
         recorder: Any,
@@ -47,6 +50,7 @@ class Figures:
         self._sessions = sessions
         self._engines = engines
         self._notes = notes
+        self._poison = poison
         self._buffer = buffer
         self._recorder = recorder
         self._metrics = metrics
@@ -81,7 +85,7 @@ class Figures:
         await self._recorder.record.remote("status", status)
 
     def note_dropped(self, groups: Sequence[LiveGroup]) -> None:
-        """Groups were dropped."""
+        """Groups were dropped, and perhaps prompts left out."""
         rows = [
             {
                 "group_id": group.group_id,
@@ -91,16 +95,18 @@ class Figures:
             }
             for group in groups
         ]
+        rows += self._poison.take_skipped()
         self._dropped += rows
         if rows:
             self._notes.of_dropped(groups, rows)
 
     async def record_ends(self) -> None:
-        """Record which samples have ended, and which groups were dropped."""
+        """Record which samples have ended, and which groups and prompts were given up."""
         self.note_dropped(self._scheduler.take_dropped())
         ended, self._sessions.ended = self._sessions.ended, []
         dropped, self._dropped = self._dropped, []
-        for kind, rows in (("ended", ended), ("dropped", dropped)):
+        convicted, self._poison.convicted = self._poison.convicted, []
+        for kind, rows in (("ended", ended), ("dropped", dropped), ("poison", convicted)):
             if rows:
                 await self._recorder.record_many.remote(kind, rows)
 

@@ -2,8 +2,10 @@
 
 Invariants, kept by `Sessions`:
     * The scheduler hears of everything that happens to a sample, and alone decides what follows.
-    * A call that fails is tried again after a pause, a bounded number of times; then its group is
-      dropped. When everything fails the run stops, instead of dropping group after group.
+    * A call that fails is tried again after a pause, a bounded number of times for a sample and for
+      its prompt; then its group is dropped. When everything fails the run stops, instead of
+      dropping group after group.
+    * An engine that is gone is no failure; what kills it is found by `Poison`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ import ray
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import (
+    EngineDiedError,
     EngineUnavailableError,
     RolloutError,
     StepError,
@@ -37,10 +41,12 @@ from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
 from ray_apr.rollout.notes import Notes
+from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
 from ray_apr.scheduling.live import LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
+from ray_apr.scheduling.suspects import is_convicted
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +65,7 @@ class Sessions:
         buffer: Handle of the sample buffer.
         engines: Counts what comes from each engine.
         notes: Writes what happens into the journal.
+        poison: Knows the prompts that kill engines.
         metrics: Of the run.
     """
 
@@ -76,6 +83,7 @@ class Sessions:
         buffer: Any,
         engines: EngineWatch,
         notes: Notes,
+        poison: Poison,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
@@ -86,6 +94,7 @@ class Sessions:
         self._buffer = buffer
         self._engines = engines
         self._notes = notes
+        self._poison = poison
         self._metrics = metrics
         self.wake = asyncio.Event()
         """Set when the scheduler may have something new to say."""
@@ -108,6 +117,8 @@ class Sessions:
         self.outage = Outage()
         self._num_calls = 0
         self._generations = FailureCount("generations")
+        self._failures_of: Counter[str] = Counter()
+        """Calls that failed, by prompt: of all its samples, also when it is tried again."""
         self._steps = FailureCount("steps of the environment")
         self._scores = FailureCount("rewards")
 
@@ -133,7 +144,7 @@ class Sessions:
         if live.sample.num_tokens:
             self._metrics.add("apr_rollout_resumptions")
         try:
-            generation = await self.client.generate(request)
+            generation = await self._poison.generate(self.client, live, request)
         except RolloutError as error:
             live.request_id = ""
             await self._on_generation_error(live, error, began)
@@ -285,20 +296,35 @@ class Sessions:
             self.outage.ended(sample_id)
             return
         if isinstance(error, EngineUnavailableError):
+            if is_convicted(live):
+                self._set_aside(live, error)
+                return
+            if isinstance(error, EngineDiedError):
+                self._notes.of(live)
             # no fault of the sample; how long the trainer waits for a batch is the limit
             self.outage.failed(sample_id, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
             self._retry(live)
             return
+        prompt, limit = live.group.group_id.partition("~")[0], self._config.max_request_failures
         live.num_failures += 1
+        self._failures_of[prompt] += 1
         failures = live.num_failures
         logger.warning("sample %s, failure %d: %s", sample_id, failures, error)
-        if failures >= self._config.max_request_failures:
+        if failures >= limit or self._failures_of[prompt] >= limit * self._config.group_size:
             self._fail(live, error, self._generations, began)
             return
         self._count_failure(sample_id, error, self._generations, began)
         await asyncio.sleep(_RETRY_PAUSE_S * failures)
         self._retry(live)
+
+    def _set_aside(self, live: LiveSample, error: Exception) -> None:
+        """Give a prompt up that kills engines."""
+        self.outage.ended(live.sample_id)
+        too_many = self._poison.convict(live, error)
+        self.wake.set()
+        if too_many is not None:
+            self._stop(too_many)
 
     def _retry(self, live: LiveSample) -> None:
         if live.is_live:
@@ -320,13 +346,19 @@ class Sessions:
         """Stop the run when everything fails, instead of dropping group after group."""
         limit = self._config.max_consecutive_failures
         in_a_row = count.failed(cause_of(error, sample_id), began)
-        if in_a_row >= limit and self.fatal is None:
-            self.fatal = RolloutError(
-                f"{limit} {count.what} failed in a row "
-                f"(rollout.max_consecutive_failures); the last: {one_line(error)}"
+        if in_a_row >= limit:
+            self._stop(
+                RolloutError(
+                    f"{limit} {count.what} failed in a row "
+                    f"(rollout.max_consecutive_failures); the last: {one_line(error)}"
+                )
             )
-            self.stopping.set()  # not raised: cancelled calls would lose their tokens
-            self.wake.set()
+
+    def _stop(self, reason: RolloutError) -> None:
+        """Stop everything; not raised, as cancelled calls would lose their tokens."""
+        self.fatal = self.fatal or reason
+        self.stopping.set()
+        self.wake.set()
 
     async def abort(self, samples: Sequence[LiveSample]) -> None:
         """Abort the generate calls of these samples; those that have ended meanwhile are left, and

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -34,6 +34,7 @@ from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.figures import Figures
 from ray_apr.rollout.notes import Notes
+from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.rollout.syncs import WeightSyncs
@@ -67,6 +68,7 @@ class RolloutWorker(WeightSyncs):
         policy_version: Version that the engines start with.
         make_state: Makes, inside this process, what the run goes on with, of what gives the prompt
             of an id; None begins anew.
+        poison: Rows of the dataset that are not handed out, as they kill engines.
         turns: Rules of a run with an environment; None: every sample is one turn.
         group_filter: Says of each scored group whether it may be trained; None keeps all.
         run: Name of the run, which its metrics carry.
@@ -92,6 +94,7 @@ class RolloutWorker(WeightSyncs):
         sync_timeout_s: float,
         policy_version: int = 0,
         make_state: Callable[[Callable[[str], Prompt]], SchedulerState] | None = None,
+        poison: Collection[int] = (),
         turns: TurnRules | None = None,
         group_filter: GroupFilter | None = None,
         run: str = "",
@@ -153,6 +156,8 @@ class RolloutWorker(WeightSyncs):
             engines=self._engines,
             before_frame=lambda: self._figures.note_dropped(self._scheduler.take_dropped()),
         )
+        self._poison = Poison(self._scheduler, self._prompts, rollout, poison)
+        self._poison.drop_known()
         self._sessions = Sessions(
             self._scheduler,
             rollout,
@@ -162,6 +167,7 @@ class RolloutWorker(WeightSyncs):
             buffer=buffer,
             engines=self._engines,
             notes=self._notes,
+            poison=self._poison,
             metrics=self._metrics,
         )
         self._figures = Figures(
@@ -169,6 +175,7 @@ class RolloutWorker(WeightSyncs):
             self._sessions,
             self._engines,
             self._notes,
+            self._poison,
             buffer=buffer,
             recorder=recorder,
             metrics=self._metrics,
@@ -299,7 +306,7 @@ class RolloutWorker(WeightSyncs):
             await first_of(self._has_weights.wait(), self._stopping.wait())
         while not self._stopping.is_set():
             self._wake.clear()
-            actions = self._scheduler.tick(self._prompts.next)
+            actions = self._scheduler.tick(self._poison.next_prompt)
             for live in actions.reset:
                 tasks.create_task(sessions.reset(live), name=f"reset-{live.sample_id}")
             for live in actions.start:

@@ -20,6 +20,7 @@ from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.run.journals import header_of, journal_of
 from ray_apr.run.recorder import RunRecorder
+from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Actors:
             sync_timeout_s=spec.train.weight_sync_timeout_s,
             policy_version=begin.of_engines,
             make_state=_state_maker(begin),
+            poison=poison_rows(spec.folder),
             turns=turn_rules(environment, rollout.max_turns),
             group_filter=spec.group_filter,
             run=spec.name,

@@ -2,6 +2,7 @@
 
 Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained sample), ``ended.jsonl``
 (a row a sample that ended, trained or not), ``dropped.jsonl`` (a row a group that was dropped),
+``poison.jsonl`` (a row a prompt that was set aside because it kills engines),
 ``timeline.jsonl`` (spans of what engines and trainer did), and of a run with held-out prompts
 ``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Times are seconds
 since the run began. Rows are on disk when the call returns, so that a crash costs at most the line
@@ -17,15 +18,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+POISON_FILE = "poison.jsonl"
 _FILES = {
     "step": "metrics.jsonl",
     "sample": "samples.jsonl",
     "ended": "ended.jsonl",
     "dropped": "dropped.jsonl",
+    "poison": POISON_FILE,
     "timeline": "timeline.jsonl",
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",
@@ -78,6 +82,9 @@ class RunRecorder:
             rows = [{**row, **self._status} for row in rows]
         elif kind == "timeline":
             rows = [self._relative(row) for row in rows]
+        elif kind == "poison":
+            time_s = round(time.time() - self._started_at, 4)
+            rows = [{"time_s": time_s, **row} for row in rows]
         file = self._files[kind]
         file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()

@@ -34,6 +34,7 @@ from ray_apr.data.resumption import (
 from ray_apr.data.saved_samples import read_samples
 from ray_apr.run.folder import holds_run
 from ray_apr.run.journals import header_of, with_journal
+from ray_apr.run.recorder import POISON_FILE
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -224,7 +225,8 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     before, lost = begin.before.lose(generated, begin.num_kept)
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
-    _keep(folder / "timeline.jsonl", lambda row: True)
+    for name in ("timeline.jsonl", POISON_FILE):
+        _keep(folder / name, lambda row: True)
     newest = -1 if begin.checkpoint is None else begin.policy_version
     ended, dropped = _known(begin)
     _keep(
@@ -276,6 +278,13 @@ def note_restart(folder: Path, row: Mapping[str, Any]) -> None:
     """Note that a part began again while the run went on."""
     with (folder / RESTARTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def poison_rows(folder: Path) -> tuple[int, ...]:
+    """Rows of the dataset that a run has set aside, as they kill engines."""
+    file = folder / POISON_FILE
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return tuple(json.loads(line)["row"] for line in lines if line.endswith(b"\n"))
 
 
 def remove_end(folder: Path) -> None:

@@ -39,6 +39,8 @@ class Intake(Limits):
 
     _budgets: Callable[[Prompt], Sequence[int]]
     _turns: TurnRules | None
+    suspicion: Callable[[Prompt], tuple[int, float]] = staticmethod(lambda prompt: (0, 0.0))
+    """Deaths in a row that the samples of a prompt begin with, and their `LiveSample.trial_s`."""
     _resets: deque[LiveSample]
     """Samples whose environment speaks first, until the next tick."""
 
@@ -49,18 +51,21 @@ class Intake(Limits):
             RolloutError: If the prompt is live already.
         """
         budgets, group_id = self._budgets(prompt), prompt.prompt_id
+        num_deaths, trial_s = self.suspicion(prompt)
         samples = [
             Sample(
                 sample_id=f"{group_id}-{i}",
                 group_id=group_id,
                 prompt=prompt,
                 max_response_tokens=budgets[i % len(budgets)],
+                num_deaths=num_deaths,
             )
             for i in range(self._group_size)
         ]
         group = self.live.add_group(prompt, samples)
         self._num_owed = max(0, self._num_owed - 1)
         for live in group.members:
+            live.trial_s = trial_s
             self._begin(live)
         return group
 
@@ -69,6 +74,10 @@ class Intake(Limits):
         if self._turns is not None and self._turns.resets:
             self.live.move(live, "resets")
             self._resets.append(live)
+
+    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> None:
+        """Try some prompts not again whose groups were dropped."""
+        self._retries.forget(is_forgotten)
 
     def state(self, *, with_groups: bool = True) -> SchedulerState:
         """What a checkpoint has of this scheduler (`Scheduler.restore`)."""

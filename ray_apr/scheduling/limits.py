@@ -88,6 +88,11 @@ class Limits:
         return full and (self._config.on_stale != "wait" or self._leaves_none_behind())
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether a sample that is interrupted goes on with its tokens."""
+        return self._config.after_interrupt == "resume"
+
+    @property
     def is_starved(self) -> bool:
         """Whether the buffer holds no batch beside the one in training."""
         return self._num_untrained() <= self._batch_size

@@ -29,6 +29,7 @@ _LIVE = (*UNFINISHED, _S.FINISHED, _S.SCORED)
 Event = Literal[
     "started", "interrupted", "returned", "turn_ended", "finished", "resets", "begun", "stepped",
     "cut", "restarted", "scored", "buffered", "stale", "surplus", "put_off", "filtered", "failed",
+    "poison",
 ]  # fmt: skip
 
 
@@ -63,6 +64,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
     "put_off": Transition((_S.WAITING,), _S.EVICTED),
     "filtered": Transition((_S.SCORED,), _S.FILTERED, "filtered"),
     "failed": Transition(_LIVE, _S.FAILED, "failed"),
+    "poison": Transition(_LIVE, _S.FAILED, "poison"),
 }
 
 
@@ -145,6 +147,10 @@ class LiveSample:
     """Of its generate call under way; empty while there is none. Kept by whoever makes it."""
     num_failures: int = 0
     """Generate calls that have failed."""
+    trial_s: float = 0.0
+    """Seconds that it runs yet before a death of its engine is no longer laid to it."""
+    cut_s: float = 0.0
+    """Seconds after which its next call on trial is cut, if its last one brought no token."""
     num_stops: int = 0
     """Times that it was stopped with tokens, whether it kept them or not."""
     queued: int = 0
@@ -160,8 +166,14 @@ class LiveSample:
         """Whether its group was neither handed over nor dropped."""
         return self.group.is_live
 
+    @property
+    def is_untried(self) -> bool:
+        """Whether nothing is lost if it begins later under another id: no token, and no engine that
+        died under it."""
+        return self.state is _S.WAITING and not self.sample.num_deaths
+
     def note(self, **fields: Any) -> Sample:
-        """Note a decoded text, or what the reward is; returns the sample with it."""
+        """Note what becomes known of it, as a decoded text; returns the sample with it."""
         self.sample = dataclasses.replace(self.sample, **fields)
         return self.sample
 

@@ -7,6 +7,7 @@ Invariants, all kept here:
     * `inflight` holds exactly the samples of live groups that are in flight.
     * `num_by_version` always counts the samples of the groups that have started.
     * A group leaves whole.
+    * What an engine died under runs as `suspects` allows, before all others.
 
 The queues are heaps with lazy deletion: an entry counts only while its sample or group is still in
 the state that put it there, so that leaving costs nothing and each step O(log n).
@@ -31,8 +32,10 @@ from ray_apr.scheduling.live import (
     resting_state,
     transition,
 )
+from ray_apr.scheduling.suspects import Suspects
 
 _S = SampleState
+_RUNNABLE = (_S.WAITING, _S.INTERRUPTED, _S.READY)
 
 
 class LiveSamples:
@@ -55,6 +58,7 @@ class LiveSamples:
         """Samples of live groups that have started, by the version of the group's oldest token."""
         self.held_back: dict[str, LiveSample] = {}
         """Interrupted samples that wait to be resumed together."""
+        self.suspects = Suspects()
         self._groups: dict[str, LiveGroup] = {}
         self._num_admitted = 0
         self._waiting: list[tuple[int, LiveSample]] = []
@@ -129,6 +133,7 @@ class LiveSamples:
             self._move_tokens(live, was_unfinished, row.tokens)
         if before is _S.INFLIGHT:
             del self.inflight[name]
+            self.suspects.left(live)
         if state is _S.INFLIGHT and before is _S.INTERRUPTED:
             self._resumptions_total += 1
         live.state = state
@@ -142,6 +147,9 @@ class LiveSamples:
         """Put a sample where those of its state are."""
         if live.state is _S.INFLIGHT:
             self.inflight[live.sample_id] = live
+            self.suspects.started(live)
+        elif live.sample.num_deaths and live.state in _RUNNABLE:
+            self.suspects.queue(live)
         elif live.state is _S.WAITING:
             heapq.heappush(self._waiting, (live.order, live))
         elif live.state in (_S.INTERRUPTED, _S.READY):
@@ -202,7 +210,7 @@ class LiveSamples:
         held_back = tuple(self.held_back.values())
         self.held_back.clear()
         for live in held_back:
-            self._queue(live)
+            self._place(live)
 
     def _queue(self, live: LiveSample) -> None:
         """Put a sample that has begun into its queue."""
@@ -216,6 +224,9 @@ class LiveSamples:
 
     def pop_runnable(self) -> LiveSample | None:
         """Take the sample that runs next out of its queue; the caller starts it."""
+        suspect = self.suspects.pop(self.can_run)
+        if suspect is not None:
+            return suspect
         while self._begun:
             try:
                 resumable = heapq.heappop(self._begun)[-1]
@@ -231,6 +242,10 @@ class LiveSamples:
             if startable.state is _S.WAITING:
                 return startable
         return None
+
+    def can_run(self, live: LiveSample) -> bool:
+        """Whether a sample waits for nothing but its turn."""
+        return live.state in _RUNNABLE and live.sample_id not in self.held_back
 
     def oldest_group(self) -> LiveGroup | None:
         """The incomplete live group with the oldest token; None while no token is known."""

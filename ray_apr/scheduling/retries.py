@@ -8,7 +8,7 @@ version to themselves: the catch-up round, without supplementation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ray_apr.core.sample import Prompt
 from ray_apr.scheduling.order import retried
@@ -42,6 +42,13 @@ class Retries:
         first_long = len(prompts) - num_long
         self._now.extend(prompts[:first_long])
         self._long.extend(prompts[first_long:])
+
+    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> None:
+        """Try some prompts not again."""
+        for queue in (self._now, self._long):
+            kept = [prompt for prompt in queue if not is_forgotten(prompt)]
+            queue.clear()
+            queue.extend(kept)
 
     def put_off(self, prompt: Prompt) -> None:
         """Try a prompt later, whose group has not begun."""

@@ -159,6 +159,8 @@ class Scheduler(Intake):
         started: list[LiveSample] = []
         if starts:
             started = list(iter(self.start_next, None))
+            if self.keeps_tokens:
+                self._to_abort += self.live.suspects.in_the_way(self.live.can_run)
             if not self._has_interrupted and self.is_held:
                 self._has_interrupted = True  # until something starts, or the version changes
                 self._to_abort += self.live.inflight.values()
@@ -328,10 +330,10 @@ class Scheduler(Intake):
             name = group[0].group_id
             raise RolloutError(f"the group filter raised for group {name}: {error!r}") from error
 
-    def fail(self, live: LiveSample) -> None:
+    def fail(self, live: LiveSample, reason: DiscardReason = "failed") -> None:
         """Drop the group of a sample whose generation, step or reward failed for good."""
         if live.is_live:
-            self._drop(live.group, "failed")
+            self._drop(live.group, reason)
 
     def _drop(self, group: LiveGroup, reason: DiscardReason) -> None:
         """Drop a group whole; what runs of it is aborted at the next tick."""
@@ -362,7 +364,7 @@ class Scheduler(Intake):
         self._retries.begin_version()
         if self._retries.is_catching_up:
             for group in tuple(self.live.groups):
-                if all(live.state is SampleState.WAITING for live in group.members):
+                if all(live.is_untried for live in group.members):
                     self._retries.put_off(group.prompt)
                     self.live.remove(group, "put_off")
 

@@ -21,7 +21,7 @@ from ray_apr.scheduling.order import prompt_position
 
 _LEAST_P = 0.05
 """Below it the lengths that were trained are not those that were generated."""
-_OF_CONTENT = ("filtered", "failed")
+_OF_CONTENT = ("filtered", "failed", "poison")
 """Reasons that drop groups for what they say, which may well depend on their lengths."""
 _SHOWN = 5
 

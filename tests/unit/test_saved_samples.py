@@ -55,6 +55,7 @@ def samples(draw, name="e0-1-0"):
         segments=draw(segments()),
         finish_reason=draw(st.sampled_from(FinishReason)) if has_ended else None,
         num_interruptions=draw(st.integers(0, 5)),
+        num_deaths=draw(st.integers(0, 5)),
         num_turns=draw(st.integers(0, 5)),
         awaits_step=draw(st.booleans()),
         environment_state=draw(st.sampled_from([{}, {"board": {1, 2}}, {"at": ("a", b"b")}])),
@@ -75,6 +76,12 @@ def test_samples_come_back_as_they_were(tmp_path_factory, first, second, handed_
     live, in_buffer = groups_of(read_samples(file.read_bytes(), digest), lambda name: PROMPT)
     assert (live, in_buffer) == (([], [group]) if handed_over else ([group], []))
     assert sum(table["num_generated"].to_pylist()) == first.num_generated + second.num_generated
+
+
+def test_a_table_without_the_count_of_engines_that_died_is_read():
+    sample = Sample(sample_id="e0-1-0", group_id="e0-1", prompt=PROMPT, max_response_tokens=4)
+    older = samples_table([(sample,)]).drop_columns(["num_deaths"])
+    assert groups_of(older, lambda name: PROMPT) == ([(sample,)], [])
 
 
 def test_no_samples_are_a_table_too(tmp_path):

@@ -32,6 +32,7 @@ from ray_apr.scheduling.live import LiveSample, TurnRules
 from ray_apr.scheduling.order import num_retries, retried
 from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.scheduling.shelf import Shelf
+from ray_apr.scheduling.suspects import came_back, died, is_convicted
 from tests.schedules import members, sample_of
 
 BUDGET = 6
@@ -178,7 +179,10 @@ class APRMachine(RuleBasedStateMachine):
         new = [self.new_prompt() for _ in range(num_prompts)]
         self.scheduler.max_inflight = min(self.max_inflight, self.num_inflight + num_starts)
         runnable = self.in_state(SampleState.INTERRUPTED, SampleState.READY, SampleState.WAITING)
-        interrupted = [i for i in runnable if self.live[i].num_generated]
+        unsuspected = [i for i in runnable if not self.live[i].num_deaths]
+        interrupted = [i for i in unsuspected if self.live[i].num_generated]
+        # a suspect of three deaths or more runs alone
+        has_room = any(self.live[i].num_deaths for i in runnable) and not self.running_suspects
         actions = self.scheduler.tick(
             lambda: new.pop() if new else None, starts=bool(num_starts or self.num_inflight)
         )
@@ -187,7 +191,7 @@ class APRMachine(RuleBasedStateMachine):
         if actions.admit:
             self.admission_keeps_its_bounds()
         self.to_reset += actions.reset
-        stopped = [live for live in actions.abort if live.is_live]
+        stopped = [live for live in actions.abort if live.is_live and not live.sample.num_deaths]
         assert not stopped or (self.interrupt == "batch_full" and not actions.start)
         self.abort(actions.abort)
         for live in actions.start:
@@ -196,7 +200,8 @@ class APRMachine(RuleBasedStateMachine):
         if num_starts and not actions.start:
             full = self.num_inflight >= self.max_inflight
             held_back = self.config.tail_round is not None and self.num_inflight
-            assert full or not runnable or self.scheduler.is_held or held_back
+            can_run = unsuspected or has_room
+            assert full or not can_run or self.scheduler.is_held or held_back
         return bool(actions.start)
 
     def new_prompt(self) -> Prompt:
@@ -207,7 +212,7 @@ class APRMachine(RuleBasedStateMachine):
         """A sample that was just started was the next one, and can go on."""
         sample = live.sample
         in_order = self.config.resume_order == "oldest_version" and self.config.tail_round is None
-        if interrupted and in_order:
+        if interrupted and in_order and not sample.num_deaths:
             oldest = min(self.live[i].oldest_version for i in interrupted)
             assert sample.num_generated and sample.oldest_version == oldest
         assert live.state is SampleState.INFLIGHT and not sample.awaits_step
@@ -415,6 +420,41 @@ class APRMachine(RuleBasedStateMachine):
         if live.is_live:
             self.in_retry[sample_id] = live
 
+    @rule(every=st.integers(1, 3))
+    @precondition(lambda self: self.requests)
+    def engine_dies(self, every: int) -> None:
+        """Calls end with their engine, and their tokens with them."""
+        for sample_id, request in list(self.requests.items())[::every]:
+            live = self.requests.pop(sample_id).live
+            assert live is request.live
+            if not live.is_live:
+                continue
+            died(live, 0.0)
+            if is_convicted(live):
+                self.scheduler.fail(live, "poison")
+                assert not live.is_live
+            else:
+                self.in_retry[sample_id] = live
+
+    @rule(times=st.integers(2, 5))
+    @precondition(lambda self: self.requests)
+    def engines_die_in_a_row(self, times: int) -> None:
+        for _ in range(times):
+            self.engine_dies(1)
+            while self.in_retry:
+                self.retry(0)
+            self.start(100)
+
+    @property
+    def running_suspects(self) -> list[LiveSample]:
+        return [live for live in self.scheduler.live.inflight.values() if live.sample.num_deaths]
+
+    @invariant()
+    def suspects_of_many_deaths_run_alone(self) -> None:
+        alone = [r for r in self.requests.values() if r.live.is_live and r.sample.num_deaths > 2]
+        suspects = [r for r in self.requests.values() if r.live.is_live and r.sample.num_deaths]
+        assert not alone or len(suspects) == 1
+
     def deliver(self, request: Request, reason: FinishReason) -> None:
         sample, versions = request.sample, request.versions
         del self.requests[sample.sample_id]
@@ -425,6 +465,8 @@ class APRMachine(RuleBasedStateMachine):
         )
         self.tokens_delivered += len(versions)
         generation = Generation(request_id="r", segments=segments, finish_reason=reason)
+        if request.live.sample.num_deaths:
+            came_back(request.live, generation, 1.0)
         updated = self.scheduler.on_generation(request.live, generation)
         if updated is not None and updated.finish_reason is not None:
             self.ended[updated.sample_id] = request.live

@@ -199,7 +199,7 @@ ROWS: tuple[Row, ...] = (
         (
             Panel(
                 "Discarded tokens a second",
-                "By reason: stale, masked, restarted, surplus, filtered, failed, shutdown.",
+                "By reason: stale, masked, restarted, surplus, filtered, failed, poison, shutdown.",
                 "short",
                 (
                     Query(
