@@ -259,6 +259,15 @@ class ScriptedEngine:
         """Remember the limits."""
         self.limits = dict(limits)
 
+    async def scale(self, num_engines: int) -> list[ServerStatus]:
+        """Have so many replicas; those that leave end what runs there, and say so last."""
+        before, statuses = self._num_replicas, await self.status()
+        leaving = [f"engine-{i}" for i in range(num_engines, before)]
+        ids = [i for i, r in self._running.items() if self._replica(r.session_id) in leaving]
+        await self.abort(ids)
+        self._num_replicas = num_engines
+        return [status for status in statuses if status.replica_id in leaving]
+
     async def weight_group_state(self) -> WeightGroupState:
         """All replicas, one worker each; in the group once there is one."""
         return WeightGroupState(

@@ -172,10 +172,15 @@ class Serve:
     """Deployments of one replica each, killed if it is not healthy three times in a row."""
 
     def __init__(self, config: RolloutConfig, **engines) -> None:
-        self.replicas = [
-            Replica(f"engine-{i}", config, **engines) for i in range(config.num_replicas)
-        ]
+        self._config, self._engines = config, engines
+        self.replicas: list[Replica] = []
+        self.add(config.num_replicas)
         self._health = asyncio.create_task(self._check_health())
+
+    def add(self, num: int) -> None:
+        """So many engines come."""
+        names = [f"engine-{len(self.replicas) + i}" for i in range(num)]
+        self.replicas += [Replica(name, self._config, **self._engines) for name in names]
 
     def close(self) -> None:
         self._health.cancel()

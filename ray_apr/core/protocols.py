@@ -56,6 +56,21 @@ class RolloutClient(Protocol):
         """Give each replica at most this many requests from now on."""
         ...
 
+    async def scale(self, num_engines: int) -> list[ServerStatus]:
+        """Have so many engines from now on, in the order of their names.
+
+        Those that come have to run; they get requests once they have the newest weights. Those that
+        leave get none any more, and have none afterwards: what runs is aborted there.
+
+        Returns:
+            The last status of each engine that has left, but for those that did not answer or give
+            all of their requests back.
+
+        Raises:
+            RolloutError: If no engine would be left to take requests; nothing has changed then.
+        """
+        ...
+
     async def weight_group_state(self) -> WeightGroupState:
         """Which replicas run, and whether just these have joined the group."""
         ...

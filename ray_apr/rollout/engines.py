@@ -4,6 +4,7 @@ Invariants, kept by `EngineWatch`:
     * An engine that has told its status once keeps one; `read_last` gives one that has died the
       tokens that have come from it.
     * Tokens that a worker got which was here before are none of this one's.
+    * An engine that has left keeps what it said last: nothing that was asked earlier replaces it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class EngineWatch:
         """Tokens that had come from each engine before this worker was there."""
         self._lost: Counter[str] = Counter()
         """Tokens that each engine had handed out by then, and that nobody noted."""
+        self._left: set[str] = set()
+        """Engines that have left, and whose last figures are known."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
         self._is_silent = False
         self.num_changes = 0
@@ -104,7 +107,6 @@ class EngineWatch:
         Raises:
             NoEngineError: If no replica is there.
         """
-        spans: list[dict[str, Any]] = []
         try:
             statuses = await client.status()
         except NoEngineError:
@@ -115,9 +117,21 @@ class EngineWatch:
             self._is_silent = True
             return set()
         self._is_silent = False
+        statuses = [status for status in statuses if status.replica_id not in self._left]
         self._note_changes(statuses)
         if self._is_adaptive:
             self._adapt(client, statuses)
+        await self._record(statuses)
+        return {status.replica_id for status in statuses}
+
+    async def let_go(self, statuses: Sequence[ServerStatus]) -> None:
+        """Take the last statuses of engines that have left."""
+        self._left |= {status.replica_id for status in statuses}
+        await self._record(statuses)
+
+    async def _record(self, statuses: Sequence[ServerStatus]) -> None:
+        """Keep what engines say, and show it."""
+        spans: list[dict[str, Any]] = []
         for status in statuses:
             made = status.tokens_generated - self._before[status.replica_id]
             self._statuses[status.replica_id] = replace(status, spans=(), tokens_generated=made)
@@ -132,7 +146,6 @@ class EngineWatch:
             )
         if spans:
             await self._recorder.record_many.remote("timeline", spans)
-        return {status.replica_id for status in statuses}
 
     def _count_activity(self, status: ServerStatus) -> None:
         """Show what the engine has spent its time on."""
@@ -154,7 +167,7 @@ class EngineWatch:
             alive = await self.read(client)
         except EngineUnavailableError as error:
             logger.warning("no rollout server tells its last figures: %s", error)
-        for replica_id in self._statuses.keys() - alive:
+        for replica_id in self._statuses.keys() - alive - self._left:
             status = self._statuses[replica_id]
             tokens = self._received[replica_id] + self._lost[replica_id]
             self._statuses[replica_id] = replace(status, tokens_generated=tokens)

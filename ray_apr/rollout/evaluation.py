@@ -134,6 +134,12 @@ class Evaluator:
                 logger.exception("the evaluation of version %d broke off", policy_version)
                 raise  # to whom waits for it: for the last one only
 
+    async def scale(self, num_engines: int) -> None:
+        """Have so many engines from now on; see `RolloutClient.scale`. Requests that come back from
+        those that leave go on elsewhere."""
+        assert self._client is not None
+        await self._client.scale(num_engines)
+
     async def wait_until_idle(self) -> None:
         """Wait for an evaluation that is under way; who asks has a limit."""
         async with self._running:

@@ -5,6 +5,8 @@ Invariants, kept by `WeightSyncs`:
     * Where the settings say so, requests in flight end before engines are paused or sleep, in calls
       of a limited time: the caller calls again.
     * `_on_weights` follows each sync that succeeds, before its `finish_sync` returns.
+    * Engines come and go between two syncs: what a sync has found at its begin is there until its
+      end.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from collections.abc import Mapping, Sequence
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError
-from ray_apr.core.messages import WeightGroup, WeightGroupState, WeightScores
+from ray_apr.core.messages import ServerStatus, WeightGroup, WeightGroupState, WeightScores
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.weights.sync import SyncTimes, WeightSync
 
 _DRAIN_CALL_S = 20.0
+_BETWEEN_SYNCS_S = 300.0
+"""Longest that engines which come or go wait for the end of a sync."""
+_CHANGE_S = 60.0
+"""Longest that they hold the next sync back: the trainer waits a little longer."""
 
 
 class WeightSyncs:
@@ -36,10 +42,19 @@ class WeightSyncs:
         self._timeout_s = timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._engines_run = asyncio.Event()
+        self._is_syncing = False
+        """From the question who is there until the last engine goes on; a sync that is tried again
+        is one sync."""
+        self._turns = asyncio.Condition()
+        """Held while engines come and go."""
         self._client: RolloutClient
 
     async def _on_weights(self, policy_version: int) -> None:
         """Called once the engines have the weights of a version, and run."""
+        raise NotImplementedError
+
+    async def _on_left(self, statuses: Sequence[ServerStatus]) -> None:
+        """Called with the last statuses of engines that have left."""
         raise NotImplementedError
 
     def _open_syncs(self, client: RolloutClient) -> None:
@@ -54,9 +69,36 @@ class WeightSyncs:
             self._draining.cancel()
 
     async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run, and whether just these are in the weight group."""
+        """Which replicas run, and whether just these are in the weight group; a sync begins."""
         await self._engines_run.wait()
+        async with self._turns:
+            self._is_syncing = True
         return await self._client.weight_group_state()
+
+    async def scale(self, num_engines: int) -> None:
+        """Have so many engines from now on; see `RolloutClient.scale`.
+
+        Waits for: the end of the sync under way, and requests of engines that leave. Unblocked by:
+        `finish_sync`, the engines; `_BETWEEN_SYNCS_S`, `_CHANGE_S`.
+
+        Raises:
+            RolloutError: If these do not end in time, or no engine would be left to take requests;
+                there are as many engines as before then.
+        """
+        async with self._turns:
+            try:
+                async with asyncio.timeout(_BETWEEN_SYNCS_S):
+                    await self._turns.wait_for(lambda: not self._is_syncing)
+            except TimeoutError as error:
+                raise RolloutError(
+                    f"the weight sync under way did not end within {_BETWEEN_SYNCS_S:g} s"
+                ) from error
+            try:
+                async with asyncio.timeout(_CHANGE_S):
+                    left = await self._client.scale(num_engines)
+            except TimeoutError as error:
+                raise RolloutError(f"the engines did not answer within {_CHANGE_S:g} s") from error
+            await self._on_left(left)
 
     async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Let these replicas join the group that weights arrive by."""
@@ -122,6 +164,9 @@ class WeightSyncs:
         """
         times = await self._sync.finish()
         await self._on_weights(policy_version)
+        async with self._turns:
+            self._is_syncing = False
+            self._turns.notify_all()
         return dataclasses.asdict(times)
 
     async def note_weights(self, policy_version: int) -> dict[str, float]:

@@ -23,6 +23,7 @@ from ray_apr.core.exceptions import (
     EngineUnavailableError,
     RolloutError,
 )
+from ray_apr.core.messages import ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
@@ -378,6 +379,10 @@ class RolloutWorker(WeightSyncs):
         if self._partial_rollout.restarts:
             self._notes.of_cuts()
         self._wake.set()
+
+    async def _on_left(self, statuses: Sequence[ServerStatus]) -> None:
+        """Keep the last figures of engines that have left."""
+        await self._engines.let_go(statuses)
 
 
 def _freeze_heap() -> None:

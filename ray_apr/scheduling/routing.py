@@ -12,7 +12,7 @@ of replicas, whatever is in flight.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,13 +39,26 @@ class Placement:
     """
 
     def __init__(self, replicas: Iterable[str], *, limit: int) -> None:
-        self._limits = dict.fromkeys(replicas, limit)
-        self._load = dict.fromkeys(self._limits, 0)
+        self._limits: dict[str, int] = {}
+        self._load: Counter[str] = Counter()
+        """Also of those that get no more requests."""
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Replica that a sample or group was on last."""
-        self._heap = [(0.0, replica) for replica in self._limits]
-        heapq.heapify(self._heap)
-        self._capacity = limit * len(self._limits)
+        self._heap: list[tuple[float, str]] = []
+        self._capacity = 0
+        self.change(replicas, limit=limit)
+
+    def change(self, replicas: Iterable[str], *, limit: int) -> None:
+        """Place on these replicas from now on: those that were there before keep their limits and
+        loads.
+
+        Args:
+            replicas: Their ids.
+            limit: Most requests of each one that comes.
+        """
+        self._limits = {replica: self._limits.get(replica, limit) for replica in replicas}
+        self._capacity = sum(self._limits.values())
+        self._sort()
 
     @property
     def capacity(self) -> int:
@@ -85,9 +98,12 @@ class Placement:
     def leave(self, replica: str) -> None:
         """A request of a replica has ended."""
         self._load[replica] -= 1
-        self._note(replica)
+        if replica in self._limits:
+            self._note(replica)
 
     def _has_room(self, replica: str, bound: float) -> bool:
+        if replica not in self._limits:
+            return False
         return self._load[replica] < self._limits[replica] and self._fill(replica) <= bound
 
     def _fill(self, replica: str) -> float:
@@ -96,8 +112,11 @@ class Placement:
     def _note(self, replica: str) -> None:
         heapq.heappush(self._heap, (self._fill(replica), replica))
         if len(self._heap) > 8 * len(self._limits) + 64:  # entries that no longer hold pile up
-            self._heap = [(self._fill(name), name) for name in self._limits]
-            heapq.heapify(self._heap)
+            self._sort()
+
+    def _sort(self) -> None:
+        self._heap = [(self._fill(name), name) for name in self._limits]
+        heapq.heapify(self._heap)
 
     def _emptiest(self) -> str:
         while self._heap[0][0] != self._fill(self._heap[0][1]):

@@ -10,7 +10,9 @@ Invariants, kept by `ServeRolloutClient`:
     * A request whose caller has gone is aborted where it runs.
 
 A handle is an engine (`serve.handle`). Which engines get requests is learned from their statuses,
-and anew when one fails: those whose replica lives, makes tokens and has the newest weights.
+and anew when one fails: those whose replica lives, makes tokens and has the newest weights. How
+many engines there are changes by `scale`; one that leaves gets no more requests, and those that it
+has come back with their tokens so far.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -43,7 +45,8 @@ from ray_apr.core.messages import (
 )
 from ray_apr.core.protocols import PauseMode
 from ray_apr.scheduling.routing import Placement
-from ray_apr.serve.errors import none_runs, ours, translated
+from ray_apr.serve.departure import Departure
+from ray_apr.serve.errors import of_living, ours
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.handle import EngineHandle, engine_names, is_death
 from ray_apr.serve.spec import SCORE_LIMIT_S
@@ -60,7 +63,7 @@ class ServeRolloutClient:
 
     Args:
         app_name: Name of the Serve application.
-        config: Number of replicas and time limits.
+        config: Number of replicas at the start, and time limits.
         max_inflight: Most requests of one replica, until `set_limits` says otherwise.
         weight_sync_timeout_s: Limit for the replicas to receive weights.
     """
@@ -73,7 +76,10 @@ class ServeRolloutClient:
         max_inflight: int = 1024,
         weight_sync_timeout_s: float = 120.0,
     ) -> None:
+        self._app_name = app_name
         self._engines = {n: EngineHandle(app_name, n) for n in engine_names(config.num_replicas)}
+        self._departure = Departure()
+        """Of engines that get no more requests."""
         self._config = config
         self._weight_sync_timeout_s = weight_sync_timeout_s
         self._ready: dict[str, str] = {}
@@ -106,8 +112,8 @@ class ServeRolloutClient:
         request_id = request.request_id
         if request_id in self._placed:
             raise RolloutError(f"request {request_id} is under way already")
-        placement = self._placement
-        engine = self._placed[request_id] = placement.enter(request.sample_id, request.session_id)
+        engine = self._placement.enter(request.sample_id, request.session_id)
+        self._placed[request_id] = engine
         request = dataclasses.replace(request, min_policy_version=self._policy_version)
         try:
             generation = await self._outcome(engine, request)
@@ -116,7 +122,8 @@ class ServeRolloutClient:
             raise
         finally:
             del self._placed[request_id]
-            placement.leave(engine)
+            self._placement.leave(engine)
+            self._departure.on_end()
         newest = max((segment.policy_version for segment in generation.segments), default=0)
         self._policy_version = max(self._policy_version, newest)
         return generation
@@ -169,10 +176,11 @@ class ServeRolloutClient:
             if self._learned_at != -math.inf and not again:
                 return
             running = await self._statuses(drain=False)
-            # one that Serve has started again has the base model until the next sync, and one that
-            # is paused may be in the midst of it
-            newest = self._policy_version
-            living = {n: status for n, status in running.items() if not status.is_stalled}
+            # one that Serve has started (again) has the base model until the next sync, and one
+            # that is paused may be in the midst of it
+            newest = max([self._policy_version, *(s.policy_version for s in running.values())])
+            taken = running.keys() - self._departure.engines.keys()
+            living = {n: s for n, s in running.items() if n in taken and not s.is_stalled}
             ready = {
                 engine: status.replica_id
                 for engine, status in living.items()
@@ -182,8 +190,35 @@ class ServeRolloutClient:
                 lacks = f"has the weights of version {newest}" if living else "makes any token"
                 raise EngineUnavailableError(f"no rollout server {lacks}")
             if ready.keys() != self._ready.keys():
-                self._placement = Placement(ready, limit=self._max_inflight)
+                self._placement.change(ready, limit=self._max_inflight)
             self._ready, self._learned_at = ready, time.monotonic()
+
+    # -- engines that come and go ----------------------------------------------------------------
+
+    async def scale(self, num_engines: int) -> list[ServerStatus]:
+        """Have so many engines from now on, which run; see `RolloutClient`."""
+        names = engine_names(num_engines)
+        come = [name for name in names if name not in self._engines]
+        self._engines.update({name: EngineHandle(self._app_name, name) for name in come})
+        leaving = {e: handle for e, handle in self._engines.items() if e not in names}
+        if not leaving:
+            return []
+        async with self._learning:
+            stay = {e: replica for e, replica in self._ready.items() if e not in leaving}
+            if self._ready and not stay:
+                raise EngineUnavailableError(
+                    f"none of the {num_engines} engines that would stay takes requests now"
+                )
+            self._ready, self._departure = stay, Departure(leaving, self._placed)
+            self._placement.change(stay, limit=self._max_inflight)
+        try:
+            await self._departure.end_requests(self.abort)
+            last = await self._departure.last_statuses()
+            for engine in leaving:
+                del self._engines[engine]
+        finally:
+            self._departure = Departure()
+        return last
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -205,7 +240,7 @@ class ServeRolloutClient:
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         # what a dead one has ends by itself
-        return num_unsent + sum(_of_living([0, *results], "abort"))
+        return num_unsent + sum(of_living([0, *results], "abort"))
 
     async def abort_anywhere(self, request_ids: Sequence[str] | None) -> int:
         """Abort requests that may have come in through another client."""
@@ -242,9 +277,10 @@ class ServeRolloutClient:
 
     async def _statuses(self, *, drain: bool) -> dict[str, ServerStatus]:
         """Status of each engine that lives, by its name."""
+        engines = list(self._engines)  # some may come or go meanwhile
         results = await self._ask("status", drain)
-        _of_living(results, "status")
-        found = zip(self._engines, results, strict=True)
+        of_living(results, "status")
+        found = zip(engines, results, strict=True)
         return {engine: status for engine, status in found if not is_death(status)}
 
     async def weight_group_state(self) -> WeightGroupState:
@@ -334,7 +370,7 @@ class ServeRolloutClient:
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> list[Any]:
         """Call every engine that lives; raise what the first one of them raised."""
-        return _of_living(await self._ask(verb, *args, timeout_s=timeout_s), verb)
+        return of_living(await self._ask(verb, *args, timeout_s=timeout_s), verb)
 
     async def _ask(
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
@@ -343,18 +379,3 @@ class ServeRolloutClient:
         engines = self._engines.values()
         calls = [engine.call(verb, *args, timeout_s=timeout_s) for engine in engines]
         return await asyncio.gather(*calls, return_exceptions=True)
-
-
-def _of_living(results: Iterable[Any], verb: str) -> list[Any]:
-    """Answers of the replicas that live.
-
-    Raises:
-        APRError: What one of them raised, or that there is none.
-    """
-    living = [result for result in results if not is_death(result)]
-    errors = [result for result in living if isinstance(result, BaseException)]
-    if errors:
-        raise translated(errors[0], f"{verb} on {len(errors)} of {len(living)} replicas")
-    if not living:
-        raise none_runs(verb)
-    return living

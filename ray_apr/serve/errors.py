@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
@@ -17,6 +18,7 @@ from ray_apr.core.exceptions import (
     RolloutError,
     one_line,
 )
+from ray_apr.serve.handle import is_death
 
 
 @contextlib.asynccontextmanager
@@ -56,3 +58,18 @@ def without_pages(error: BaseException) -> str:
     """An error without the pages that Ray adds to it."""
     said = one_line(error)
     return said if isinstance(error, APRError) else f"{type(error).__name__}: {said}"
+
+
+def of_living(results: Iterable[Any], verb: str) -> list[Any]:
+    """Answers of the replicas that live.
+
+    Raises:
+        APRError: What one of them raised, or that there is none.
+    """
+    living = [result for result in results if not is_death(result)]
+    errors = [result for result in living if isinstance(result, BaseException)]
+    if errors:
+        raise translated(errors[0], f"{verb} on {len(errors)} of {len(living)} replicas")
+    if not living:
+        raise none_runs(verb)
+    return living

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from ray_apr.config import BufferConfig, RolloutConfig
-from ray_apr.core.exceptions import EngineUnavailableError, StarvedError
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, StarvedError
 from ray_apr.rollout import worker as worker_module
 from tests.fakes import FIRST_TOKEN
 from tests.rollout_run import running, without_ray
@@ -51,9 +51,80 @@ def is_whole(sample) -> bool:
     return sample.response_ids == tuple(range(FIRST_TOKEN, FIRST_TOKEN + sample.num_tokens))
 
 
+APR = {"max_staleness": 4, "oversampling_factor": 2.0}
+
+
+def calls_of(replica) -> int:
+    return replica.server._engine.status(drain=False).num_running
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_engines_come_and_go_and_no_token_is_lost(monkeypatch, is_dead):
+    async def work() -> None:
+        rollout, loop = config(num_replicas=2), asyncio.get_running_loop()
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda sample: LONG
+        ) as (serve, client):
+            client._max_inflight = 8  # else two requests more are no reason to leave an engine
+            async with running(client, rollout=rollout, limit_s=20_000, **APR) as run:
+                await asyncio.sleep(60)
+                serve.add(2)
+                await run.worker.scale(4)
+                await asyncio.sleep(60)
+                client._members = frozenset(replica.name for replica in serve.replicas)
+                await run.sync(1)
+                await asyncio.sleep(60)
+                assert all(calls_of(replica) for replica in serve.replicas)
+                if is_dead:
+                    serve.replicas[3].died.set()
+                began = loop.time()
+                await run.worker.scale(2)
+                assert loop.time() - began < 11, "a tick and an abort"
+                assert [calls_of(replica) for replica in serve.replicas[2:3]] == [0]
+                serve.replicas[2].died.set()  # Serve ends them
+                serve.replicas[3].died.set()
+                await asyncio.sleep(60)
+                assert len(await client.status()) == 2
+            assert len(run.summary.engines) == 4
+            counted = {e.replica_id: e.tokens_generated for e in run.summary.engines}
+            assert counted["engine-2"] > 0
+            assert (counted["engine-3"] > 0) != is_dead
+            assert run.summary.samples_resumed > 0
+            await check_ledger(run)
+
+    run_in_virtual_time(monkeypatch, work)
+
+
+def test_engines_go_between_two_syncs(monkeypatch):
+    async def work() -> None:
+        rollout, done = config(num_replicas=2), []
+        with slow_engines(
+            monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda sample: LONG
+        ) as (_, client):
+            async with running(client, rollout=rollout, limit_s=20_000, **APR) as run:
+
+                async def scale(num_engines: int) -> None:
+                    await run.worker.scale(num_engines)
+                    done.append(num_engines)
+
+                assert len((await run.worker.weight_group_state()).first_ranks) == 2
+                leaving = asyncio.create_task(scale(1))
+                await asyncio.sleep(30)
+                assert len((await run.worker.weight_group_state()).first_ranks) == 2, "tried again"
+                assert done == []
+                await run.sync(1)
+                await leaving
+                assert len((await run.worker.weight_group_state()).first_ranks) == 1
+                with pytest.raises(RolloutError, match="weight sync under way did not end"):
+                    await run.worker.scale(2)
+                assert len(await client.status()) == 1
+
+    run_in_virtual_time(monkeypatch, work)
+
+
 @pytest.mark.parametrize(
     "partial",
-    [SYNC, {"max_staleness": 4, "oversampling_factor": 2.0}, DRAIN],
+    [SYNC, APR, DRAIN],
     ids=["sync", "apr", "drain"],
 )
 def test_responses_of_160000_tokens_at_40_tokens_a_second_are_trained(monkeypatch, partial):

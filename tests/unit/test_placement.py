@@ -39,6 +39,23 @@ def test_no_limit_is_exceeded_while_another_replica_has_room(history, num_replic
             assert placement.load(replica) == running.count(replica)
 
 
+def test_replicas_that_stay_keep_their_loads_and_those_that_come_are_filled_first():
+    """Loads began anew at 0, so that those that stayed got as much as those that had nothing."""
+    placement = Placement("ab", limit=10)
+    for number in range(8):
+        placement.enter(f"g{number}-0", f"g{number}")
+    placement.set_limit("b", 20)
+    placement.change("bcd", limit=10)
+    assert [placement.load(r) for r in "bcd"] == [4, 0, 0]
+    assert (placement.limit("b"), placement.capacity) == (20, 40)
+    assert {placement.enter(f"n{i}-0", f"n{i}") for i in range(4)} == {"c", "d"}
+    assert placement.enter("g0-0", "g0") != "a", "its home is gone"
+    for _ in range(4):
+        placement.leave("a")
+    placement.change("abcd", limit=10)
+    assert placement.load("a") == 0
+
+
 def test_loads_stay_even():
     placement = Placement("abc", limit=10)
     for number in range(21):

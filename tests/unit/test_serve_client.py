@@ -287,6 +287,62 @@ async def test_a_pause_that_lets_requests_end_has_no_limit_of_its_own(deployment
         assert LIMITS_S[-1] == limit_s
 
 
+async def test_an_engine_that_comes_gets_requests_once_it_has_the_newest_weights(
+    deployment, monkeypatch
+):
+    handle, _ = deployment
+    client = ServeRolloutClient("app", dataclasses.replace(CONFIG, num_replicas=2))
+    monkeypatch.setattr(client_module, "_LEARN_AGAIN_S", -1.0)
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    assert (await client.weight_group_state()).is_whole
+    handle.statuses["c"] = dataclasses.replace(
+        handle.statuses["a"], replica_id="c", policy_version=0
+    )
+    assert await client.scale(3) == []
+    assert await client.scale(3) == [], "nothing changes"
+    await client._learn()
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}, (
+        "though this client knows no version"
+    )
+    state = await client.weight_group_state()
+    assert (len(state.first_ranks), state.is_whole) == (3, False), "the next sync takes it along"
+    handle.statuses["c"] = dataclasses.replace(handle.statuses["c"], policy_version=3)
+    await client._learn(again=True)
+    assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
+
+
+async def test_engines_that_leave_are_forgotten_and_come_again(deployment):
+    handle, client = deployment
+    handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3, "c": 5})
+    await client._learn()
+    assert [status.replica_id for status in await client.scale(1)] == ["b", "c"]
+    assert client._ready == {"engine-0": "a"}
+    assert [status.replica_id for status in await client.status()] == ["a"]
+    assert not (await client.weight_group_state()).is_whole
+    await client.scale(3)
+    await client._learn(again=True)
+    assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
+
+
+async def test_an_engine_that_leaves_and_is_dead_says_nothing_last(deployment):
+    handle, client = deployment
+    await client._learn()
+    handle.statuses["b"] = task_error(EngineDiedError("b is dead"))
+    assert await client.scale(1) == []
+    assert list(client._engines) == ["engine-0"]
+
+
+async def test_the_last_engine_that_takes_requests_does_not_leave(deployment):
+    handle, client = deployment
+    handle.statuses["a"] = dataclasses.replace(handle.statuses["a"], policy_version=0)
+    await client._learn()
+    assert client._ready == {"engine-1": "b"}
+    with pytest.raises(EngineUnavailableError, match="none of the 1 engines that would stay"):
+        await client.scale(1)
+    assert (len(client._engines), client._ready) == (3, {"engine-1": "b"}), "nothing has changed"
+
+
 def test_collectives_outlast_a_sync_of_rank_0(monkeypatch):
     from ray_apr.run import training
     from ray_apr.train.control import sync_limit_s
