@@ -14,6 +14,7 @@ RAY = PrivateNames(
     distributions=("ray",),
     tested="2.58 to 2.60",
     names={
+        "Deployment": "ray.serve.deployment",
         "DeploymentHandle": "ray.serve.handle",
         "DeploymentBroadcastResponse": "ray.serve.handle",
         "read_datasource": "ray.data.read_api",
@@ -30,6 +31,7 @@ RAY = PrivateNames(
         "create_nccl_communicator": _NCCL,
     },
     members={
+        "Deployment": "options(name,version,_internal)",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
@@ -54,3 +56,14 @@ def __getattr__(name: str) -> Any:
 def collective_backend(name: str) -> Any:
     """The class that is registered as a backend of `ray.util.collective`."""
     return RAY.get("_global_registry").get(name)
+
+
+def kept_deployment(deployment: Any, version: str) -> Any:
+    """A deployment whose replicas go on where it is deployed again with the same version and
+    options; Serve draws a version by chance otherwise, and starts other replicas.
+
+    Args:
+        deployment: A Serve deployment.
+        version: Of what it is made of.
+    """
+    return deployment.options(version=version, _internal=True)

@@ -1,21 +1,30 @@
-"""Makes the Serve application of the rollout servers, starts it, and takes it away."""
+"""Makes the Serve application of the rollout servers, starts it, changes it, and takes it away.
+
+Invariants:
+    * Replicas that stay go on, untouched, when engines come or go: each engine is a deployment of
+      its own, whose version is the driver's job.
+    * An application that cannot be changed is as it was.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from ray_apr.compat.ray import kept_deployment
 from ray_apr.config import RolloutConfig
 from ray_apr.config.common import dtype_on
 from ray_apr.config.engine import Device
@@ -29,16 +38,35 @@ from ray_apr.serve.vllm.arguments import environment, gpu_share
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_ALONE_S = 60.0
+_SERVE = threading.Lock()
+"""Held while Serve's settings are made or read: Ray pickles a class of its own for each of them, in
+a way that fails where two threads do so."""
 
 
-def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Application:
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Use Serve in one thread at a time; in two rather than wait for long."""
+    is_alone = _SERVE.acquire(timeout=_ALONE_S)
+    try:
+        yield
+    finally:
+        if is_alone:
+            _SERVE.release()
+
+
+def build_rollout_app(
+    spec: EngineSpec, config: RolloutConfig, *, num_behind_http: int
+) -> serve.Application:
     """Bind a deployment for each engine, behind an HTTP ingress if one is asked for.
 
     Args:
         spec: What each engine is built from; its device is known.
         config: Number of replicas, HTTP.
+        num_behind_http: Engines that the ingress is told of.
     """
-    namespace = ray.get_runtime_context().namespace
+    context = ray.get_runtime_context()
+    namespace, version = context.namespace, context.get_job_id()
     wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     deployment = serve.deployment(
@@ -56,12 +84,15 @@ def build_rollout_app(spec: EngineSpec, config: RolloutConfig) -> serve.Applicat
         },
         **_placement(spec, config.engine.num_cpus_per_replica),
     )
+    deployment = kept_deployment(deployment, version)
     names = engine_names(config.num_replicas)
     others = [deployment.options(name=name).bind(spec) for name in names[1:]]
-    servers = deployment.options(name=names[0]).bind(spec, *others)  # so that Serve starts them
+    servers = deployment.options(name=names[0]).bind(spec, *others)
     if config.http.port is None:
         return servers
-    return build_ingress(servers, config, spec.max_model_len)
+    behind = dataclasses.replace(config, num_replicas=num_behind_http)
+    ingress = build_ingress(behind, spec.max_model_len)
+    return kept_deployment(ingress, version).bind(servers)  # so that Serve starts them
 
 
 def _placement(spec: EngineSpec, num_cpus: float) -> dict[str, Any]:
@@ -93,23 +124,12 @@ def start_rollout_servers(
         ResourceError: If they are not ready within ``start_timeout_s``, one cannot start, or the
             wait was cancelled; the application is then taken away.
     """
-    if spec.device == "auto":
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
-        device: Device = "cuda" if has_gpus else "cpu"
-        dtype = dtype_on(device, config.engine.dtype)
-        spec = dataclasses.replace(spec, device=device, dtype=dtype)
-    if spec.device == "cpu":
-        config.check_on_cpu()
-    app = build_rollout_app(spec, config)
+    spec = _on_device(spec, config)
     if config.http.port is None:
         serve.start(http_options=HTTPOptions(location="NoServer"))
     else:
         serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
-    route = None if config.http.port is None else "/"
-    serve.run_many(
-        [serve.RunTarget(target=app, name=app_name, route_prefix=route)],
-        wait_for_applications_running=False,
-    )
+    _deploy(app_name, spec, config, config.num_replicas)
     try:
         _wait_until_running(app_name, config.engine.start_timeout_s, cancelled or threading.Event())
     except ResourceError:
@@ -117,11 +137,60 @@ def start_rollout_servers(
         raise
 
 
+def change_rollout_servers(
+    app_name: str,
+    spec: EngineSpec,
+    config: RolloutConfig,
+    *,
+    num_behind_http: int,
+    timeout_s: float,
+    cancelled: threading.Event,
+) -> None:
+    """Have servers that run be as many as `config` says; those that stay go on, untouched.
+
+    Args:
+        app_name: Name of the Serve application.
+        spec: What each engine is built from, as at the start.
+        config: Number of replicas now; all else as at the start.
+        num_behind_http: Engines that the ingress is told of, where there is one.
+        timeout_s: Limit for all of them to be ready.
+        cancelled: Another thread sets it to end the wait.
+
+    Raises:
+        ResourceError: If they are not ready in time, one cannot start, or the wait was cancelled;
+            the application is then to be changed back.
+    """
+    _deploy(app_name, _on_device(spec, config), config, num_behind_http)
+    _wait_until_running(app_name, timeout_s, cancelled)
+
+
+def _on_device(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
+    """The spec, of the device that the cluster has."""
+    if spec.device == "auto":
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        device: Device = "cuda" if has_gpus else "cpu"
+        dtype = dtype_on(device, config.engine.dtype)
+        spec = dataclasses.replace(spec, device=device, dtype=dtype)
+    if spec.device == "cpu":
+        config.check_on_cpu()
+    return spec
+
+
+def _deploy(app_name: str, spec: EngineSpec, config: RolloutConfig, num_behind_http: int) -> None:
+    route = None if config.http.port is None else "/"
+    with _alone():
+        app = build_rollout_app(spec, config, num_behind_http=num_behind_http)
+        serve.run_many(
+            [serve.RunTarget(target=app, name=app_name, route_prefix=route)],
+            wait_for_applications_running=False,
+        )
+
+
 def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Event) -> None:
     """Wait for all replicas; Serve itself would retry a failing constructor without end."""
     deadline = time.monotonic() + timeout_s
     while True:
-        app = serve.status().applications.get(app_name)
+        app = _status_of(app_name)
         if app is not None and app.status == ApplicationStatus.RUNNING:
             return
         deployments = [] if app is None else app.deployments.values()
@@ -132,11 +201,21 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
         if time.monotonic() > deadline:
             raise ResourceError(
                 f"the rollout servers are not ready after {timeout_s:g} s "
-                f"(rollout.engine.start_timeout_s)"
-                f": {message or 'Serve gives no reason'}; does the cluster hold what they ask for?"
+                f"(rollout.engine.start_timeout_s): {message or 'Serve gives no reason'}; "
+                "does the cluster hold what they ask for?"
             )
         if cancelled.wait(_POLL_S):
             raise ResourceError("the start of the rollout servers was cancelled")
+
+
+def _status_of(app_name: str) -> ApplicationStatusOverview | None:
+    """Status of an application; None where Serve has none, or is in the midst of a change."""
+    try:
+        with _alone():
+            return serve.status().applications.get(app_name)
+    except (RayTaskError, ActorUnavailableError, ValueError) as error:
+        logger.debug("Serve cannot say how %s is: %s", app_name, error)
+        return None
 
 
 def stop_rollout_servers(app_name: str) -> None:
@@ -145,9 +224,10 @@ def stop_rollout_servers(app_name: str) -> None:
     An error is logged: whoever calls this has more to take away, or an error of its own to tell.
     """
     try:
-        if app_name in serve.status().applications:
-            serve.delete(app_name)
-        if not serve.status().applications:
-            serve.shutdown()
-    except (RayError, RayServeException, TimeoutError) as error:
+        with _alone():
+            if app_name in serve.status().applications:
+                serve.delete(app_name)
+            if not serve.status().applications:
+                serve.shutdown()
+    except (RayError, RayServeException, TimeoutError, ValueError) as error:
         logger.warning("Serve application %s could not be deleted: %s", app_name, error)

@@ -169,21 +169,30 @@ def make_api(client: Any, *, token: str | None, max_model_len: int | None) -> Fa
     return api
 
 
-def build_ingress(
-    servers: Any, config: RolloutConfig, max_model_len: int | None
-) -> serve.Application:
-    """Put the HTTP ingress in front of bound servers."""
+def build_ingress(config: RolloutConfig, max_model_len: int | None) -> Any:
+    """The deployment of the HTTP ingress, to be bound with the servers: its client finds them by
+    name. A replica that runs is told of another number of engines as it goes on."""
+    clients: list[ServeRolloutClient] = []
+    """Of the replica, in which both functions have the same list."""
 
     def make() -> FastAPI:
         """Runs in the replica."""
-        client = ServeRolloutClient(serve.get_replica_context().app_name, config)
-        return make_api(client, token=config.http.control_token, max_model_len=max_model_len)
+        clients.append(ServeRolloutClient(serve.get_replica_context().app_name, config))
+        return make_api(clients[0], token=config.http.control_token, max_model_len=max_model_len)
 
-    deployment = serve.deployment(
-        serve.ingress(make)(),
+    class Ingress:
+        def __init__(self, *servers: Any) -> None:
+            del servers
+
+        async def reconfigure(self, told: dict[str, int]) -> None:
+            """Serve calls it at the start, and at each change."""
+            await clients[0].scale(told["num_engines"])
+
+    return serve.deployment(
+        serve.ingress(make)(Ingress),
         name=INGRESS,
+        user_config={"num_engines": config.num_replicas},
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment.bind(servers)  # so that Serve starts them; the client finds them by name

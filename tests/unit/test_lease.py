@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RaySystemError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RaySystemError,
+    RayTaskError,
+)
+from ray.serve.schema import ApplicationStatus
 
+from ray_apr.compat.ray import kept_deployment
+from ray_apr.core.exceptions import ResourceError
 from ray_apr.serve import builder
 from ray_apr.serve import lease as lease_module
 from ray_apr.serve.lease import RunLease
@@ -96,3 +106,73 @@ def test_servers_that_serve_is_slow_to_delete_hide_no_other_error(
     builder.stop_rollout_servers("app")
     assert ("not deleted within 60 s" in caplog.text) == bool(applications)
     assert shut == ([] if applications else ["Serve"])
+
+
+def overviews(monkeypatch, *answers) -> list:
+    """What `serve.status` answers, in turn; an exception is raised."""
+    left = list(answers)
+
+    def status():
+        given = left.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return SimpleNamespace(applications={"app": given})
+
+    monkeypatch.setattr(builder.serve, "status", status)
+    monkeypatch.setattr(builder, "_POLL_S", 0.0)
+    return left
+
+
+def application(status: ApplicationStatus, message: str = "") -> SimpleNamespace:
+    deployments = {"engine-1": SimpleNamespace(message=message)}
+    return SimpleNamespace(status=status, deployments=deployments, message="")
+
+
+def test_serve_that_cannot_say_how_it_is_while_engines_come_is_asked_again(monkeypatch):
+    """known fault: `serve.status()` beside a change raised, and ended the run."""
+    left = overviews(
+        monkeypatch,
+        ValueError("<module> is not registered for pickle by value"),
+        RayTaskError("status", "traceback", ValueError("user_config")),
+        application(ApplicationStatus.DEPLOYING),
+        application(ApplicationStatus.RUNNING),
+    )
+    builder._wait_until_running("app", 60.0, threading.Event())
+    assert left == []
+
+
+def test_engines_that_do_not_come_are_not_waited_for(monkeypatch):
+    deploying = application(ApplicationStatus.DEPLOYING, "1 replica waits for CPUs")
+    overviews(monkeypatch, deploying, deploying)
+    with pytest.raises(
+        ResourceError, match=r"not ready after 0 s .*: 1 replica waits for CPUs; do"
+    ):
+        builder._wait_until_running("app", 0.0, threading.Event())
+    overviews(monkeypatch, application(ApplicationStatus.DEPLOY_FAILED, "no such model"))
+    with pytest.raises(ResourceError, match="cannot start: no such model"):
+        builder._wait_until_running("app", 60.0, threading.Event())
+    overviews(monkeypatch, deploying)
+    closing = threading.Event()
+    closing.set()
+    with pytest.raises(ResourceError, match="was cancelled"):
+        builder._wait_until_running("app", 60.0, closing)
+
+
+def test_serve_is_used_by_one_thread_at_a_time_or_after_a_while_by_two(monkeypatch):
+    monkeypatch.setattr(builder, "_ALONE_S", 0.05)
+    inside = threading.Event()
+    with builder._alone():
+        other = threading.Thread(target=lambda: builder._alone().__enter__() or inside.set())
+        other.start()
+        assert not inside.wait(0.01)
+        assert inside.wait(5.0)
+        other.join()
+    with builder._alone():
+        assert builder._SERVE.locked(), "who did not get it does not give it away"
+
+
+def test_replicas_of_a_kept_deployment_go_on_when_it_is_deployed_again():
+    deployment = builder.serve.deployment(SimpleNamespace, num_replicas=1)
+    first, second = (kept_deployment(deployment, "01000000").options(name=n) for n in "ab")
+    assert first.version == second.version == "01000000"
+    assert deployment.version is None, "Serve draws one by chance"
