@@ -111,6 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
     verify.set_defaults(command=_verify)
 
+    scale = commands.add_parser(
+        "scale", help="give a run that trains another number of engines, while it goes on"
+    )
+    scale.add_argument("run", metavar="RUN_DIR", type=Path)
+    scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, from 1")
+    scale.add_argument(
+        "--timeout", metavar="S", type=_seconds, default=1200.0, help="wait so long (%(default)g)"
+    )
+    scale.set_defaults(command=_scale)
+
     simulate = commands.add_parser(
         "simulate", help="predict a run: a mode on a trace and a cluster"
     )
@@ -217,6 +227,24 @@ def _verify(args: argparse.Namespace) -> int:
     for check in checks:
         _show(f"{'ok    ' if check.ok else 'BROKEN'}  {check.name:<10} {check.seen}")
     return EXIT_OK if all(check.ok for check in checks) else EXIT_FAILED
+
+
+def _scale(args: argparse.Namespace) -> int:
+    from ray_apr.run.scale_requests import scale
+
+    answer = scale(args.run, args.replicas, timeout_s=args.timeout)
+    if answer.outcome != "done":
+        _complain(f"{answer.outcome}: {answer.reason}; engines: {answer.after}", verbose=False)
+        return EXIT_FAILED
+    _show(f"engines: {answer.before} → {answer.after} in {answer.seconds:.1f} s")
+    return EXIT_OK
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -55,6 +55,8 @@ from ray_apr.run.resume import (
     resume_folder,
     resume_line,
 )
+from ray_apr.run.scale_requests import forget
+from ray_apr.run.scaling import as_scaled, start_scaling
 from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
@@ -102,9 +104,10 @@ def run(
             check_resources(spec.scaling, spec.rollout, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
-        show = progress or logger.info
+        show, asked, began_at = progress or logger.info, spec, time.time()
 
         def attempt() -> ray.train.Result:
+            spec = as_scaled(asked, since=began_at)
             begin, started_at = find_begin(spec), time.time()
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
@@ -123,6 +126,7 @@ def run(
                 raise
 
         with hold_folder(spec.folder):
+            forget(spec.folder)
             return run_with_restarts(
                 attempt,
                 max_failures=spec.max_failures,
@@ -190,6 +194,7 @@ class _Parts:
         self._made_at = time.monotonic()
         self._start_error: APRError | None = None
         self._setup_s: float | None = None
+        self._scaling: threading.Thread | None = None
         self._closing = threading.Event()
         self._side: RolloutSide | None = None
         self._made = threading.Event()
@@ -262,6 +267,9 @@ class _Parts:
                 started = self._evaluator.start.remote(self._begin.policy_version)
                 ray.get(started, timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.monotonic() - self._made_at
+            self._scaling = start_scaling(
+                spec, engine, self._clients, started_at=self._started_at, closing=self._closing
+            )
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
             self._start_error = reason
@@ -275,6 +283,10 @@ class _Parts:
         """Rollout worker and buffer, once they are made."""
         assert self._side is not None
         return self._side
+
+    def _clients(self) -> list[Any]:
+        """Actors that have a client of the servers."""
+        return [actor for actor in (self._worker, self._evaluator) if actor is not None]
 
     def _make_trainer(self) -> Any:
         return make_torch_trainer(
@@ -350,6 +362,8 @@ class _Parts:
         if self._side is not None:
             self._side.stop_watching()
         try:
+            if self._scaling is not None:
+                self._scaling.join(timeout=_CALL_TIMEOUT_S)
             stop_rollout_servers(self.spec.name)
         finally:
             self._actors.kill()

@@ -32,7 +32,7 @@ from ray_apr.data.resumption import (
     RolloutProgress,
 )
 from ray_apr.data.saved_samples import read_samples
-from ray_apr.run.folder import holds_run
+from ray_apr.run.folder import LOCK_FILE, holds_run
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
 
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 RESUMES_FILE = "resumes.jsonl"
 RESTARTS_FILE = "restarts.jsonl"
-_LOCK_FILE = ".lock"
 _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 
@@ -193,7 +192,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: If another process holds it.
     """
-    with (folder / _LOCK_FILE).open("w") as file:
+    with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -120,7 +120,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts.spec = run_spec()
     monkeypatch.setattr(type(parts.spec), "folder", tmp_path)
     parts._begin = Begin()
-    parts._start_error = parts._evaluator = parts._setup_s = None
+    parts._start_error = parts._evaluator = parts._setup_s = parts._scaling = None
     parts._started_at, parts._actors = 0.0, Actors(parts.spec)
     parts.recorder = actors["recorder"]
     parts._side = types.SimpleNamespace(

@@ -174,6 +174,19 @@ def test_summary_has_exactly_these_keys_and_values(make_run: Callable[..., Path]
     assert report.warnings == []
 
 
+def test_engines_that_were_not_there_yet_did_not_idle(make_run: Callable[..., Path]) -> None:
+    """They counted as idle from the run's begin, and after they had gone."""
+    folder = make_run()
+    rows = [
+        {"time_s": 4.0, "before": 2, "after": 1},
+        {"time_s": 16.0, "before": 1, "after": 2},
+        {"time_s": 50.0, "before": 2, "after": 1},
+    ]
+    (folder / "scaling.jsonl").write_text(lines(rows))
+    ratio = summarize(load_run(folder))["generation_idle_ratio"]
+    assert ratio == pytest.approx(1 - 12 / (6 + 2 * 6)), "one engine until 16 s, then two"
+
+
 @pytest.mark.parametrize("key", EXPECTED)
 def test_each_figure(make_run: Callable[..., Path], key: str) -> None:
     assert summarize(load_run(make_run()))[key] == EXPECTED[key]

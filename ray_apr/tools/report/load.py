@@ -21,6 +21,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "samples.jsonl": ("step", "reward", "staleness", "num_tokens", "num_interruptions"),
     "timeline.jsonl": ("start_s", "end_s"),
     "evaluations.jsonl": ("policy_version", "num_samples", "num_failed"),
+    "scaling.jsonl": ("time_s", "before", "after"),
 }
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
@@ -47,6 +48,8 @@ class RunData:
     """Spans: actor, what, start_s, end_s."""
     evaluations: Sequence[Row]
     """One row an evaluation; none without held-out prompts."""
+    scalings: Sequence[Row] = ()
+    """One row a request for another number of engines; none in most runs."""
     final: Row | None
     """Last counters; None if the run ended before it could write them."""
     warnings: Sequence[str] = field(default_factory=tuple)
@@ -81,6 +84,7 @@ def load_run(path: str | Path) -> RunData:
         samples=samples,
         timeline=timeline,
         evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
+        scalings=_read_rows(folder / "scaling.jsonl", warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )

@@ -241,7 +241,18 @@ def _generation_idle_ratio(run: RunData, window: tuple[float, float] | None) -> 
     if window is None or not names:
         return None
     busy_s = sum(covered_s(_spans(run, name, "generate"), window) for name in names)
-    return 1.0 - busy_s / (len(names) * (window[1] - window[0]))
+    return 1.0 - busy_s / _engine_seconds(run, len(names), window)
+
+
+def _engine_seconds(run: RunData, num_seen: int, window: tuple[float, float]) -> float:
+    """Number of engines x time, inside a window; where their number has changed, piece by piece."""
+    if not run.scalings:
+        return num_seen * (window[1] - window[0])
+    total, reached = 0.0, window[0]
+    for row in sorted(run.scalings, key=lambda row: row["time_s"]):
+        until = min(max(row["time_s"], reached), window[1])
+        total, reached = total + row["before"] * (until - reached), until
+    return float(total + row["after"] * (window[1] - reached))
 
 
 def _trainer_idle_ratio(run: RunData, window: tuple[float, float] | None) -> float | None:

@@ -1,0 +1,176 @@
+"""Requests for another number of engines, and their answers: files of the run folder.
+
+    command (`cli`)                          driver (`run.scaling`)
+    scale-<time>-<id>.json ────────────────► takes it, and does or refuses it
+    scaling.jsonl ◄───────────────────────── a row with the same id
+
+Invariants:
+    * A request is taken by the driver or withdrawn by who asks, never both: who removes its file
+      has it.
+    * Who asks learns at once that a run has ended, whatever ended it: nobody holds its folder then.
+
+Pure but for files: no Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_apr.core.exceptions import APRError, ConfigError, StarvedError
+from ray_apr.run.folder import is_held
+
+SCALING_FILE = "scaling.jsonl"
+"""File of the run folder with a row for each request that was answered."""
+_PATTERN = "scale-*.json"
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """What a run is asked for."""
+
+    request_id: str
+    replicas: Any
+    """Number of engines, as it was written by whoever asks: not checked yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleAnswer:
+    """What became of a request; a row of ``scaling.jsonl``."""
+
+    request_id: str
+    outcome: Literal["done", "refused", "undone"]
+    """An undone one was begun, and failed; there are as many engines as before."""
+    at: float
+    """Unix time of the answer."""
+    time_s: float
+    """The same in seconds since the run began, as in the other files of the run folder."""
+    before: int
+    """Engines when the request came."""
+    after: int
+    """Engines now."""
+    seconds: float
+    """From its begin to the answer."""
+    reason: str = ""
+    """Why it was not done."""
+
+
+def check_replicas(replicas: Any) -> int:
+    """The number of engines that is asked for.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ConfigError("replicas", replicas, "give a whole number, at least 1")
+    return replicas
+
+
+def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
+    """Ask a run for another number of engines, and wait for its answer.
+
+    Args:
+        folder: Of a run that a process trains.
+        replicas: Engines that it is to have.
+        timeout_s: Limit of the wait.
+
+    Raises:
+        ConfigError: If the number is none, or no process trains the run.
+        APRError: If the run ends before it answers.
+        StarvedError: If it does not answer in time.
+    """
+    check_replicas(replicas)
+    if not is_held(folder):
+        raise ConfigError("RUN_DIR", str(folder), "no process trains a run there now")
+    request_id = ask(folder, replicas)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            is_there = is_held(folder)  # before the look, which the last answer comes before
+            for row in _answers(folder):
+                if row["request_id"] == request_id:
+                    return ScaleAnswer(**row)
+            if not is_there:
+                raise APRError(f"the run in {folder} has ended; its engines are gone with it")
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+    finally:
+        is_withdrawn = withdraw(folder, request_id)
+    what = "it is withdrawn" if is_withdrawn else f"the run is at it; see {SCALING_FILE}"
+    raise StarvedError(f"the run in {folder} did not answer within {timeout_s:g} s: {what}")
+
+
+def ask(folder: Path, replicas: Any) -> str:
+    """Lay a request into a run folder, whole at once; returns its id."""
+    request_id = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
+    new = folder / f".scale-{request_id}"
+    new.write_text(json.dumps({"replicas": replicas}) + "\n", encoding="utf-8")
+    os.replace(new, _path(folder, request_id))
+    return request_id
+
+
+def withdraw(folder: Path, request_id: str) -> bool:
+    """Take a request back; whether nobody had taken it."""
+    try:
+        _path(folder, request_id).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def take(folder: Path) -> ScaleRequest | None:
+    """Take the oldest request of a run folder, if there is one."""
+    for path in sorted(folder.glob(_PATTERN)):
+        request_id = path.stem.removeprefix("scale-")
+        with contextlib.suppress(FileNotFoundError):  # withdrawn
+            text = path.read_text(encoding="utf-8")
+            if withdraw(folder, request_id):
+                return ScaleRequest(request_id=request_id, replicas=_replicas(text))
+    return None
+
+
+def forget(folder: Path) -> None:
+    """Remove requests that nobody waits for: of commands that were killed, before a run began."""
+    while take(folder) is not None:
+        continue
+
+
+def answer(folder: Path, given: ScaleAnswer) -> None:
+    """Write what became of a request."""
+    with (folder / SCALING_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(given)) + "\n")
+
+
+def last_number(folder: Path, since: float) -> int | None:
+    """Engines after the last request that was done since a Unix time; None without one."""
+    done = [r for r in _answers(folder) if r["outcome"] == "done" and r["at"] >= since]
+    return int(done[-1]["after"]) if done else None
+
+
+def _answers(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """All that are there; a line that is being written does not count yet."""
+    with contextlib.suppress(FileNotFoundError):
+        text = (folder / SCALING_FILE).read_text(encoding="utf-8")
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            yield json.loads(line)
+
+
+def _path(folder: Path, request_id: str) -> Path:
+    return folder / f"scale-{request_id}.json"
+
+
+def _replicas(text: str) -> Any:
+    try:
+        asked = json.loads(text)
+    except ValueError:
+        return text
+    return asked.get("replicas") if isinstance(asked, dict) else asked
