@@ -84,6 +84,8 @@ class ServeRolloutClient:
         self._weight_sync_timeout_s = weight_sync_timeout_s
         self._ready: dict[str, str] = {}
         """Replica of each engine that gets requests."""
+        self._seen: Mapping[str, ServerStatus] = {}
+        """What each engine said last."""
         self._learned_at = -math.inf
         """When they were learned; if never, they have to be before the next request."""
         self._asking: asyncio.Task[None] | None = None
@@ -189,9 +191,12 @@ class ServeRolloutClient:
             if not ready:
                 lacks = f"has the weights of version {newest}" if living else "makes any token"
                 raise EngineUnavailableError(f"no rollout server {lacks}")
-            if ready.keys() != self._ready.keys():
-                self._placement.change(ready, limit=self._max_inflight)
-            self._ready, self._learned_at = ready, time.monotonic()
+            self._set_ready(ready)
+
+    def _set_ready(self, ready: dict[str, str]) -> None:
+        if ready.keys() != self._ready.keys():
+            self._placement.change(ready, limit=self._max_inflight)
+        self._ready, self._learned_at = ready, time.monotonic()
 
     # -- engines that come and go ----------------------------------------------------------------
 
@@ -281,7 +286,8 @@ class ServeRolloutClient:
         results = await self._ask("status", drain)
         of_living(results, "status")
         found = zip(engines, results, strict=True)
-        return {engine: status for engine, status in found if not is_death(status)}
+        self._seen = {engine: status for engine, status in found if not is_death(status)}
+        return dict(self._seen)
 
     async def weight_group_state(self) -> WeightGroupState:
         """Which replicas run; they get ranks in order of their ids, from 1 on."""
@@ -331,12 +337,13 @@ class ServeRolloutClient:
         Raises:
             SyncBrokenError: If one that lives did not receive them, or none did.
         """
-        members = sorted(self._members)
+        engines, members = list(self._engines), sorted(self._members)
         try:
-            received = await self._all(
+            results = await self._ask(
                 "receive_weights", policy_version, members, notice, resume,
                 timeout_s=self._weight_sync_timeout_s,
             )  # fmt: skip
+            received = of_living(results, "receive_weights")
         except RolloutError as error:  # none lives, or one does not answer
             raise SyncBrokenError(str(error)) from error
         if not any(received):
@@ -347,8 +354,14 @@ class ServeRolloutClient:
                 sum(received), len(members), policy_version,
             )  # fmt: skip
         self._policy_version = policy_version
-        if self._members != set(self._ready.values()):
-            self._learned_at = -math.inf  # a new replica may answer now
+        if self._members != set(self._ready.values()):  # nobody waits for those that have come
+            took = [e for e, took in zip(engines, results, strict=True) if took is True]
+            seen = [(e, self._seen[e]) for e in took if e in self._seen]
+            ready = {e: status.replica_id for e, status in seen if not status.is_stalled}
+            if ready and self._members.issuperset(ready.values()):
+                self._set_ready(ready)
+            else:
+                self._learned_at = -math.inf
 
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have all replicas score sequences once they have the weights of a version."""

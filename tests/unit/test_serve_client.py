@@ -311,6 +311,28 @@ async def test_an_engine_that_comes_gets_requests_once_it_has_the_newest_weights
     assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
 
 
+async def test_engines_that_have_come_get_requests_with_their_weights_and_nobody_waits(deployment):
+    """known fault: all requests of a sync waited until each engine had told its status."""
+    handle, client = deployment
+    await client._learn()
+    handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
+    state = await client.weight_group_state()
+    await client.join_weight_group(GROUP, state.first_ranks)
+    before = [call for call in handle.called if call[0] == "status"]
+    await client.receive_weights(4)
+    await client._find_ready()
+    assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
+    assert [call for call in handle.called if call[0] == "status"] == before
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    await client.receive_weights(5)
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}
+    handle.statuses["b"] = dataclasses.replace(handle.statuses["b"], replica_id="another")
+    await client.status()
+    await client.join_weight_group(GROUP, {"a": 1, "c": 3, "b": 5})
+    await client.receive_weights(6)
+    assert client._learned_at == -math.inf, "who is there has to be asked"
+
+
 async def test_engines_that_leave_are_forgotten_and_come_again(deployment):
     handle, client = deployment
     handle.statuses["c"] = dataclasses.replace(handle.statuses["a"], replica_id="c")
