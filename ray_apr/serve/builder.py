@@ -2,7 +2,7 @@
 
 Invariants:
     * Replicas that stay go on, untouched, when engines come or go: each engine is a deployment of
-      its own, whose version is the driver's job.
+      its own, whose version is that of the driver's job and of what the engine is built from.
     * An application that cannot be changed is as it was.
 """
 
@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,8 @@ def build_rollout_app(
         num_behind_http: Engines that the ingress is told of.
     """
     context = ray.get_runtime_context()
-    namespace, version = context.namespace, context.get_job_id()
+    namespace = context.namespace
+    version = f"{context.get_job_id()}-{zlib.crc32(repr(spec).encode()):08x}"
     wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
     deployment = serve.deployment(
