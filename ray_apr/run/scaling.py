@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayTaskError
 
-from ray_apr.core.exceptions import APRError, ConfigError, ResourceError, StarvedError, one_line
+from ray_apr.core.exceptions import ConfigError, ResourceError, StarvedError
 from ray_apr.run.checks import check_resources
 from ray_apr.run.scale_requests import (
     ScaleAnswer,
@@ -35,6 +36,7 @@ from ray_apr.run.scale_requests import (
     take,
 )
 from ray_apr.serve.builder import change_rollout_servers
+from ray_apr.serve.errors import without_pages
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -107,7 +109,7 @@ class EngineScaling:
                 self.num_engines = after
             reason = ""
         except Exception as error:  # noqa: BLE001  (a thread: who has asked gets it)
-            reason = one_line(error) if isinstance(error, APRError) else repr(error)
+            reason = _reason(error)
             logger.warning("%s engines are not made %s: %s", before, request.replicas, reason)
         now = time.time()
         given = ScaleAnswer(
@@ -162,7 +164,7 @@ class EngineScaling:
                     undo()
                 except Exception as error:
                     logger.exception("%d engines could not be had back", before)
-                    undone.append(f"not undone: {one_line(error)}")
+                    undone.append(f"not undone: {_reason(error)}")
             raise
 
     def _steps(self, before: int, after: int) -> list[Step]:
@@ -231,6 +233,12 @@ def start_scaling(
     thread = threading.Thread(target=scaling.follow, name="scale-engines", daemon=True)
     thread.start()
     return thread
+
+
+def _reason(error: Exception) -> str:
+    """What was raised, in one line, without what Ray puts around it."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return without_pages(cause)
 
 
 def _wait_for(ref: Any, closing: threading.Event) -> None:

@@ -7,10 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from ray_apr.cli import main as cli
 from ray_apr.config import RolloutConfig
-from ray_apr.core.exceptions import APRError, ConfigError, ResourceError, StarvedError
+from ray_apr.core.exceptions import (
+    APRError,
+    ConfigError,
+    EngineUnavailableError,
+    ResourceError,
+    StarvedError,
+)
 from ray_apr.run import scale_requests
 from ray_apr.run.resume import hold_folder
 from ray_apr.run.scale_requests import (
@@ -137,9 +144,10 @@ def test_what_fails_half_done_is_undone_the_last_step_first(replicas, steps, num
 
 def test_an_undoing_that_fails_does_not_end_the_others_and_is_told():
     cluster = Cluster()
-    cluster.fail = {UP[2]: ValueError("dead"), ("client 0", 2): RuntimeError("gone")}
+    dead = RayTaskError("scale", "traceback", EngineUnavailableError("engine-1 is dead"))
+    cluster.fail = {UP[2]: dead.as_instanceof_cause(), ("client 0", 2): RuntimeError("gone")}
     given = cluster.serve(4)
-    assert given.reason == "ValueError('dead'); not undone: gone"
+    assert given.reason == "engine-1 is dead; not undone: RuntimeError: gone"
     assert cluster.done[-1] == ("deploy", 2, 2)
 
 
