@@ -77,7 +77,7 @@ def scale(folder: Folder, replicas: int, env: dict[str, str]) -> dict[str, Any]:
         env=env, capture_output=True, text=True, timeout=LIMIT_S + 60, check=False,
     )  # fmt: skip
     print(done.stdout + done.stderr, end="", flush=True)
-    answer = folder.rows("scaling.jsonl")[-1]
+    answer = folder.rows("engines.jsonl")[-1]
     laid_at = int(answer["request_id"].partition("-")[0]) / 1e9
     return {
         "replicas": replicas,

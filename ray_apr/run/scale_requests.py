@@ -2,7 +2,7 @@
 
     command (`cli`)                          driver (`run.scaling`)
     scale-<time>-<id>.json ────────────────► takes it, and does or refuses it
-    scaling.jsonl ◄───────────────────────── a row with the same id
+    engines.jsonl ◄───────────────────────── a row with the same id
 
 Invariants:
     * A request is taken by the driver or withdrawn by who asks, never both: who removes its file
@@ -27,7 +27,7 @@ from typing import Any, Literal
 from ray_apr.core.exceptions import APRError, ConfigError, StarvedError
 from ray_apr.run.folder import is_held
 
-SCALING_FILE = "scaling.jsonl"
+ENGINES_FILE = "engines.jsonl"
 """File of the run folder with a row for each request that was answered."""
 _PATTERN = "scale-*.json"
 _LOOK_S = 0.25
@@ -44,7 +44,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleAnswer:
-    """What became of a request; a row of ``scaling.jsonl``."""
+    """What became of a request; a row of ``engines.jsonl``."""
 
     request_id: str
     outcome: Literal["done", "refused", "undone"]
@@ -105,7 +105,7 @@ def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
             time.sleep(_LOOK_S)
     finally:
         is_withdrawn = withdraw(folder, request_id)
-    what = "it is withdrawn" if is_withdrawn else f"the run is at it; see {SCALING_FILE}"
+    what = "it is withdrawn" if is_withdrawn else f"the run is at it; see {ENGINES_FILE}"
     raise StarvedError(f"the run in {folder} did not answer within {timeout_s:g} s: {what}")
 
 
@@ -146,7 +146,7 @@ def forget(folder: Path) -> None:
 
 def answer(folder: Path, given: ScaleAnswer) -> None:
     """Write what became of a request."""
-    with (folder / SCALING_FILE).open("a", encoding="utf-8") as file:
+    with (folder / ENGINES_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(given)) + "\n")
 
 
@@ -159,7 +159,7 @@ def last_number(folder: Path, since: float) -> int | None:
 def _answers(folder: Path) -> Iterator[Mapping[str, Any]]:
     """All that are there; a line that is being written does not count yet."""
     with contextlib.suppress(FileNotFoundError):
-        text = (folder / SCALING_FILE).read_text(encoding="utf-8")
+        text = (folder / ENGINES_FILE).read_text(encoding="utf-8")
         for line in text[: text.rfind("\n") + 1].splitlines():
             yield json.loads(line)
 

@@ -182,7 +182,7 @@ def test_engines_that_were_not_there_yet_did_not_idle(make_run: Callable[..., Pa
         {"time_s": 16.0, "before": 1, "after": 2},
         {"time_s": 50.0, "before": 2, "after": 1},
     ]
-    (folder / "scaling.jsonl").write_text(lines(rows))
+    (folder / "engines.jsonl").write_text(lines(rows))
     ratio = summarize(load_run(folder))["generation_idle_ratio"]
     assert ratio == pytest.approx(1 - 12 / (6 + 2 * 6)), "one engine until 16 s, then two"
 

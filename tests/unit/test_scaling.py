@@ -214,7 +214,7 @@ def test_the_run_is_asked_and_its_answer_comes(folder, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.startswith("engines: 2 → 4 in 0.0 s")
     assert "refused: rollout.num_replicas = 40: the cluster has 8 CPUs; engines: 4" in err
-    assert {path.name for path in folder.iterdir()} == {".lock", "scaling.jsonl"}
+    assert {path.name for path in folder.iterdir()} == {".lock", "engines.jsonl"}
 
 
 def test_a_folder_that_no_process_trains_is_refused_at_once(folder, capsys):
@@ -262,7 +262,7 @@ def test_a_wait_has_a_limit_and_says_what_becomes_of_the_request(folder):
             scale(folder, 4, timeout_s=0.05)
         taken: list[ScaleRequest | None] = []
         threading.Timer(0.05, lambda: taken.append(take(folder))).start()
-        with pytest.raises(StarvedError, match=r"the run is at it; see scaling\.jsonl"):
+        with pytest.raises(StarvedError, match=r"the run is at it; see engines\.jsonl"):
             scale(folder, 4, timeout_s=0.3)
         assert taken[0] is not None
 
@@ -274,7 +274,7 @@ def test_a_restart_begins_with_the_engines_that_there_were(folder, monkeypatch):
     answer(folder, given("a", at=5.0, after=8))
     answer(folder, given("b", at=20.0, after=4))
     answer(folder, given("c", at=21.0, after=4, outcome="undone"))
-    with (folder / "scaling.jsonl").open("a") as file:
+    with (folder / "engines.jsonl").open("a") as file:
         file.write('{"half a li')
     assert as_scaled(spec, since=10.0).rollout.num_replicas == 4
     assert as_scaled(spec, since=30.0) is spec, "a command that goes on has settings of its own"

@@ -21,7 +21,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "samples.jsonl": ("step", "reward", "staleness", "num_tokens", "num_interruptions"),
     "timeline.jsonl": ("start_s", "end_s"),
     "evaluations.jsonl": ("policy_version", "num_samples", "num_failed"),
-    "scaling.jsonl": ("time_s", "before", "after"),
+    "engines.jsonl": ("time_s", "before", "after"),
 }
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
@@ -84,7 +84,7 @@ def load_run(path: str | Path) -> RunData:
         samples=samples,
         timeline=timeline,
         evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
-        scalings=_read_rows(folder / "scaling.jsonl", warnings, is_optional=True),
+        scalings=_read_rows(folder / "engines.jsonl", warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )
