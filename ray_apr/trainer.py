@@ -24,6 +24,7 @@ from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.checks import check_resources, check_spec
+from ray_apr.run.command import Command
 from ray_apr.run.controller import run
 from ray_apr.run.host import HostedRun, is_captured
 from ray_apr.run.model import check_model, context_of
@@ -69,6 +70,7 @@ class APRTrainer:
             on with, from its last checkpoint on (docs/resume.md).
         checkpoint: Checkpoint of another run that this one begins with: weights, optimizer, step,
             policy version, and the prompts that come next. None begins with the model.
+        command: Of the command line, kept in the run folder for ``ray-apr resume``; None in Python.
 
     Raises:
         ConfigError: For bad input, before anything is started.
@@ -100,6 +102,7 @@ class APRTrainer:
         scaling_config: ray.train.ScalingConfig | None = None,
         run_config: ray.train.RunConfig | None = None,
         checkpoint: str | Path | ray.train.Checkpoint | None = None,
+        command: Command | None = None,
     ) -> None:
         rollout = rollout_config or RolloutConfig()
         partial_rollout = partial_rollout_config or PartialRolloutConfig()
@@ -127,6 +130,7 @@ class APRTrainer:
             scaling=scaling_config or ray.train.ScalingConfig(num_workers=1),
             run=run,
             checkpoint=_as_checkpoint(checkpoint),
+            command=command,
         )
         check_spec(spec)
         check_port(rollout)

@@ -295,6 +295,7 @@ def make_trainer(
             storage_path=str(run_dir.parent),
             failure_config=ray.train.FailureConfig(max_failures=settings.run.max_failures),
         ),
+        command=settings.command,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ray_apr train | report | verify | simulate | tune | ...``.
+"""The command line: ``python -m ray_apr train | resume | report | verify | simulate | ...``.
 
 Also installed as ``ray-apr``.
 
@@ -19,11 +19,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
+
+if TYPE_CHECKING:
+    from ray_apr.cli.settings import RunSettings
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -81,14 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG.yaml", type=Path)
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
-    )
+    _add_overrides(train)
     train.add_argument(
         "--resume",
         action="store_true",
@@ -99,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
     train.set_defaults(command=_train)
+
+    resume = commands.add_parser("resume", help="go on with a run that `train` began")
+    resume.add_argument("run", metavar="RUN_DIR", type=Path)
+    _add_overrides(resume)
+    resume.set_defaults(command=_resume)
 
     report = commands.add_parser("report", help="make the report of a run, or compare two runs")
     report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
@@ -146,17 +147,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
+    )
+
+
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.cli.launch import dry_run, make_plan, run_training
+    from ray_apr.cli.launch import dry_run, make_plan
     from ray_apr.cli.settings import load_settings
 
-    began_at = time.monotonic()
     overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
     settings = load_settings(args.config, overrides)
     if not settings.run.resume:
         check_new_folder(settings.run_dir)  # before a report is made of what it holds
-    plan = make_plan(settings)
     if args.dry_run:
+        plan = make_plan(settings)
         _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
         warnings = dry_run(settings)
         for warning in warnings:
@@ -166,7 +177,21 @@ def _train(args: argparse.Namespace) -> int:
         return EXIT_OK
     if args.json:
         raise ConfigError("--json", True, "only with --dry-run")
-    _show(_plan_text(plan) + "\n")
+    return _run(settings)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from ray_apr.cli.resume import settings_to_resume
+
+    return _run(settings_to_resume(args.run, args.overrides))
+
+
+def _run(settings: RunSettings) -> int:
+    """Show the plan, train, and make the report."""
+    from ray_apr.cli.launch import make_plan, run_training
+
+    began_at = time.monotonic()
+    _show(_plan_text(make_plan(settings)) + "\n")
     with _report_at_end(settings.run_dir):
         run_training(settings, progress=_show)
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
@@ -176,19 +201,25 @@ def _train(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _report_at_end(run_dir: Path) -> Iterator[None]:
-    """Make the report of a run that ends or fails, from what it wrote; never hide its error."""
-    failed = True
+    """Make the report of a run that ends or fails, from what it wrote; never hide its error. A run
+    that was refused has written nothing."""
+    settings = run_dir / "config.json"
+    before, failed = _written_at(settings), True
     try:
         yield
         failed = False
     finally:
         if not failed:
             _make_report(run_dir, None)
-        elif (run_dir / "config.json").exists():
+        elif _written_at(settings) != before:
             try:
                 _make_report(run_dir, None)
             except Exception as error:  # noqa: BLE001 (the run's own error goes on)
                 _complain(f"the report could not be made: {error}", verbose=False)
+
+
+def _written_at(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _report(args: argparse.Namespace) -> int:

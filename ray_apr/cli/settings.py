@@ -30,6 +30,7 @@ from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.yaml import check_types, read_yaml, set_override
 from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 from ray_apr.run.model import check_model
 
@@ -149,6 +150,8 @@ class RunSettings(Sections):
 
     path: Path
     """The YAML file; relative names in it are relative to its folder."""
+    command: Command
+    """What the run folder keeps of them."""
     model: str
     """Absolute path of a model folder, or a hub id ``owner/name``."""
     prompts: PromptsSettings
@@ -220,10 +223,12 @@ def load_settings(
     if values.get("reward") is None and values.get("environment") is None:
         remedy = f"is missing; add `reward: file.py:function` to {path.name}"
         raise ConfigError("reward", None, remedy)
-    return _build(path, values, now_s)
+    return _build(path, values, now_s, Command.of(path, overrides))
 
 
-def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSettings:
+def _build(
+    path: Path, values: Mapping[str, Any], now_s: float | None, command: Command
+) -> RunSettings:
     sections = {
         name: _section(name, cls, values.get(name))
         for name, cls in _SECTIONS.items()
@@ -249,6 +254,7 @@ def _build(path: Path, values: Mapping[str, Any], now_s: float | None) -> RunSet
         sections["run"] = dataclasses.replace(sections["run"], name=name)
     settings = RunSettings(
         path=path,
+        command=command,
         model=check_model(values["model"], path.parent),
         prompts=prompts,
         reward=code.get("reward"),

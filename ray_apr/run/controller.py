@@ -113,6 +113,8 @@ def run(
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)
             write_json(spec.folder / "config.json", spec.describe())
+            if spec.command is not None:
+                spec.command.write(spec.folder)
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
             make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)

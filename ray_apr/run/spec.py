@@ -18,6 +18,7 @@ from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
 from ray_apr.config.engine import Device
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
+from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
@@ -43,6 +44,8 @@ class RunSpec(Sections):
     """What the user gives Ray Train; `run_config` is what it gets."""
     checkpoint: ray.train.Checkpoint | None = None
     """What a run begins with that has no checkpoint of its own; None: with the model."""
+    command: Command | None = None
+    """What the run folder keeps for ``ray-apr resume``; None: the run was begun in Python."""
 
     def on_devices(self, *, has_gpus: bool) -> RunSpec:
         """The same with devices and data types that were left to the cluster.

@@ -1,0 +1,77 @@
+"""``ray-apr resume RUN_DIR``: what ``train CONFIG --resume`` does, from the run folder alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ray_apr.cli.settings import RunSettings, load_settings
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.command import read_command
+
+
+def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """Read the settings with which the run of a folder goes on, and go to the working directory of
+    its command.
+
+    Args:
+        run_dir: The run folder; it may have been moved.
+        overrides: Settings that are others from now on, ``"train.steps=20"``.
+
+    Raises:
+        ConfigError: If there is no run that a command began, another process trains it, or a
+            setting is wrong.
+    """
+    from ray_apr.run.resume import hold_folder
+
+    folder = run_dir.expanduser().resolve()
+    command = read_command(folder)
+    with hold_folder(folder):  # the run holds it later; refused here, nothing is started
+        pass
+    for key in command.withheld:
+        if not any(text.partition("=")[0].strip() == key for text in overrides):
+            raise ConfigError(
+                "--set", None, f"the run folder does not keep {key}; give it again: --set {key}=..."
+            )
+    _go_to(Path(command.working_directory))
+    if not Path(command.config).is_file():
+        raise ConfigError(
+            "RUN_DIR",
+            str(folder),
+            f"its settings {command.config} are no longer there; put them back, or go on with "
+            f"`train CONFIG --resume --set run.name={folder.name}`",
+        )
+    own = [
+        f"run.name={json.dumps(folder.name)}",
+        f"run.storage_path={json.dumps(str(folder.parent))}",
+        "run.resume=true",
+    ]
+    kept = [text for text in command.overrides if text not in (*own, *overrides)]
+    settings = load_settings(command.config, [*kept, *own, *overrides])
+    if settings.run_dir != folder or not settings.run.resume:
+        raise ConfigError(
+            "--set", list(overrides), "a run that goes on keeps run.name, run.storage_path"
+        )
+    return settings
+
+
+def _go_to(directory: Path) -> None:
+    """Change the working directory, and where Python looks for modules if it looks there.
+
+    Raises:
+        ConfigError: If it is no longer there.
+    """
+    here = os.getcwd()
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ConfigError(
+            "RUN_DIR",
+            str(directory),
+            f"the run's command was given there, which cannot be entered: {error}; make it, or go "
+            "on with `train CONFIG --resume`",
+        ) from error
+    sys.path[:] = [str(directory) if entry == here else entry for entry in sys.path]

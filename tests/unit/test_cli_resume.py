@@ -1,0 +1,192 @@
+"""``ray-apr resume RUN_DIR``: what the run folder keeps of its command, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+
+from ray_apr.cli import launch
+from ray_apr.cli import main as cli
+from ray_apr.cli.resume import settings_to_resume
+from ray_apr.cli.settings import load_settings
+from ray_apr.config import TrainConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run import controller
+from ray_apr.run.command import COMMAND_FILE, Command, read_command
+from ray_apr.run.resume import hold_folder
+from tests.run_specs import run_spec
+
+YAML = """\
+model: base_model
+prompts: prompts.jsonl
+reward: task.py:reward
+rollout: {group_size: 4, max_response_tokens: 32}
+train: {steps: 3, batch_size: 8}
+ray: {num_cpus: 4}
+"""
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings in a folder of their own; the command was given in ``there``."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    files, there = tmp_path / "files", tmp_path / "there"
+    files.mkdir()
+    there.mkdir()
+    (files / "base_model").symlink_to(EXAMPLE / "base_model")
+    (files / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (files / "task.py").write_text("def reward(sample):\n    return 1.0\n")
+    (files / "tiny.yaml").write_text(YAML)
+    monkeypatch.chdir(there)
+    return files / "tiny.yaml"
+
+
+def begin_run(config: Path, *overrides: str) -> Path:
+    """A run that a command began and that did not end; returns its folder."""
+    settings = load_settings(config, ["run.name=mine", *overrides])
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    settings.command.write(settings.run_dir)
+    (settings.run_dir / "metrics.jsonl").write_text("")
+    return settings.run_dir
+
+
+def test_a_run_goes_on_from_anywhere_with_the_settings_of_its_command(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = begin_run(config, "train.steps=7", "rollout.group_size=2")
+    begun = []
+    monkeypatch.setattr(launch, "run_training", lambda settings, **_: begun.append(settings))
+    monkeypatch.setattr(cli, "_make_report", lambda run_dir, out: None)
+    monkeypatch.chdir(tmp_path)
+    paths = list(sys.path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *paths])
+    assert cli.main(["resume", "there/runs/mine"]) == 0
+    (settings,) = begun
+    assert settings.run_dir == run_dir and settings.run.resume
+    assert (settings.train.steps, settings.rollout.group_size) == (7, 2)
+    assert settings.prompts.path == str(config.parent / "prompts.jsonl")
+    assert (os.getcwd(), sys.path) == (str(tmp_path / "there"), [os.getcwd(), *paths])
+    prompts = launch.read_prompts(settings.prompts)
+    spec = launch.make_trainer(settings, prompts, None).spec
+    assert spec.folder == run_dir and spec.command == settings.command
+
+
+def test_further_settings_hold_for_the_next_time_too(config: Path) -> None:
+    run_dir = begin_run(config, "train.steps=7")
+    for new in ("train.steps=9", "train.steps=11", "train.steps=9"):
+        settings = settings_to_resume(run_dir, [new])
+        settings.command.write(run_dir)
+    assert settings_to_resume(run_dir).train.steps == 9
+    overrides = read_command(run_dir).overrides
+    assert len(set(overrides)) == len(overrides)
+
+
+def test_a_folder_that_was_moved_goes_on_where_it_is(config: Path, tmp_path: Path) -> None:
+    run_dir = begin_run(config)
+    moved = tmp_path / "kept" / "007"  # a name that YAML would read as a number
+    moved.parent.mkdir()
+    run_dir.rename(moved)
+    assert settings_to_resume(moved).run_dir == moved
+
+
+@pytest.mark.parametrize(
+    ("token", "key"),
+    [
+        ("rollout.http.control_token=hush", "rollout.http.control_token"),
+        ("rollout.http={control_token: hush}", "rollout.http"),
+    ],
+)
+def test_a_control_token_is_not_kept_and_is_asked_for(config: Path, token: str, key: str) -> None:
+    run_dir = begin_run(config, token, "train.steps=7")
+    assert "hush" not in (run_dir / COMMAND_FILE).read_text()
+    with pytest.raises(ConfigError, match=f"give it again: --set {key}="):
+        settings_to_resume(run_dir)
+    settings = settings_to_resume(run_dir, [token])
+    assert (settings.rollout.http.control_token, settings.train.steps) == ("hush", 7)
+    assert settings.command.withheld == (key,)
+    assert not any("hush" in text for text in settings.command.overrides)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "message"),
+    [
+        (lambda run, config: (run / COMMAND_FILE).unlink(), [], r"by APRTrainer\.restore"),
+        (lambda run, config: [f.unlink() for f in run.iterdir()], [], "holds no run; give the"),
+        (lambda run, config: (run / COMMAND_FILE).write_text("{"), [], "cannot be read"),
+        (lambda run, config: (run / COMMAND_FILE).write_text("{}"), [], "no command of this"),
+        (lambda run, config: config.unlink(), [], "are no longer there; put them back"),
+        (lambda run, config: None, ["run.name=other"], "keeps run.name, run.storage_path"),
+        (lambda run, config: None, ["run.resume=false"], "keeps run.name"),
+        (lambda run, config: None, ["train.step=1"], r"train\.step = 1: unknown key"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    config: Path, spoil: Any, overrides: list[str], message: str
+) -> None:
+    run_dir = begin_run(config)
+    spoil(run_dir, config)
+    with pytest.raises(ConfigError, match=message):
+        settings_to_resume(run_dir, overrides)
+
+
+def test_a_working_directory_that_is_gone_is_refused(config: Path, tmp_path: Path) -> None:
+    run_dir = begin_run(config).rename(tmp_path / "mine")
+    (tmp_path / "there" / "runs").rmdir()
+    os.chdir(tmp_path)
+    (tmp_path / "there").rmdir()
+    with pytest.raises(ConfigError, match="which cannot be entered"):
+        settings_to_resume(run_dir)
+
+
+def test_a_run_that_another_process_trains_is_refused_at_once(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = begin_run(config)
+    with hold_folder(run_dir):
+        assert cli.main(["resume", str(run_dir)]) == 2
+    said = capsys.readouterr()
+    assert "another process trains it" in said.err and said.out == ""
+
+
+def test_refused_commands_leave_the_folder_as_it_is(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = begin_run(config, "train.steps=7")
+    (run_dir / "config.json").write_text("{}")
+    before = {file: file.read_bytes() for file in run_dir.iterdir()}
+    mine = ["--set", "run.name=mine"]
+    assert cli.main(["train", str(config), *mine]) == 2, "the name is taken"
+    assert cli.main(["train", str(config), *mine, "--resume", "--dry-run"]) == 0
+
+    def refuse(settings: Any, **_: Any) -> None:
+        raise ConfigError("train.steps", 7, "none is left")
+
+    monkeypatch.setattr(launch, "run_training", refuse)
+    assert cli.main(["resume", str(run_dir)]) == 2
+    (run_dir / ".lock").unlink()
+    assert {file: file.read_bytes() for file in run_dir.iterdir()} == before
+
+
+def test_a_run_keeps_its_command_once_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    command = Command(config="/a.yaml", overrides=("mode=sync",), working_directory="/")
+    spec = run_spec(run=run, train=TrainConfig(steps=4), command=command)
+    monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
+    monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
+    monkeypatch.setattr(controller, "_run_parts", lambda *_: None)
+    monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(controller.ray, "cluster_resources", dict)
+    controller.run(spec, None)
+    assert read_command(spec.folder) == command
+    assert json.loads((spec.folder / COMMAND_FILE).read_text())["overrides"] == ["mode=sync"]
+    assert not (spec.folder / f"{COMMAND_FILE}.new").exists()
