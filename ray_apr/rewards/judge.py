@@ -62,6 +62,8 @@ class Endpoint:
     async def ask(self, prompt: str, sample_id: str) -> str:
         """Return the answer to a prompt; one try.
 
+        Waits for: the endpoint. Unblocked by: its answer, or the judge's `timeout_s`.
+
         Raises:
             _PassingError: If another try may work.
             RewardError: If not.
@@ -76,7 +78,10 @@ class Endpoint:
         url = f"{self.base_url.rstrip('/')}/chat/completions"
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers()) as session,
+                # aiohttp's own limit of 300 s would end what the judge's lets go on
+                aiohttp.ClientSession(
+                    headers=self._headers(), timeout=aiohttp.ClientTimeout(total=None)
+                ) as session,
                 session.post(url, json=body, allow_redirects=False) as answer,
             ):
                 text = await answer.text(errors="replace")
@@ -118,6 +123,8 @@ class Handle:
 
     async def ask(self, prompt: str, sample_id: str) -> str:
         """Return the answer to a prompt; one try.
+
+        Waits for: the deployment. Unblocked by: its answer, or the judge's `timeout_s`.
 
         Raises:
             RewardError: If it is no text.

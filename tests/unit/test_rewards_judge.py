@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -32,6 +33,9 @@ class Judge:
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if entry == "hang":
             await asyncio.sleep(30)
+        if isinstance(entry, float):
+            await asyncio.sleep(entry)
+            entry = "Score: 4"
         if isinstance(entry, web.Response):
             return entry
         if isinstance(entry, int):
@@ -110,6 +114,14 @@ async def test_a_slow_judge_is_a_timeout(serve):
     with pytest.raises(RewardError) as caught:
         await judge_at(await serve(judge), timeout_s=0.2, max_retries=1)(SAMPLE)
     assert (caught.value.kind, len(judge.requests)) == ("timeout", 2)
+
+
+async def test_no_limit_but_the_judges_counts(serve, monkeypatch):
+    """aiohttp's 300 s ended what a longer `timeout_s` allows."""
+    short = aiohttp.ClientTimeout(total=0.05)
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", short)
+    reward = judge_at(await serve(Judge(0.3)), max_retries=0)
+    assert (await reward(SAMPLE)).reward == 4.0
 
 
 async def test_a_refusal_is_not_tried_again(serve):
