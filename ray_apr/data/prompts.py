@@ -172,6 +172,9 @@ def encode_dataset(
 ) -> list[ray.ObjectRef]:
     """Encode every prompt as a Ray Data stage and return the Arrow tables by reference.
 
+    Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
+    last table, or its error.
+
     Args:
         dataset: Rows with `column` and whatever the reward reads.
         model: Folder or hub id whose tokenizer is used.

@@ -19,6 +19,7 @@ from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.run.journals import header_of, journal_of
+from ray_apr.run.preflight import wait_for_cpu
 from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
@@ -134,6 +135,7 @@ class Actors:
         self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
     ) -> list[ray.ObjectRef]:
         spec = self._spec
+        wait_for_cpu(spec.rollout.engine.start_timeout_s)
         return encode_dataset(
             prompts,
             name=f"{spec.name}-{what}",
@@ -188,7 +190,7 @@ class Actors:
             batch_size=spec.step_size,
             model=spec.model,
             make_prompts=lambda: PromptSource(
-                ray.get(tables), seed=seed, position=position, pending=pending
+                _fetched(tables), seed=seed, position=position, pending=pending
             ),
             make_client=self._client_maker(
                 max_inflight=max_inflight, weight_sync_timeout_s=spec.train.weight_sync_timeout_s
@@ -217,7 +219,7 @@ class Actors:
             rollout=rollout,
             config=spec.evaluation,
             model=spec.model,
-            make_prompts=lambda: held_out_prompts(ray.get(tables)),
+            make_prompts=lambda: held_out_prompts(_fetched(tables)),
             make_client=self._client_maker(),
             make_scorer=lambda: Scorer(reward, rollout, environment),
             recorder=recorder,
@@ -238,6 +240,14 @@ class Actors:
         return make_client
 
 
+def _fetched(refs: Any) -> Any:
+    """Values of the object store, inside of the actor that wants them.
+
+    Waits for: their way there. Unblocked by: the store, or the error of what it has lost.
+    """
+    return ray.get(refs)
+
+
 def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerState] | None:
     """What makes the samples under way inside of the rollout worker; None if there are none."""
     progress = begin.rollout
@@ -246,7 +256,7 @@ def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerS
     samples = ray.put(begin.samples)
 
     def make_state(prompt_of: Callable[[str], Prompt]) -> SchedulerState:
-        live, handed_over = groups_of(ray.get(samples), prompt_of)
+        live, handed_over = groups_of(_fetched(samples), prompt_of)
         return SchedulerState(
             groups=tuple(live),
             handed_over=tuple(handed_over),

@@ -112,7 +112,7 @@ def nodes_without(path: str, node_ids: Collection[str]) -> set[str]:
     missing: set[str] = set()
     for answer in answered:
         try:
-            if not ray.get(answer):
+            if not ray.get(answer, timeout=_ANSWER_S):
                 missing.add(asked[answer])
         except RayError as error:
             logger.warning(
@@ -125,7 +125,10 @@ def nodes_without(path: str, node_ids: Collection[str]) -> set[str]:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a path exists on this node, now or soon."""
+    """Whether a path exists on this node, now or soon.
+
+    Waits for: the path. Unblocked by: its appearance, or `_LAG_S`.
+    """
     deadline = time.monotonic() + _LAG_S
     while not os.path.exists(path):
         if time.monotonic() > deadline:
@@ -151,6 +154,27 @@ def placement_limit(limit_s: float) -> Iterator[None]:
         yield
     finally:
         del os.environ[_PLACEMENT_LIMIT]
+
+
+def wait_for_cpu(limit_s: float) -> None:
+    """Wait until a task finds a CPU, as the tasks of Ray Data do, which wait for one without limit.
+
+    Args:
+        limit_s: Longest wait.
+
+    Raises:
+        ResourceError: If none becomes free.
+    """
+    placed = ray.remote(num_cpus=1)(_is_there).remote(os.sep)
+    if ray.wait([placed], timeout=limit_s)[0]:
+        return
+    ray.cancel(placed)
+    free, total = ray.available_resources(), ray.cluster_resources()
+    raise ResourceError(
+        f"encoding the prompts found no CPU within {limit_s:g} s (rollout.engine.start_timeout_s): "
+        f"it wants 1 (free: {free.get('CPU', 0.0):g} of {total.get('CPU', 0.0):g}). Add CPUs, or "
+        "end what else runs there"
+    )
 
 
 def found_no_place(error: Exception) -> bool:

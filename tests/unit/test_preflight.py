@@ -10,7 +10,7 @@ import ray.train
 from ray.exceptions import ActorDiedError
 
 from ray_apr.config import Sections, TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run import preflight
 from ray_apr.run.checks import check_restarts
 from ray_apr.run.preflight import (
@@ -19,6 +19,7 @@ from ray_apr.run.preflight import (
     not_placed,
     other_nodes,
     placement_limit,
+    wait_for_cpu,
 )
 from ray_apr.run.spec import RESTARTS
 from tests.run_specs import run_spec
@@ -180,6 +181,24 @@ def test_train_workers_without_a_place_say_what_the_cluster_lacks(monkeypatch, f
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "7")
     text = str(not_placed(scaling, 600.0))
     assert "within 7 s (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S)" in text
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_prompts_that_find_no_cpu_say_so(monkeypatch, is_placed):
+    """It waited without end, as Ray Data does."""
+    cancelled = []
+    remote = SimpleNamespace(remote=lambda path: path)
+    monkeypatch.setattr(preflight.ray, "remote", lambda **_: lambda function: remote)
+    monkeypatch.setattr(preflight.ray, "wait", lambda refs, timeout: (refs * is_placed, []))
+    monkeypatch.setattr(preflight.ray, "cancel", cancelled.append)
+    monkeypatch.setattr(preflight.ray, "available_resources", dict)
+    monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    if is_placed:
+        wait_for_cpu(5.0)
+        return
+    with pytest.raises(ResourceError, match=r"within 5 s .*start_timeout_s.*free: 0 of 4"):
+        wait_for_cpu(5.0)
+    assert cancelled == [os.sep]
 
 
 @pytest.mark.parametrize("before", [None, "7"])
