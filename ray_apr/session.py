@@ -125,6 +125,8 @@ class TrainingSession:
 
         It is one of the run's own, too, and counts among ``train.num_checkpoints_to_keep``.
 
+        Waits for: the run. Unblocked by: the checkpoint, or its end; it has limits of its own.
+
         Args:
             folder: On this node; made if it is not there.
 
@@ -148,13 +150,16 @@ class TrainingSession:
     def _follow(self, orders: Sequence[Order]) -> None:
         """Give orders, and wait until they are done; with the last step, until the run has ended.
 
+        Waits for: the run. Unblocked by: orders that are done, or its end; it has limits of its
+        own.
+
         Raises:
             APRError: What the run failed of, or that it was stopped.
         """
         if self._is_stopped:
             raise APRError(f"the run {self._spec.name} was stopped")
         number = self._run.order(orders) if orders or not self._has_all_steps else None
-        if self._has_all_steps or not self._run.wait(number):
+        if self._has_all_steps or not self._run.wait(num_orders=number):
             self._run.result()
 
     def stop(self) -> dict[str, Any]:

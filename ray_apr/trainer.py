@@ -182,6 +182,9 @@ class APRTrainer:
 
         Inside of a placement group, as in a trial of Ray Tune, the run is in a host outside of it.
 
+        Waits for: the run. Unblocked by: its end; its parts have limits of their own, and Ctrl-C
+        and SIGTERM end it.
+
         Args:
             progress: Gets one line a step, and one every few seconds while nothing moves, e.g.
                 ``print``; None hands them to the logger ``ray_apr.run.controller`` at level INFO,

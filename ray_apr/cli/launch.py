@@ -194,6 +194,9 @@ def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
 def run_training(settings: RunSettings, *, progress: Callable[[str], None] | None = None) -> Path:
     """Check, start or join Ray, train, and leave Ray again.
 
+    Waits for: the run. Unblocked by: its end; its parts have limits of their own, and Ctrl-C and
+    SIGTERM end it.
+
     Args:
         settings: Of the run.
         progress: Gets one line a step; None logs them.

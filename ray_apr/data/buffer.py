@@ -47,6 +47,8 @@ class BufferState:
 class SampleBuffer:
     """Async actor between the rollout worker and the train workers' streams.
 
+    Waits for: the recorder, where there are rows for it. Unblocked by: its answer or its death.
+
     Args:
         batch_size: Samples of one optimizer step.
         max_staleness: Oldest token that is trained, in optimizer steps.

@@ -15,7 +15,8 @@ Invariants:
     * When the supervisor has ended, no process of the program's is left. With namespaces the end of
       init, process 1 of its own process namespace, ends them all. Without, the supervisor ends
       those of the program's user or, where the user is its own, all of its descendants.
-    * The supervisor ends with its caller, and init with the supervisor.
+    * The supervisor ends with its caller, and init with the supervisor. Waits for: the processes
+      below. Unblocked by: their ends; the caller ends the supervisor at its limit.
     * The program has no privilege and cannot gain one; it can make neither sockets (but pairs,
       which only its own processes hold), nor namespaces, nor memory that its limits do not count
       (`system_calls.py`).
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 SCRATCH = "/apr-sandbox"
 """The program's folder, and all that it can write to, where it has namespaces of its own."""
-
 _UIDS = range(50_000, 59_000)
 """Users that nobody has; each sandbox claims one of them."""
 _INNER_ID = 1000

@@ -166,7 +166,11 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _supervisor(spec_fd: int, stdin_fd: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start the jail; it is gone when this context is left."""
+    """Start the jail; it is gone when this context is left.
+
+    Waits for: the jail's end, when this context is left. Unblocked by: that, or SIGKILL after
+    `_END_LIMIT_S`.
+    """
     status, status_of_jail = os.pipe()
     with open(status, "rb", buffering=0), contextlib.ExitStack() as stack:
         try:
@@ -224,7 +228,10 @@ class _Watch:
         self._deadline = time.monotonic() + _START_LIMIT_S
 
     def follow(self) -> Outcome:
-        """Wait for the end; returns how it came."""
+        """Return how the program came to its end.
+
+        Waits for: the jail's output and status. Unblocked by: these, or `time_limit_s`.
+        """
         os.set_blocking(self._output_fd, False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._status_fd, selectors.EVENT_READ)

@@ -169,7 +169,11 @@ class WeightedSum:
 
 
 async def _value_of(name: str, function: RewardFunction, sample: Sample) -> RewardResult:
-    """Call one part: a plain function in a thread, as it may block."""
+    """Call one part: a plain function in a thread, as it may block.
+
+    Waits for: the part. Unblocked by: its answer, or `rollout.reward.timeout_s`, which ends the
+    whole call.
+    """
     value: Any
     if inspect.iscoroutinefunction(function):
         value = await function(sample)

@@ -83,6 +83,10 @@ async def capture(
 def _table(
     live: Sequence[Sequence[Sample]], refs: Sequence[Any], waiting: Sequence[Sequence[Sample]]
 ) -> Any:
-    """An ObjectRef of all samples as one table; of those of the buffer there are references."""
+    """An ObjectRef of all samples as one table; of those of the buffer there are references.
+
+    Waits for: the buffer's samples. Unblocked by: the object store, or the error of what it has
+    lost.
+    """
     held: list[Sequence[Sample]] = ray.get(list(refs))
     return ray.put(samples_table(live, (*held, *waiting)))

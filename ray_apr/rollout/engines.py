@@ -101,6 +101,9 @@ class EngineWatch:
     async def read(self, client: RolloutClient) -> set[str]:
         """Ask all servers for their status and record what they did since the last time.
 
+        Waits for: the servers, then the recorder. Unblocked by: their answers or deaths; the client
+        has a limit.
+
         Returns:
             Ids of the replicas that answered; none where one that lives is too slow to.
 

@@ -114,6 +114,8 @@ class Evaluator:
     async def evaluate(self, policy_version: int, *, is_last: bool = False) -> dict[str, Any]:
         """Evaluate the version that the servers have now.
 
+        Waits for: an evaluation under way. Unblocked by: its end; who asks has a limit.
+
         Args:
             policy_version: That version.
             is_last: Wait for an evaluation that is under way, instead of leaving this one out.
@@ -141,12 +143,19 @@ class Evaluator:
         await self._client.scale(num_engines)
 
     async def wait_until_idle(self) -> None:
-        """Wait for an evaluation that is under way; who asks has a limit."""
+        """Return once no evaluation is under way.
+
+        Waits for: an evaluation under way. Unblocked by: its end; who asks has a limit.
+        """
         async with self._running:
             return
 
     async def _evaluate(self, policy_version: int) -> dict[str, Any]:
-        """Evaluate one version, and record it."""
+        """Evaluate one version, and record it.
+
+        Waits for: all responses, then the recorder. Unblocked by: their ends, each of which has a
+        limit, or `stop`; its answer or its death.
+        """
         begin = time.monotonic()
         slots = asyncio.Semaphore(self._config.max_inflight)
         samples = await asyncio.gather(
@@ -201,7 +210,10 @@ class Evaluator:
         )
 
     async def _evaluate_one(self, sample: Sample, slots: asyncio.Semaphore) -> Sample | None:
-        """Generate and score a response; None if that failed, or the run ends."""
+        """Generate and score a response; None if that failed, or the run ends.
+
+        Waits for: a slot. Unblocked by: the end of another response.
+        """
         if sample.prompt.prompt_id in self._poison:
             return None
         try:
@@ -239,7 +251,11 @@ class Evaluator:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     async def _generate(self, sample: Sample) -> Sample:
-        """Generate to the end of a turn, over interruptions and a bounded number of failures."""
+        """Generate to the end of a turn, over interruptions and a bounded number of failures.
+
+        Waits for: an engine. Unblocked by: its answer, `rollout.engine.stall_timeout_s` without any
+        engine, or `stop`.
+        """
         failures, deaths, waits_since = 0, 0, None
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._stopping:

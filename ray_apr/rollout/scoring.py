@@ -80,7 +80,11 @@ class RewardWorker:
     async def _call(
         self, function: Callable[[Sample], Any], sample: Sample, limit: asyncio.Timeout
     ) -> Any:
-        """Call a function; only what awaits can be stopped by `limit` in here."""
+        """Call a function; only what awaits can be stopped by `limit` in here.
+
+        Waits for: the user's function. Unblocked by: its answer, or `limit`; a process whose
+        function blocks beyond that is killed by the caller.
+        """
         value: Any = None
         if not inspect.iscoroutinefunction(function):
             loop = asyncio.get_running_loop()
@@ -187,6 +191,10 @@ class Scorer:
         return step
 
     async def _call(self, what: Call, sample: Sample) -> RewardResult | Step:
+        """Call one of the user's functions; one that fails is tried again.
+
+        Waits for: a slot. Unblocked by: the end of another call, each of which has a limit.
+        """
         for tries_left in range(self._config.reward.retries, -1, -1):
             try:
                 async with self._slots:

@@ -201,7 +201,11 @@ class Sessions:
         await self._observe(live, asked, self._scorer.step(asked))
 
     async def _observe(self, live: LiveSample, asked: Sample, answer: Awaitable[Step]) -> None:
-        """Take the environment's answer, unless the sample was dropped or began anew meanwhile."""
+        """Take the environment's answer, unless the sample was dropped or began anew meanwhile.
+
+        Waits for: the environment. Unblocked by: its answer, or `rollout.reward.timeout_s` of each
+        try.
+        """
         begin, began = time.monotonic(), self._steps.now
         try:
             step = await answer
@@ -259,7 +263,11 @@ class Sessions:
             await self._hand_over(group)
 
     async def _hand_over(self, group: Sequence[Sample]) -> None:
-        """Give a whole, scored group to the buffer."""
+        """Give a whole, scored group to the buffer.
+
+        Waits for: the end of a capture, then the buffer. Unblocked by: that; its answer or its
+        death.
+        """
         group_id = group[0].group_id
         metas = tuple(SampleMeta.of(member) for member in group)
         await self._may_hand_over.wait()
@@ -273,7 +281,10 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def hand_overs_held(self) -> AsyncIterator[None]:
-        """Inside of it no group goes to the buffer, and all that were sent to it are there."""
+        """Inside of it no group goes to the buffer, and all that were sent to it are there.
+
+        Waits for: the groups under way. Unblocked by: the buffer's answers or its death.
+        """
         self._may_hand_over.clear()
         try:
             while self._num_arriving:
@@ -284,7 +295,11 @@ class Sessions:
             self._may_hand_over.set()
 
     async def _all_generated(self) -> None:
-        """Wait until nothing generates, or the run stops; each call in flight has a limit."""
+        """Return once nothing generates, or the run stops.
+
+        Waits for: the calls in flight. Unblocked by: their ends, each of which has a limit, or the
+        run's.
+        """
         while self._scheduler.live.num_unfinished and not self.stopping.is_set():
             self.generated.clear()
             await self.generated.wait()

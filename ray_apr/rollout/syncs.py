@@ -69,7 +69,10 @@ class WeightSyncs:
             self._draining.cancel()
 
     async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run, and whether just these are in the weight group; a sync begins."""
+        """Which replicas run, and whether just these are in the weight group; a sync begins.
+
+        Waits for: the engines' start. Unblocked by: that; the train worker that asks has a limit.
+        """
         await self._engines_run.wait()
         async with self._turns:
             self._is_syncing = True
@@ -106,6 +109,8 @@ class WeightSyncs:
 
     async def sleep(self) -> bool:
         """Have the engines leave their devices to the train workers, until the next sync.
+
+        Waits for: the engines' start. Unblocked by: that; the train worker that asks has a limit.
 
         Returns:
             False if requests have to end first: the caller calls again.

@@ -8,7 +8,10 @@ from typing import Any
 
 
 async def first_of(watched: Awaitable[Any], other: Awaitable[Any]) -> bool:
-    """Wait for either; whether `watched` is done. What is not done is cancelled."""
+    """Wait for either; whether `watched` is done. What is not done is cancelled.
+
+    Waits for: either. Unblocked by: what its caller says of both.
+    """
     tasks = [asyncio.ensure_future(watched), asyncio.ensure_future(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -55,6 +55,9 @@ _STOP_TRIES = 40
 class RolloutWorker(WeightSyncs):
     """Async actor around the scheduler.
 
+    Waits for: the buffer and the recorder, where they are told something. Unblocked by: their
+    answers or deaths.
+
     Args:
         rollout: Sampling, limits and rewards.
         partial_rollout: When samples are started, interrupted, resumed.
@@ -233,7 +236,10 @@ class RolloutWorker(WeightSyncs):
         return self._summary(counts)
 
     async def capture(self) -> RolloutCapture:
-        """All that a checkpoint needs of this side of the run, and of the buffer."""
+        """All that a checkpoint needs of this side of the run, and of the buffer.
+
+        Waits for: another capture. Unblocked by: its end; the train worker that asks has a limit.
+        """
         async with self._capturing:
             return await capture(
                 self._scheduler,
@@ -261,7 +267,11 @@ class RolloutWorker(WeightSyncs):
         )
 
     async def wait_until_stopped(self) -> None:
-        """Wait for the end of the run; who waits learns at once of this process's death."""
+        """Return at the end of the run.
+
+        Waits for: the end of the run. Unblocked by: `stop`; who waits learns at once of this
+        process's death.
+        """
         await self._stopping.wait()
 
     async def _abort_until_done(self, main: asyncio.Task[None]) -> None:

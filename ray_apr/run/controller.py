@@ -147,6 +147,10 @@ def _run_parts(
     signals: StopSignals,
     show: Callable[[str], None],
 ) -> ray.train.Result:
+    """Make the parts, train to the end, and take them away.
+
+    Waits for: the train workers. Unblocked by: what unblocks `_Parts.fit`, or a signal.
+    """
     try:
         with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
             parts = make()
@@ -228,7 +232,11 @@ class _Parts:
 
     def fit(self) -> ray.train.Result:
         """Train, while the servers may still be starting, unless they share the trainer's GPUs:
-        an engine measures what is free when it starts."""
+        an engine measures what is free when it starts.
+
+        Waits for: the train workers. Unblocked by: their end, or the failure of any part, which the
+        buffer tells them.
+        """
         try:
             if self.spec.rollout.is_colocated:
                 limit_s = 2 * self.spec.rollout.engine.start_timeout_s + 3 * _CALL_TIMEOUT_S

@@ -147,7 +147,9 @@ class HostedRun:
         return bool(are_done)
 
     def result(self) -> ray.train.Result:
-        """Wait for the end of the run.
+        """Return what the run came to, once it has ended.
+
+        Waits for: the run. Unblocked by: its end; it has limits of its own.
 
         Raises:
             APRError: What it failed of.
@@ -166,7 +168,10 @@ class HostedRun:
         return ended.result
 
     def fit(self) -> ray.train.Result:
-        """As `result`; where this is interrupted, so is the run, and nothing of it stays behind."""
+        """As `result`; where this is interrupted, so is the run, and nothing of it stays behind.
+
+        Waits for: the run. Unblocked by: its end, or a signal.
+        """
         signals = StopSignals()
         with signals.listen():
             try:

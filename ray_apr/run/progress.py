@@ -63,7 +63,7 @@ def follow_progress(
         yield stop.set
     finally:
         stop.set()
-        thread.join(_QUIET_S + _ANSWER_S)
+        thread.join(timeout=_QUIET_S + _ANSWER_S)
 
 
 def step_line(row: Mapping[str, Any], num_steps: int) -> str:

@@ -115,6 +115,9 @@ def start_rollout_servers(
 ) -> None:
     """Start the servers and wait until all of them are ready.
 
+    Waits for: Serve, then the replicas. Unblocked by: their answers, `cancelled`, or
+    `rollout.engine.start_timeout_s`.
+
     Args:
         app_name: Name of the Serve application.
         spec: What each engine is built from.
@@ -189,7 +192,10 @@ def _deploy(app_name: str, spec: EngineSpec, config: RolloutConfig, num_behind_h
 
 
 def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Event) -> None:
-    """Wait for all replicas; Serve itself would retry a failing constructor without end."""
+    """Wait for all replicas; Serve itself would retry a failing constructor without end.
+
+    Waits for: the replicas. Unblocked by: these, the failure of one, `cancelled`, or `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         app = _status_of(app_name)
@@ -224,6 +230,8 @@ def stop_rollout_servers(app_name: str) -> None:
     """Take the application away, and Serve itself if nothing else runs on it.
 
     An error is logged: whoever calls this has more to take away, or an error of its own to tell.
+
+    Waits for: Serve. Unblocked by: the end of the application, or Serve's own limit of 60 s.
     """
     try:
         with _alone():

@@ -173,7 +173,10 @@ class ServeRolloutClient:
             logger.info("engines that got no requests are not asked: %s", error)
 
     async def _learn(self, *, again: bool = False) -> None:
-        """Find out which engines can take requests, unless somebody just has."""
+        """Find out which engines can take requests, unless somebody just has.
+
+        Waits for: somebody who is at it. Unblocked by: the engines' answers, which have a limit.
+        """
         async with self._learning:
             if self._learned_at != -math.inf and not again:
                 return

@@ -163,6 +163,9 @@ class Exchange:
         """Wait for the first piece of a stream, which says who is there; where it does not come,
         ask: Serve holds the stream of a replica that has died back until there is another one.
 
+        Waits for: that piece. Unblocked by: it, the answer of another replica, or `_SILENT_S`
+        without an answer.
+
         Raises:
             EngineDiedError: If it is another one.
         """

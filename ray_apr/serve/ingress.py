@@ -57,6 +57,10 @@ class _Guard:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or refuse it.
+
+        Waits for: what follows. Unblocked by: its answer; its calls of the servers have limits.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

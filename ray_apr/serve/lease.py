@@ -81,6 +81,8 @@ class RunLease:
 def wait_for_lease(app_name: str) -> None:
     """Wait until the servers of an earlier run of this name are gone, whose driver was killed.
 
+    Waits for: the end of their lease. Unblocked by: that, or `_GONE_S`.
+
     Raises:
         ResourceError: If they are not within `_GONE_S`.
     """

@@ -77,6 +77,8 @@ class RolloutServer:
     ) -> AsyncIterator[tuple[str, list[tuple[str, Generation | APRError]] | None]]:
         """Stream the outcomes of a client's calls; see `Mailboxes.stream`.
 
+        Waits for: the next outcome. Unblocked by: what unblocks `Mailboxes.stream`.
+
         Args:
             client_id: Who asks.
             replica_id: Whom it asks; another one only says who it is.

@@ -320,6 +320,9 @@ class RunControl:
         """Evaluate the weights that the run ends with, and wait for it.
 
         What breaks it is logged, as is that it makes no progress: the training has succeeded.
+
+        Waits for: the evaluation. Unblocked by: its end, or `evaluation.timeout_s` without
+        progress.
         """
         if self._evaluation is None:
             return
@@ -334,7 +337,7 @@ class RunControl:
                         f"it made no progress for {limit_s:g} s (evaluation.timeout_s)"
                     )
                 before = now
-            ray.get(under_way)
+            ray.get(under_way, timeout=_CALL_TIMEOUT_S)
         except (GetTimeoutError, RayError, StarvedError) as error:
             logger.error("the last evaluation did not end: %s", one_line(error))
 
@@ -380,7 +383,7 @@ def _has_failed(ref: Any) -> bool:
     if not ray.wait([ref], timeout=0)[0]:
         return False
     try:
-        ray.get(ref)
+        ray.get(ref, timeout=_CALL_TIMEOUT_S)
     except RayError:
         return True
     return False

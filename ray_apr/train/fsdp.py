@@ -230,6 +230,8 @@ class StepSync:
 
         The host queues it while the device is busy with this step; at the next one's start the
         device would wait for it.
+
+        Waits for: the other ranks. Unblocked by: their part, or the limit of collectives.
         """
         if not self._keeps:
             return

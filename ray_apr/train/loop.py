@@ -270,7 +270,10 @@ class _TrainLoop:
         return batch, waited.duration_s
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
-        """Rows of this rank, each a mapping of column to list or number."""
+        """Rows of this rank, each a mapping of column to list or number.
+
+        Waits for: the rank's next row. Unblocked by: its read task, which has the buffer's limit.
+        """
         shard = ray.train.get_dataset_shard(f"rank{self._rank}")
         for table in shard.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
             yield {name: column[0] for name, column in table.items()}

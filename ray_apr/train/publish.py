@@ -224,7 +224,10 @@ class WeightPublisher:
         return control.broadcast(self._sender, policy_version)["stopped_s"]
 
     def _join(self, *, must_end: bool) -> dict[str, float] | None:
-        """Take the times of the sync under way if it has ended, or must end now."""
+        """Take the times of the sync under way if it has ended, or must end now.
+
+        Waits for: the sync under way. Unblocked by: its end, or the limit of all of its tries.
+        """
         pending = self._pending
         if pending is None or self._control is None:
             return None
@@ -240,4 +243,4 @@ class WeightPublisher:
                 f"the weights of version {pending.policy_version} were not with the servers within "
                 f"{limit_s:g} s; raise train.weight_sync_timeout_s, or see what the servers log"
             )
-        return pending.times.result()
+        return pending.times.result(timeout=0)

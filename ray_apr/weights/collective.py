@@ -118,6 +118,8 @@ def wait_for_members(
 ) -> None:
     """Run what waits for all members, in a thread of its own.
 
+    Waits for: the members. Unblocked by: them, `is_hopeless`, or `timeout_s`.
+
     Args:
         form: Returns once they are there.
         timeout_s: Limit.
@@ -146,4 +148,4 @@ def wait_for_members(
         if is_hopeless():
             raise RuntimeError("a member will not come")
         concurrent.futures.wait([formed], timeout=_MEETING_POLL_S)
-    formed.result()
+    formed.result(timeout=0)

@@ -67,6 +67,9 @@ class WeightSync:
     ) -> None:
         """Pause all engines and let them receive; the sender may deliver once this returns.
 
+        Waits for: the end of a failed sync, then the engines' pause. Unblocked by: its
+        cancellation; their answers, or the limit of a sync.
+
         Args:
             policy_version: Version of the weights.
             notice: What the receivers are told (`weights.transports`); nothing if it is empty.
@@ -111,6 +114,8 @@ class WeightSync:
     async def finish(self) -> SyncTimes:
         """Say that the sender has released the weights, and wait until the engines run again.
 
+        Waits for: the engines. Unblocked by: their resume, or the limit of a sync.
+
         Raises:
             WeightSyncError: If a replica failed to receive, or the time limit passed.
         """
@@ -120,7 +125,10 @@ class WeightSync:
         return await self._task
 
     async def _until(self, task: asyncio.Task[SyncTimes], reached: asyncio.Future[None]) -> None:
-        """Wait for a part of the sync under way; raises the error of one that ends before."""
+        """Wait for a part of the sync under way; raises the error of one that ends before.
+
+        Waits for: that part. Unblocked by: that, or the end of the sync, which has a limit.
+        """
         ends: set[asyncio.Future[Any]] = {task, reached}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not reached.done():

@@ -66,7 +66,10 @@ class Calls:
             del self.running[request_id]
 
     async def enter(self, aborted: asyncio.Event) -> bool:
-        """Wait at the gate; False if the call was aborted there."""
+        """Wait at the gate; False if the call was aborted there.
+
+        Waits for: the gate. Unblocked by: a resume, an abort, or the core's death.
+        """
         while not self.gate.is_set() and not aborted.is_set():
             waits = [asyncio.ensure_future(e.wait()) for e in (self.gate, aborted)]
             try:
@@ -105,7 +108,11 @@ class Calls:
             ) from error
 
     async def drain(self) -> None:
-        """Wait until all calls have come out of vLLM, or the gate is opened."""
+        """Wait until all calls have come out of vLLM, or the gate is opened.
+
+        Waits for: the calls inside. Unblocked by: their ends, or the gate, which a resume and the
+        core's death open.
+        """
         while self.inside and not self.gate.is_set():
             ends = [asyncio.create_task(call.ended.wait()) for call in self.inside.values()]
             opened = asyncio.create_task(self.gate.wait())

@@ -152,6 +152,8 @@ class Core:
     ) -> _Answer:
         """Wait for an answer of the engine core; vLLM never ends this wait when the core dies.
 
+        Waits for: the answer. Unblocked by: that, the core's death, or `limit_s`.
+
         Args:
             call: What the core is asked.
             limit_s: How long it may take, beside a weight sync under way; None is for calls that
@@ -191,6 +193,9 @@ class Core:
         """vLLM's pause, without the 20 ms that it sleeps afterwards to look more orderly.
 
         Aborted calls may come out after it: their ends are on their way.
+
+        Waits for: the core. Unblocked by: its answer, or what unblocks `ask`, in which this is
+        called.
         """
         # what goes in afterwards would run under other weights
         await self._calls.until_entered(self._calls.inside.values())
@@ -202,6 +207,8 @@ class Core:
 
     async def end(self, calls: dict[str, Call], *, asks_core: bool) -> None:
         """Abort these calls; returns once they have come out with what the core has of them.
+
+        Waits for: the ends of these calls. Unblocked by: the core, or `CORE_LIMIT_S`.
 
         Args:
             calls: By their request ids.

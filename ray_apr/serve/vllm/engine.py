@@ -65,6 +65,9 @@ of: parameters that only the engine has, and the padding that loading fills once
 class VLLMEngine:
     """One vLLM engine, tokens in and tokens out; see `Engine` for its verbs.
 
+    Waits for: the verb before, then the core. Unblocked by: its end; the core's answer or death,
+    `ANSWER_LIMIT_S`, or the client's limit.
+
     Args:
         spec: What it is built from.
         replica_id: Name in statuses and replies.
@@ -95,7 +98,8 @@ class VLLMEngine:
         llm = self._core.llm
         self._vocabulary = int(llm.model_config.get_vocab_size())
         if self._core.attests:
-            await llm.update_weight_version(str(self.policy_version))
+            told = llm.update_weight_version(str(self.policy_version))
+            await self._core.ask(told, limit_s=ANSWER_LIMIT_S)
         self._activity.start()
         self._watch()
         if self._spec.takes_turns:
@@ -161,6 +165,8 @@ class VLLMEngine:
             )
 
     async def _run(self, request: GenerateRequest) -> Generation:
+        """Waits for: the response. Unblocked by: its end, an abort, the core's death, or
+        `StallWatch`, which aborts."""
         request_id, sampling = request.request_id, request.sampling
         params = vllm_params(sampling, request.max_tokens, self._vocabulary)
         version = self.policy_version
@@ -290,7 +296,8 @@ class VLLMEngine:
                 raise EngineUnavailableError(f"{self.replica_id} was resumed before it slept")
             if self._core.arguments.get("enable_sleep_mode") and not self._weights.are_away:
                 self._weights.are_away, self._weights.are_valid = True, False
-                await self._core.ask(self._core.llm.sleep(level=_KEEPS_WEIGHTS))
+                asleep = self._core.llm.sleep(level=_KEEPS_WEIGHTS)
+                await self._core.ask(asleep, limit_s=ANSWER_LIMIT_S)
 
     # -- weights ---------------------------------------------------------------------------------
 

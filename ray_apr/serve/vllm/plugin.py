@@ -72,6 +72,10 @@ def _end_with_parent() -> None:
         return
 
     def wait() -> None:
+        """End this process after its parent.
+
+        Waits for: the parent's end. Unblocked by: that, or the end of this process.
+        """
         multiprocessing.connection.wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 

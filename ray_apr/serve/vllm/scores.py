@@ -99,7 +99,10 @@ async def _logprobs(
     llm: Any, request_id: str, sequence: list[int], priority: dict[str, int]
 ) -> tuple[float, ...]:
     """Log-probs of all tokens but the first, under the raw policy: ``processed_logprobs`` does not
-    apply to those of a prompt."""
+    apply to those of a prompt.
+
+    Waits for: the core. Unblocked by: its answer, or `SCORE_LIMIT_S` of the caller.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

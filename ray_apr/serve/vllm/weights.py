@@ -62,6 +62,11 @@ class Weights:
         await asyncio.shield(asyncio.create_task(self._receive(policy_version, notice)))
 
     async def _receive(self, policy_version: int, notice: bytes) -> None:
+        """Take the weights of a version.
+
+        Waits for: another update, then the weights. Unblocked by: the transport, which has the
+        sync's limit; the core's death.
+        """
         async with self._updating:
             self.are_valid = False
             self._core.busy_until = time.monotonic() + self._group_timeout_s
@@ -77,6 +82,11 @@ class Weights:
             self.are_valid = True
 
     async def _update(self, policy_version: int, notice: bytes) -> None:
+        """Have the core's workers load what the transport brings.
+
+        Waits for: the core and the transport. Unblocked by: the weights, or the sync's limit in the
+        receivers.
+        """
         from ray_apr.serve.vllm.private import WeightTransferUpdateRequest
 
         llm = self._core.llm

@@ -63,6 +63,8 @@ def _group_cls() -> Any:
 
         Ray's own ask a detached actor for it, every second, by the index of their device: only
         members with the same index find each other, and the actor outlives whoever is killed.
+
+        Waits for: the lock of its communicators. Unblocked by: who holds it, for assignments alone.
         """
 
         _dev_comm_map: dict[str, list[Any]]
@@ -101,6 +103,8 @@ def _group_cls() -> Any:
 
         def wait(self, deadline: float) -> None:
             """Wait until what was asked for is done; leave the group if it takes too long.
+
+            Waits for: the peers. Unblocked by: their part, or `deadline`.
 
             Args:
                 deadline: Limit, on the clock of `time.monotonic`.
