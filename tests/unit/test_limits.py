@@ -1,0 +1,212 @@
+"""What ends a wait that nothing else ends, and what a person then reads (docs/waits.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.schema import ApplicationStatus
+
+from ray_apr.config import EngineConfig, EvaluationConfig, RolloutConfig
+from ray_apr.core.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    ResourceError,
+    StarvedError,
+)
+from ray_apr.rollout import worker as worker_module
+from ray_apr.run import controller, host, preflight
+from ray_apr.serve import builder, lease
+from ray_apr.serve.vllm import calls as calls_module
+from ray_apr.serve.vllm import core as core_module
+from ray_apr.serve.vllm.calls import Calls
+from ray_apr.serve.vllm.core import Core
+from ray_apr.train import control as control_module
+from ray_apr.train.control import RunControl
+from tests.run_specs import run_spec
+
+
+class Handle:
+    """An actor all of whose calls give what they were asked."""
+
+    def __getattr__(self, verb: str) -> Any:
+        return SimpleNamespace(remote=lambda *args, **kwargs: verb)
+
+
+class Ray:
+    """Nothing of it ever answers; notes what is asked of it, with its limit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        for name in ("wait", "cancel", "kill"):
+            monkeypatch.setattr(module.ray, name, getattr(self, name))
+
+    def wait(self, refs: list[Any], *, timeout: float, num_returns: int = 1) -> Any:
+        self.asked.append(("wait", *refs, timeout))
+        return [], refs
+
+    def cancel(self, ref: Any, *, force: bool = False, recursive: bool = True) -> None:
+        self.asked.append(("kill" if force else "cancel", ref))
+
+    def kill(self, actor: Any) -> None:
+        self.asked.append(("kill", actor))
+
+
+# -- the start -------------------------------------------------------------------------------------
+
+
+def served(status: ApplicationStatus, message: str) -> Any:
+    deployment = SimpleNamespace(message=message)
+    return SimpleNamespace(status=status, message="", deployments={"server": deployment})
+
+
+@pytest.mark.parametrize(
+    ("application", "reason"),
+    [(None, "Serve gives no reason"), ("no node has 4 GPUs", "no node has 4 GPUs")],
+)
+def test_servers_that_do_not_start_say_what_serve_says(monkeypatch, application, reason):
+    apps = {} if application is None else {"run": served(ApplicationStatus.DEPLOYING, application)}
+    monkeypatch.setattr(builder.serve, "status", lambda: SimpleNamespace(applications=apps))
+    monkeypatch.setattr(builder, "_POLL_S", 0.01)
+    said = rf"not ready after 0\.05 s \(rollout\.engine\.start_timeout_s\): {reason}"
+    with pytest.raises(ResourceError, match=said):
+        builder._wait_until_running("run", 0.05, threading.Event())
+
+
+def test_the_start_of_servers_ends_with_its_run(monkeypatch):
+    monkeypatch.setattr(builder.serve, "status", lambda: SimpleNamespace(applications={}))
+    cancelled = threading.Event()
+    threading.Timer(0.05, cancelled.set).start()
+    with pytest.raises(ResourceError, match="was cancelled"):
+        builder._wait_until_running("run", 60.0, cancelled)
+
+
+def test_engines_that_share_the_trainers_gpus_have_a_limit_to_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(controller, "_CALL_TIMEOUT_S", 0.01)
+    engine = EngineConfig(placement="colocated", start_timeout_s=0.01)
+    parts = object.__new__(controller._Parts)
+    parts.spec = run_spec(rollout=RolloutConfig(engine=engine))
+    parts._closing, parts._start_error = threading.Event(), None
+    parts._servers = threading.Thread(target=parts._closing.wait, args=(30,), daemon=True)
+    parts._servers.start()
+    monkeypatch.setattr(parts, "_reason", lambda error: error, raising=False)
+    with pytest.raises(ResourceError, match=r"servers did not start within 0\.05 s"):
+        parts.fit()
+    assert parts._closing.is_set(), "what starts them is told"
+
+
+def test_servers_of_a_killed_driver_are_waited_for_and_then_named(monkeypatch):
+    there = [{"namespace": lease._NAMESPACE, "name": "mine-lease-1"}]
+    monkeypatch.setattr(lease.ray.util, "list_named_actors", lambda all_namespaces: there)
+    monkeypatch.setattr(lease, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(lease, "_GONE_S", 0.05)
+    with pytest.raises(ResourceError, match=r"named mine .* within 0\.05 s; choose another run"):
+        lease.wait_for_lease("mine")
+    lease.wait_for_lease("another")
+    threading.Timer(0.02, there.clear).start()
+    lease.wait_for_lease("mine")
+
+
+def test_a_node_that_does_not_look_is_warned_of(monkeypatch, caplog):
+    ray = Ray(monkeypatch, preflight)
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda path: "look"))
+    monkeypatch.setattr(preflight.ray, "remote", lambda **_: lambda function: task)
+    assert preflight.nodes_without("/shared", ["a" * 56]) == set()
+    assert f"node {'a' * 56} did not look for /shared within 60 s" in caplog.text
+    assert ray.asked == [("wait", "look", 60.0), ("cancel", "look")]
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_does_not_get_into_vllm_is_an_engine_that_is_gone(monkeypatch):
+    monkeypatch.setattr(calls_module, "CORE_LIMIT_S", 0.05)
+    calls = Calls("engine-1", lambda number: None)
+    with calls.going_in("request-1") as call:
+        said = r"engine-1: a call did not get into vLLM within 0\.05 s"
+        with pytest.raises(EngineUnavailableError, match=said):
+            await calls.until_entered([call])
+        call.entered.set()
+        await calls.until_entered([call])
+
+
+async def test_a_core_that_does_not_answer_is_dead(monkeypatch):
+    monkeypatch.setattr(Core, "dead_error", KeyError)
+    aborted: list[str] = []
+
+    async def abort(ids: list[str]) -> None:
+        aborted.extend(ids)
+
+    core = object.__new__(Core)
+    core._replica_id, core._is_hung = "engine-1", False
+    core._calls = Calls("engine-1", lambda number: None)
+    core._calls.gate.clear()
+    handler = asyncio.get_running_loop().create_future()
+    core.llm = SimpleNamespace(errored=False, output_handler=handler, abort=abort)
+    with core._calls.going_in("request-1"):
+        said = f"did not answer within {core_module.ANSWER_LIMIT_S:g} s"
+        with pytest.raises(EngineDiedError, match=said):
+            await core.ask(asyncio.sleep(30), limit_s=0.05)
+        with pytest.raises(EngineDiedError, match=said):
+            core.check_alive()
+    assert aborted == ["request-1"], "its calls end with what has left it"
+    assert core._calls.gate.is_set(), "those at the gate are told"
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_that_goes_on_too_long_is_interrupted_by_a_sleep(monkeypatch, caplog):
+    ray = Ray(monkeypatch, control_module)
+    monkeypatch.setattr(RunControl, "_until_drained", lambda *_: None)
+    control = RunControl(
+        buffer=None, worker=Handle(), recorder=None, sync_timeout_s=5.0, evaluator=Handle(),
+        evaluation=EvaluationConfig(timeout_s=7.0),
+    )  # fmt: skip
+    control.sleep_engines()
+    assert ray.asked == [("wait", "wait_until_idle", 7.0)]
+    assert "an evaluation exceeds 7 s; it is interrupted" in caplog.text
+
+
+async def test_rollout_loops_that_do_not_end_are_ended(monkeypatch, caplog):
+    monkeypatch.setattr(worker_module, "_STOP_PAUSE_S", 0.01)
+    num_aborts = 0
+
+    async def abort(request_ids: Any) -> None:
+        nonlocal num_aborts
+        num_aborts += 1
+
+    worker = object.__new__(worker_module.RolloutWorker)
+    worker._client = SimpleNamespace(abort=abort)
+    loops = asyncio.create_task(asyncio.sleep(30))
+    await worker._abort_until_done(loops)
+    assert num_aborts == worker_module._STOP_TRIES
+    assert "rollout loops did not end within 0 s" in caplog.text
+    with pytest.raises(asyncio.CancelledError):
+        await loops
+
+
+def hosted(monkeypatch: pytest.MonkeyPatch) -> tuple[host.HostedRun, Ray]:
+    run = object.__new__(host.HostedRun)
+    run.spec, run._gate, run._ended, run._num_lines = run_spec(), Handle(), "run", 0
+    return run, Ray(monkeypatch, host)
+
+
+def test_a_gate_that_does_not_answer_ends_the_session(monkeypatch):
+    run, ray = hosted(monkeypatch)
+    with pytest.raises(StarvedError, match="the gate of app did not answer for 80 s"):
+        run.wait(3)
+    assert ray.asked == [("wait", "run", 0), ("wait", "news", "run", 80.0)]
+
+
+def test_a_session_that_does_not_stop_is_killed(monkeypatch, caplog):
+    run, ray = hosted(monkeypatch)
+    run.stop(after_s=2.0)
+    assert ray.asked == [
+        ("wait", "run", 2.0), ("cancel", "run"), ("wait", "run", 300.0), ("kill", "run"),
+        ("wait", "run", 60.0), ("kill", run._gate),
+    ]  # fmt: skip
+    assert "app did not end within 300 s; it is killed" in caplog.text
