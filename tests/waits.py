@@ -24,6 +24,7 @@ FUNCTIONS = {
     "os.wait": BY_NAME, "os.waitpid": BY_NAME, "signal.sigwait": BY_NAME, "asyncio.wait_for": 1,
     "serve.run_many": BY_NAME, "serve.delete": BY_NAME, "concurrent.futures.wait": 1,
     "multiprocessing.connection.wait": 1, "selector.select": 0, "socket.create_connection": 1,
+    "dataset.take": BY_NAME,
 }  # fmt: skip
 """Functions that wait, with the position of their limit; `BY_NAME`: it is a keyword argument."""
 METHODS = {
@@ -35,17 +36,15 @@ METHODS = {
 KEYWORDS = ("timeout", "timeout_s")
 COLLECTIVE = re.compile(r"(dist|collective)\.(barrier|gather|all_gather|all_reduce|broadcast)")
 OF_COLLECTIVES = "that of collectives"
-SLEEPS = ("time.sleep", "asyncio.sleep")
-"""In a loop they are a wait for what ends it."""
+SLEEPS = ("time.sleep", "asyncio.sleep")  # in a loop, waits for what ends it
 OF_OURS = ("asyncio.gather", "asyncio.shield")
 """What waits for coroutines of the package, whose own waits are listed."""
-TIMEOUTS = {"asyncio.timeout": 0, "ours": 1}
-"""Contexts that end what is awaited in them, with the position of their limit."""
+TIMEOUTS = {"asyncio.timeout": 0, "ours": 1}  # contexts, with the position of their limit
 LOCK = re.compile(r"(asyncio|threading)\.(Lock|RLock|Semaphore|BoundedSemaphore)")
 """Not a condition: whoever holds one of those waits by `wait_for`, which lets it go."""
 TOLD = re.compile(r"Waits for: (.+?)\.\s+Unblocked\s+by: (.+?)\.(?:\s|$)", re.DOTALL)
 OF_A_LIMIT = re.compile(r"within|in time|not ready after|no progress|exceed|did not|not answer")
-"""How a text says that a limit has passed."""
+"""Of what is said of a limit."""
 FILLED_IN = re.compile(r"\{[^{}]*(\{[^}]*\})?[^{}]*\}|%[.\d]*[a-z]")
 PAGE = """\
 # All waits

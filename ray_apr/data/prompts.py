@@ -128,6 +128,9 @@ def check_dataset(
 ) -> None:
     """Check the columns and the first prompt, which shows what kind all of them are.
 
+    Waits for: Ray Data, where it has the prompts. Unblocked by: the first row, or its error; it
+    says itself that it waits for a CPU.
+
     Args:
         dataset: The prompts.
         model: Folder or hub id whose tokenizer encodes them.

@@ -159,13 +159,15 @@ def placement_limit(limit_s: float) -> Iterator[None]:
 def wait_for_cpu(limit_s: float) -> None:
     """Wait until a task finds a CPU, as the tasks of Ray Data do, which wait for one without limit.
 
+    It is spread like those, so that no placement group of the caller's captures it.
+
     Args:
         limit_s: Longest wait.
 
     Raises:
         ResourceError: If none becomes free.
     """
-    placed = ray.remote(num_cpus=1)(_is_there).remote(os.sep)
+    placed = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(_is_there).remote(os.sep)
     if ray.wait([placed], timeout=limit_s)[0]:
         return
     ray.cancel(placed)
