@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from ray_apr.scheduling.intake import SchedulerState
 if TYPE_CHECKING:
     import ray.data
 
+    from ray_apr.config import RolloutConfig
     from ray_apr.data.resumption import Begin
     from ray_apr.run.spec import RunSpec
 
@@ -45,6 +47,8 @@ class Actors:
         """In the order in which they were made."""
         self._tables: list[ray.ObjectRef] | None = None
         """Of the prompts, once they are encoded."""
+        self.num_replicas = spec.rollout.num_replicas
+        """Engines that those which are made from now on know."""
 
     def name_of(self, part: str) -> str:
         """Name of an actor, in Ray's tables; no two runs share one."""
@@ -110,6 +114,9 @@ class Actors:
     ) -> tuple[Any, Any]:
         """Start the sample buffer and the rollout worker, which feeds it; returns both.
 
+        Waits for: the encoded prompts. Unblocked by: the object store, or the error of what it has
+        lost.
+
         Args:
             prompts: The dataset; of the first ones only.
             begin: Where they begin.
@@ -130,6 +137,10 @@ class Actors:
         }
         buffer = self.make_buffer(recorder, **journal)
         return buffer, self._make_worker(self._tables, begin, buffer, recorder, **journal)
+
+    @property
+    def _rollout(self) -> RolloutConfig:
+        return dataclasses.replace(self._spec.rollout, num_replicas=self.num_replicas)
 
     def _encode(
         self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
@@ -178,7 +189,7 @@ class Actors:
         **journal: Any,
     ) -> Any:
         spec = self._spec
-        rollout, seed, pending = spec.rollout, spec.train.seed, begin.prompts_again
+        rollout, seed, pending = self._rollout, spec.train.seed, begin.prompts_again
         position = begin.rollout.position if begin.rollout else 0
         reward, environment = spec.reward, spec.environment
         max_inflight = spec.partial_rollout.max_inflight_samples(spec.step_size)
@@ -230,7 +241,7 @@ class Actors:
 
     def _client_maker(self, **limits: Any) -> Callable[[], Any]:
         """What makes a client of the servers inside an actor; it carries nothing else there."""
-        name, rollout = self._spec.name, self._spec.rollout
+        name, rollout = self._spec.name, self._rollout
 
         def make_client() -> Any:
             from ray_apr.serve.client import ServeRolloutClient

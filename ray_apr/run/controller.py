@@ -296,7 +296,7 @@ class _Parts:
 
     def _clients(self) -> list[Any]:
         """Actors that have a client of the servers."""
-        return [actor for actor in (self._worker, self._evaluator) if actor is not None]
+        return [actor for actor in (self.side.worker, self._evaluator) if actor is not None]
 
     def _make_trainer(self) -> Any:
         return make_torch_trainer(
@@ -368,7 +368,10 @@ class _Parts:
             return None
 
     def _take_away(self) -> None:
-        """End the servers, and all actors whatever becomes of the servers."""
+        """End the servers, and all actors whatever becomes of the servers.
+
+        Waits for: the watch. Unblocked by: its end, or `_CALL_TIMEOUT_S` in `RolloutSide.join`.
+        """
         if self._side is not None:
             self._side.stop_watching()
         try:

@@ -26,6 +26,7 @@ from ray_apr.data.parts import DEATHS
 from ray_apr.data.resumption import Begin
 from ray_apr.run.causes import cause_of, death_of
 from ray_apr.run.resume import find_begin, note_restart
+from ray_apr.run.scaling import as_scaled
 
 if TYPE_CHECKING:
     import ray.data
@@ -74,6 +75,7 @@ class RolloutSide:
         self._recorder = recorder
         self._started_at = started_at
         self._show = show
+        self._made_at = time.time()
         self._generation = 0
         self._in_a_row, self._last_step = 0, -1
         self._is_open = False
@@ -137,7 +139,10 @@ class RolloutSide:
                 return
 
     def _death(self) -> str | None:
-        """Wait for the end of worker or buffer; how one of them died, None where it was ended."""
+        """Wait for the end of worker or buffer; how one of them died, None where it was ended.
+
+        Waits for: the end of either. Unblocked by: that, or `stop_watching`.
+        """
         parts = {"rollout worker": self.worker, "sample buffer": self.buffer}
         waits = {actor.wait_until_stopped.remote(): name for name, actor in parts.items()}
         while not self._closing.is_set():
@@ -145,7 +150,7 @@ class RolloutSide:
             for ref in ended:
                 name = waits.pop(ref)
                 try:
-                    ray.get(ref)
+                    ray.get(ref, timeout=_CALL_TIMEOUT_S)
                 except ActorUnavailableError:  # the connection broke; it may live
                     self._closing.wait(_ASK_AGAIN_S)
                     waits[parts[name].wait_until_stopped.remote()] = name
@@ -173,6 +178,11 @@ class RolloutSide:
         return None
 
     def _begin_again(self, died: str) -> None:
+        """Start the next ones, where the last ones stood.
+
+        Waits for: a pause, then `_changing`. Unblocked by: `stop_watching`; who holds it, which has
+        limits.
+        """
         begun = time.monotonic()
         self._show(f"the {died}; it begins again")
         logger.warning("the %s; it begins again", died)
@@ -184,6 +194,7 @@ class RolloutSide:
             if self._closing.is_set():
                 return
             self._generation += 1
+            self._actors.num_replicas = as_scaled(self._spec, self._made_at).rollout.num_replicas
             self.begin = dataclasses.replace(begin, before=before)
             self.buffer, self.worker = self._actors.make_pipeline(
                 self._prompts, self.begin, self._recorder, generation=self._generation
@@ -211,7 +222,10 @@ class RolloutSide:
         )
 
     def _fail(self, reason: APRError) -> None:
-        """Tell the trainer why the run ends: through the buffer, if need be a new one."""
+        """Tell the trainer why the run ends: through the buffer, if need be a new one.
+
+        Waits for: `_changing`. Unblocked by: who holds it, which has limits.
+        """
         with self._changing:
             if self._closing.is_set():
                 return
@@ -225,7 +239,10 @@ class RolloutSide:
     # -- end -------------------------------------------------------------------------------------
 
     def stop_watching(self) -> None:
-        """From now on a death is none of this one's business."""
+        """From now on a death is none of this one's business.
+
+        Waits for: `_changing`. Unblocked by: who holds it, which has limits.
+        """
         self._closing.set()
         with self._changing:
             pass  # what began before has its actors in the list of those that are ended
