@@ -112,15 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
     verify.set_defaults(command=_verify)
 
-    scale = commands.add_parser(
-        "scale", help="give a run that trains another number of engines, while it goes on"
+    _add_scale(
+        commands.add_parser(
+            "scale", help="give a run that trains another number of engines, while it goes on"
+        )
     )
-    scale.add_argument("run", metavar="RUN_DIR", type=Path)
-    scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, from 1")
-    scale.add_argument(
-        "--timeout", metavar="S", type=_seconds, default=1200.0, help="wait so long (%(default)g)"
-    )
-    scale.set_defaults(command=_scale)
 
     simulate = commands.add_parser(
         "simulate", help="predict a run: a mode on a trace and a cluster"
@@ -145,6 +141,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_scale(scale: argparse.ArgumentParser) -> None:
+    scale.add_argument("run", metavar="RUN_DIR", type=Path)
+    scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, from 1")
+    scale.add_argument(
+        "--timeout", metavar="S", type=_seconds, default=1200.0, help="wait so long (%(default)g)"
+    )
+    scale.set_defaults(command=_scale)
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

@@ -127,6 +127,11 @@ class TokenLedger:
         self._take(source, num_tokens)
         self._discarded[reason] += num_tokens
 
+    def lose(self, num_tokens: int) -> None:
+        """Engines delivered tokens that nobody noted."""
+        self.generated(num_tokens)
+        self.discard(num_tokens, "interrupted", "lost")
+
     def snapshot(self) -> LedgerSnapshot:
         """The places now; of one side alone, `error` is what it handed over."""
         return LedgerSnapshot(

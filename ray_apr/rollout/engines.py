@@ -9,6 +9,7 @@ Invariants, kept by `EngineWatch`:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ from ray_apr.scheduling.limits import Limits
 from ray_apr.scheduling.routing import AdaptiveLimit
 
 logger = logging.getLogger(__name__)
+
+_END_PAUSE_S = 0.5
+_END_TRIES = 40
+"""Times that calls are aborted until no more tokens come of them."""
 
 
 class EngineWatch:
@@ -79,16 +84,28 @@ class EngineWatch:
         """Tokens that have come from each engine, to this worker and those before it."""
         return dict(self._before + self._lost + self._received)
 
-    def take_over(self, statuses: Sequence[ServerStatus], received: Mapping[str, int]) -> int:
-        """Engines have worked for a worker that is dead.
+    async def take_over(self, client: RolloutClient, received: Mapping[str, int]) -> int:
+        """End what engines do for a worker that is dead.
+
+        Waits for: the ends of its calls. Unblocked by: these, or `_END_TRIES` pauses.
 
         Args:
-            statuses: Of those that live; they do nothing for it any more.
-            received: Tokens that it had from each.
+            client: Of the servers.
+            received: Tokens that it had from each engine.
 
         Returns:
             Tokens that they handed out and it did not note.
         """
+        statuses: Sequence[ServerStatus] = ()
+        before = -1
+        for _ in range(_END_TRIES):
+            await client.abort(None)
+            await asyncio.sleep(_END_PAUSE_S)
+            statuses = await client.status(drain=False)
+            now = sum(status.tokens_generated for status in statuses)
+            if now == before:
+                break
+            before = now
         handed_out = {status.replica_id: status.tokens_generated for status in statuses}
         self._before = Counter({name: received.get(name, 0) for name in handed_out})
         self._lost = Counter({name: n - self._before[name] for name, n in handed_out.items()})
@@ -133,7 +150,10 @@ class EngineWatch:
         await self._record(statuses)
 
     async def _record(self, statuses: Sequence[ServerStatus]) -> None:
-        """Keep what engines say, and show it."""
+        """Keep what engines say, and show it.
+
+        Waits for: the recorder. Unblocked by: its answer or its death.
+        """
         spans: list[dict[str, Any]] = []
         for status in statuses:
             made = status.tokens_generated - self._before[status.replica_id]

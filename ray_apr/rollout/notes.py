@@ -81,7 +81,10 @@ class Notes:
 
     async def drop_old(self) -> None:
         """Remove what is older than the last checkpoint but one: that one is whole, as the trainer
-        takes the next one only then."""
+        takes the next one only then.
+
+        Waits for: the file system. Unblocked by: its answer.
+        """
         if self._folder is None or len(self._checkpoints) < 2:
             return
         try:
@@ -144,3 +147,13 @@ class Notes:
             tokens_generated=ledger.generated,
             tokens_discarded=ledger.discarded,
         )
+
+
+def ended_row(sample: Sample) -> dict[str, Any]:
+    """Of the run folder: what is known of a sample before it is scored, trained or dropped."""
+    return {
+        "sample_id": sample.sample_id,
+        "policy_version": sample.newest_version or 0,
+        "num_generated": sample.num_generated,
+        "finish_reason": sample.finish_reason,
+    }

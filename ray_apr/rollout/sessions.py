@@ -40,7 +40,7 @@ from ray_apr.core.sample import Sample, SampleState
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
-from ray_apr.rollout.notes import Notes
+from ray_apr.rollout.notes import Notes, ended_row
 from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
@@ -237,7 +237,7 @@ class Sessions:
         if result is not None:  # a checkpoint has to know it: nobody can be asked again
             sample = live.note(reward=result.reward, reward_metrics=result.metrics)
             self._notes.of(live)
-        self.ended.append(_ended_row(sample))
+        self.ended.append(ended_row(sample))
         if not self._overlap_rewards:
             await self._all_generated()
             if not live.is_live:
@@ -392,13 +392,3 @@ class Sessions:
             return None
         source = f"{self._config.sampling.seed}/{sample.sample_id}/{sample.num_tokens}"
         return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
-
-
-def _ended_row(sample: Sample) -> dict[str, Any]:
-    """Of the run folder: what is known of a sample before it is scored, trained or dropped."""
-    return {
-        "sample_id": sample.sample_id,
-        "policy_version": sample.newest_version or 0,
-        "num_generated": sample.num_generated,
-        "finish_reason": sample.finish_reason,
-    }

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -201,26 +201,11 @@ class RolloutWorker(WeightSyncs):
         if self._main is None:
             self._sessions.client = self._make_client()
             if self._received is not None:
-                await self._take_over(self._received)
+                lost = await self._engines.take_over(self._sessions.client, self._received)
+                self._scheduler.live.ledger.lose(lost)
             self._open_syncs(self._sessions.client)
             _freeze_heap()
             self._main = asyncio.create_task(self._run(), name="rollout")
-
-    async def _take_over(self, received: Mapping[str, int]) -> None:
-        """End what engines do for a worker that died, and count what nobody got of it."""
-        client, ledger = self._sessions.client, self._scheduler.live.ledger
-        before: int | None = None
-        for _ in range(_STOP_TRIES):
-            await client.abort(None)
-            await asyncio.sleep(_STOP_PAUSE_S)
-            statuses = await client.status(drain=False)
-            handed_out = sum(status.tokens_generated for status in statuses)
-            if handed_out == before:
-                break
-            before = handed_out
-        num_lost = self._engines.take_over(statuses, received)
-        ledger.generated(num_lost)
-        ledger.discard(num_lost, "interrupted", "lost")
 
     async def stop(self) -> RolloutSummary:
         """Abort what runs, wait for it within a limit, and return the final figures."""

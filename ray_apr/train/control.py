@@ -23,6 +23,7 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
 from ray_apr.data.parts import DEATHS, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
+from ray_apr.train.answers import CALL_TIMEOUT_S, answer_of, captured_of, has_failed
 from ray_apr.train.once import once
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 60.0
-_SERVERS_TIMEOUT_S = _CALL_TIMEOUT_S + 15.0
+_SERVERS_TIMEOUT_S = CALL_TIMEOUT_S + 15.0
 """Where the rollout worker asks the servers: its own limit says more than this one."""
 
 _GAUGES = {
@@ -63,7 +63,7 @@ _IF_ANY = ("weight_sync_s", "weight_gather_s", "generation_stopped_s")
 def sync_limit_s(sync_timeout_s: float) -> float:
     """Longest that a weight sync of this limit may take until it fails by itself, in seconds: what
     it may try again in, and the three waits of its last try."""
-    return 4 * (sync_timeout_s + _CALL_TIMEOUT_S)
+    return 4 * (sync_timeout_s + CALL_TIMEOUT_S)
 
 
 class RunControl:
@@ -123,12 +123,12 @@ class RunControl:
     def retry_limit_s(self) -> float:
         """How long after its begin a sync that broke off may be tried again: also one whose first
         try ended by the limit."""
-        return self._sync_timeout_s + _CALL_TIMEOUT_S
+        return self._sync_timeout_s + CALL_TIMEOUT_S
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
         what = f", to take the grant of step {step}"
-        self._buffer.ask("grant", step, policy_version, limit_s=_CALL_TIMEOUT_S, what=what)
+        self._buffer.ask("grant", step, policy_version, limit_s=CALL_TIMEOUT_S, what=what)
 
     def end_step(self, step: int, next_policy_version: int | None) -> Mapping[str, float]:
         """Tell the buffer that `step` is trained, and let it choose the next batch.
@@ -148,7 +148,7 @@ class RunControl:
             "ack",
             step,
             next_policy_version,
-            limit_s=_CALL_TIMEOUT_S,
+            limit_s=CALL_TIMEOUT_S,
             what=f", to end step {step}",
         )
         return figures
@@ -166,10 +166,10 @@ class RunControl:
         @once
         def captured() -> tuple[RolloutProgress, pa.Table]:
             try:
-                taken, samples = _captured(asked)
+                taken, samples = captured_of(asked)
             except DEATHS as error:  # the next one stands where this one stood: no step has begun
                 self._worker.follow(error)
-                taken, samples = _captured(self._worker.call("capture"))
+                taken, samples = captured_of(self._worker.call("capture"))
             progress = RolloutProgress.of(
                 taken.summary,
                 taken.stats,
@@ -203,9 +203,9 @@ class RunControl:
         joined = self._worker.call("join_weight_group", group, state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
-            sender.connect(endpoint, is_hopeless=lambda: _has_failed(joined))
+            sender.connect(endpoint, is_hopeless=lambda: has_failed(joined))
         except SyncBrokenError:
-            self._of_sync(joined, whom, _CALL_TIMEOUT_S)  # their error says more than ours
+            self._of_sync(joined, whom, CALL_TIMEOUT_S)  # their error says more than ours
             raise
         self._of_sync(joined, whom, timeout_s)
         self.members = frozenset(state.first_ranks)
@@ -216,7 +216,7 @@ class RunControl:
         The rollout worker resumes its engines by itself if this process dies in between. One that
         dies breaks the sync off, unless the engines have the weights.
         """
-        limit = self._sync_timeout_s + _CALL_TIMEOUT_S
+        limit = self._sync_timeout_s + CALL_TIMEOUT_S
         notice = ray.cloudpickle.dumps(sender.prepare())
         self._until_drained(
             lambda: self._worker.call(
@@ -284,7 +284,7 @@ class RunControl:
             ended, _ = ray.wait(under_way, num_returns=len(under_way), timeout=limit_s)
             if len(ended) < len(under_way):
                 logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
-        whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + _CALL_TIMEOUT_S
+        whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + CALL_TIMEOUT_S
         self._until_drained(lambda: self._worker.call("sleep"), whom, limit_s)
 
     def _until_drained(self, call: Callable[[], Any], whom: str, limit_s: float) -> None:
@@ -331,13 +331,13 @@ class RunControl:
         try:
             before = None
             while not ray.wait([under_way], timeout=limit_s)[0]:
-                now = ray.get(self._evaluator.progress.remote(), timeout=_CALL_TIMEOUT_S)
+                now = ray.get(self._evaluator.progress.remote(), timeout=CALL_TIMEOUT_S)
                 if now == before:
                     raise StarvedError(
                         f"it made no progress for {limit_s:g} s (evaluation.timeout_s)"
                     )
                 before = now
-            ray.get(under_way, timeout=_CALL_TIMEOUT_S)
+            ray.get(under_way, timeout=CALL_TIMEOUT_S)
         except (GetTimeoutError, RayError, StarvedError) as error:
             logger.error("the last evaluation did not end: %s", one_line(error))
 
@@ -352,7 +352,7 @@ class RunControl:
     def wait_until_recorded(self) -> None:
         """Wait until the row of the last step is in the run folder."""
         if self._recorded is not None:
-            answer_of(self._recorded, "recorder, to write a step's row", _CALL_TIMEOUT_S)
+            answer_of(self._recorded, "recorder, to write a step's row", CALL_TIMEOUT_S)
             self._recorded = None
 
     def checkpoint_written(self, step: int, taken_at: float) -> None:
@@ -376,42 +376,3 @@ class RunControl:
             self._metrics.add("apr_trainer_activity_seconds", end_s - start_s, activity=what)
         span = {"actor": actor, "what": what, "start_s": start_s, "end_s": end_s}
         self._recorder.record.remote("timeline", span)
-
-
-def _has_failed(ref: Any) -> bool:
-    """Whether an actor's answer is there, and an error."""
-    if not ray.wait([ref], timeout=0)[0]:
-        return False
-    try:
-        ray.get(ref, timeout=_CALL_TIMEOUT_S)
-    except RayError:
-        return True
-    return False
-
-
-def failure_of(buffer: Part) -> APRError | None:
-    """Why the run has failed, as far as its buffer says so."""
-    try:
-        failure: APRError | None = answer_of(buffer.call("failure"), "buffer", _CALL_TIMEOUT_S)
-    except (APRError, RayError) as error:
-        logger.debug("the buffer does not say whether the run has failed: %s", one_line(error))
-        return None
-    return failure
-
-
-def _captured(asked: Any) -> tuple[Any, Any]:
-    """What the rollout side saw, and the table of its samples."""
-    taken = answer_of(asked, "rollout worker, for a checkpoint", _CALL_TIMEOUT_S)
-    return taken, answer_of(taken.samples[0], "samples of a checkpoint", _CALL_TIMEOUT_S)
-
-
-def answer_of(ref: Any, whom: str, timeout_s: float) -> Any:
-    """Wait for an actor's answer.
-
-    Raises:
-        StarvedError: If it does not come within `timeout_s`.
-    """
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise StarvedError(f"the trainer waited {timeout_s:g} s for the {whom}") from error

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ray_apr.train.control import answer_of
+from ray_apr.train.answers import answer_of
 
 Order: TypeAlias = str | None
 """None trains a step; a name writes a checkpoint of this name."""

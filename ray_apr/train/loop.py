@@ -38,8 +38,9 @@ from ray_apr.core.staleness import next_version
 from ray_apr.data.parts import Part
 from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
+from ray_apr.train.answers import failure_of
 from ray_apr.train.checkpoint import Progress, load_checkpoint
-from ray_apr.train.control import RunControl, failure_of, sync_limit_s
+from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.gate import GateClient
 from ray_apr.train.logprobs import warm_up

@@ -141,7 +141,7 @@ async def test_a_core_that_does_not_answer_is_dead(monkeypatch):
         aborted.extend(ids)
 
     core = object.__new__(Core)
-    core._replica_id, core._is_hung = "engine-1", False
+    core._replica_id, core.is_hung = "engine-1", False
     core._calls = Calls("engine-1", lambda number: None)
     core._calls.gate.clear()
     handler = asyncio.get_running_loop().create_future()

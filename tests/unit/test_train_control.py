@@ -229,7 +229,9 @@ def test_the_trainer_gives_a_group_up_whose_servers_could_not_join(monkeypatch, 
 def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
     """Else the checkpoint would count the next step's samples as trained."""
     waited_for: list[tuple] = []
-    taken = types.SimpleNamespace(summary=None, stats=None, state=None, samples=("table",))
+    taken = types.SimpleNamespace(
+        summary=None, stats=None, state=None, samples=("table",), before=None, epoch=1
+    )
 
     def get(ref, timeout):
         waited_for.append(ref)

@@ -23,6 +23,7 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
 from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
+from ray_apr.serve.vllm.stall import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,28 @@ class Core:
         self.is_hung = False
         """Whether the core has left a question unanswered for too long."""
         self.arguments = engine_arguments(spec)
+
+    async def end_stalled(self, stall: StallWatch, said: Callable[[], str]) -> None:
+        """End the calls of an engine that stalls, with the tokens that have come of them.
+
+        Consumes: progress. Waits for: the limit without any. Unblocked by: the clock, or
+        cancellation. Produces: aborted calls.
+
+        Args:
+            stall: Sees the progress.
+            said: Gives what the log says.
+        """
+        while True:
+            await stall.until_stalled()
+            inside = list(self._calls.inside)
+            logger.error("%s, with %d calls inside", said(), len(inside))
+            try:
+                # the core does not answer: vLLM ends them with what has left it
+                await self.llm.abort(inside)
+            except self.dead_error as error:
+                logger.error("%s is dead: %s", self._replica_id, error)
+            except Exception:  # the next stall is watched for all the same
+                logger.exception("%s: calls that stalled are not ended", self._replica_id)
 
     async def start(
         self, make_logger: Callable[[], Any], make_exporting: Callable[[], Any]

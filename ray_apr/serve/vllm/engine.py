@@ -17,7 +17,6 @@ Invariants, beside those of every engine:
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 
 from ray_apr.core.exceptions import (
@@ -52,8 +51,6 @@ from ray_apr.serve.vllm.scores import WeightScorer
 from ray_apr.serve.vllm.stall import StallWatch
 from ray_apr.serve.vllm.stats import EngineLoad, exporting_logger
 from ray_apr.serve.vllm.weights import Weights
-
-logger = logging.getLogger(__name__)
 
 _FIRST = -1
 """Priority of an evaluation's request; those of rollouts have 0."""
@@ -380,25 +377,8 @@ class VLLMEngine:
         return f"{self.replica_id} made no token for {limit_s:g} s (rollout.engine.stall_timeout_s)"
 
     def _watch(self) -> None:
-        self._stall_task = asyncio.create_task(self._end_stalled(), name="stall-watch")
-
-    async def _end_stalled(self) -> None:
-        """End the calls of an engine that stalls, with the tokens that have come of them.
-
-        Consumes: progress. Waits for: the limit without any. Unblocked by: the clock, or
-        `shutdown`. Produces: aborted calls.
-        """
-        while True:
-            await self._stall.until_stalled()
-            inside = list(self._calls.inside)
-            logger.error("%s, with %d calls inside", self._stalled(), len(inside))
-            try:
-                # the core does not answer: vLLM ends them with what has left it
-                await self._core.llm.abort(inside)
-            except self._core.dead_error as error:
-                logger.error("%s is dead: %s", self.replica_id, error)
-            except Exception:  # the next stall is watched for all the same
-                logger.exception("%s: calls that stalled are not ended", self.replica_id)
+        watch = self._core.end_stalled(self._stall, self._stalled)
+        self._stall_task = asyncio.create_task(watch, name="stall-watch")
 
     def shutdown(self) -> None:
         """End the engine's processes."""
