@@ -284,6 +284,11 @@ class Journal:
             await asyncio.shield(self._writing)
 
     async def _write_soon(self) -> None:
+        """Write what was noted, a moment later.
+
+        Waits for: who writes, then the file system. Unblocked by: its end; the file system's
+        answer.
+        """
         await asyncio.sleep(self._gather_s)
         async with self._in_file:
             self._writing = None

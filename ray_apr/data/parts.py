@@ -111,6 +111,11 @@ class Part:
         self._actor = self._next(one_line(error))
 
     def _next(self, reason: str) -> Any:
+        """The actor that follows the one that has died.
+
+        Waits for: the driver, which starts it. Unblocked by: the next one, `failure`, or
+        `RESTART_LIMIT_S`.
+        """
         deadline = time.monotonic() + RESTART_LIMIT_S
         while time.monotonic() < deadline:
             for generation in range(self._generation + 1, self._generation + 1 + _MOST_AT_ONCE):

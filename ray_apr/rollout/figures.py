@@ -21,6 +21,8 @@ from ray_apr.scheduling.scheduler import Scheduler
 class Figures:
     """Tells the run folder, the buffer and the metrics what the worker does.
 
+    Waits for: the buffer and the recorder, which are told. Unblocked by: their answers or deaths.
+
     Args:
         scheduler: Of the worker.
         sessions: Of the worker.

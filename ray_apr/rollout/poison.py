@@ -120,7 +120,10 @@ class Poison:
         return self._prompts.index_of(prompt.prompt_id)
 
     async def _spare_the_last(self, client: RolloutClient, live: LiveSample) -> None:
-        """Keep a suspect from the only engine that is left; for a time, as no other may come."""
+        """Keep a suspect from the only engine that is left; for a time, as no other may come.
+
+        Waits for: who asks how many there are. Unblocked by: its answer, which has a limit.
+        """
         is_likely = live.sample.num_deaths >= ON_TRIAL or live.trial_s <= 2 * _SOON_S + TRIAL_S
         if self._config.num_replicas < 2 or not is_likely:
             return

@@ -77,6 +77,8 @@ def check_replicas(replicas: Any) -> int:
 def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
     """Ask a run for another number of engines, and wait for its answer.
 
+    Waits for: that. Unblocked by: the answer, the end of the process that trains, or `timeout_s`.
+
     Args:
         folder: Of a run that a process trains.
         replicas: Engines that it is to have.

@@ -87,8 +87,8 @@ class EngineScaling:
     def follow(self) -> None:
         """Answer requests until the run closes.
 
-        Consumes: requests of the run folder. Waits for: the clock, `_LOOK_S`. Unblocked by:
-        `closing`. Produces: answers.
+        Consumes: requests of the run folder. Waits for: the clock. Unblocked by: `closing`.
+        Produces: answers.
         """
         while not self._closing.wait(_LOOK_S):
             try:
@@ -243,6 +243,8 @@ def _reason(error: Exception) -> str:
 
 def _wait_for(ref: Any, closing: threading.Event) -> None:
     """Wait for a client's answer.
+
+    Waits for: that. Unblocked by: it, `closing`, or `_CLIENT_S`.
 
     Raises:
         ResourceError: If the run closes.

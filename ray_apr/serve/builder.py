@@ -182,6 +182,10 @@ def _on_device(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
 
 
 def _deploy(app_name: str, spec: EngineSpec, config: RolloutConfig, num_behind_http: int) -> None:
+    """Have Serve run the application.
+
+    Waits for: Serve, and who else uses it here. Unblocked by: its answer.
+    """
     route = None if config.http.port is None else "/"
     with _alone():
         app = build_rollout_app(spec, config, num_behind_http=num_behind_http)

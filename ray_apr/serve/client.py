@@ -204,7 +204,10 @@ class ServeRolloutClient:
     # -- engines that come and go ----------------------------------------------------------------
 
     async def scale(self, num_engines: int) -> list[ServerStatus]:
-        """Have so many engines from now on, which run; see `RolloutClient`."""
+        """Have so many engines from now on, which run; see `RolloutClient`.
+
+        Waits for: who learns which engines are ready. Unblocked by: its end, which has a limit.
+        """
         names = engine_names(num_engines)
         come = [name for name in names if name not in self._engines]
         self._engines.update({name: EngineHandle(self._app_name, name) for name in come})

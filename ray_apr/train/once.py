@@ -18,6 +18,7 @@ def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
     made: list[_Made] = []
 
     def get() -> _Made:
+        """Waits for: who calls the function. Unblocked by: its end."""
         with lock:
             if not made:
                 made.append(make())

@@ -101,8 +101,8 @@ class CheckpointWriter:
     ) -> None:
         """Report figures with a checkpoint of now.
 
-        Waits for: the checkpoint before, at most `CHECKPOINT_LIMIT_S`; one with a name, or the last
-        one, until it is written, too.
+        Waits for: the checkpoint before; with a name, or as the last one, its own writing, too.
+        Unblocked by: these, or `CHECKPOINT_LIMIT_S`.
 
         Args:
             row: Figures of the last step.
@@ -156,7 +156,10 @@ class CheckpointWriter:
         self._under_way = None
 
     def close(self) -> None:
-        """Wait for the last checkpoint; nothing is reported any more."""
+        """Wait for the last checkpoint; nothing is reported any more.
+
+        Waits for: that. Unblocked by: its end, or `CHECKPOINT_LIMIT_S`.
+        """
         self.wait()
         self._listing.shutdown()
 
