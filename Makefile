@@ -71,8 +71,8 @@ test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM
 architectures: $(DEV) ## try every family of models through syncs, engines and export (20 minutes)
 	@exec $(PY) benchmarks/architectures.py $(ARGS)
 
-chaos: $(DEV) ## kill engine cores at random moments of 40 runs (about an hour)
-	@exec $(PY) benchmarks/chaos.py $(ARGS)
+chaos: $(DEV) ## kill every kind of process at random moments of whole runs (40 s a kill)
+	@exec $(PY) benchmarks/kills.py $(ARGS)
 
 resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it (15 minutes)
 	@exec $(PY) benchmarks/resumes.py $(ARGS)
