@@ -91,7 +91,7 @@ def take_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
-    stager: DefaultStager | None = None,
+    stager: Stager | None = None,
 ) -> Snapshot:
     """The state of now; all ranks call this together.
 
@@ -99,8 +99,8 @@ def take_snapshot(
         model: The sharded model.
         optimizer: Its optimizer.
         progress: Step and policy version.
-        stager: Copies the state to the host (`make_stager`), so that it may be written while
-            training goes on, until the next one is taken. None: it has to be written before.
+        stager: Copies the state to the host, so that it may be written while training goes on,
+            until the next one is taken. None: it has to be written before.
     """
     drop_gathered(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -112,17 +112,31 @@ def take_snapshot(
     )
 
 
-def make_stager(device: torch.device) -> DefaultStager:
-    """What copies a state to memory of the host that it keeps for the next one: pinned where the
-    state is on a GPU."""
-    is_cuda = device.type == "cuda"
-    options = StagingOptions(
-        use_pinned_memory=is_cuda,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=is_cuda,
-    )
-    return DefaultStager(options)
+class Stager:
+    """Copies a state to memory of the host that it keeps for the next one: pinned where the state
+    is on a GPU.
+
+    Args:
+        device: Where the state is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._options = StagingOptions(
+            use_pinned_memory=is_cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_cuda,
+        )
+        self._stager = DefaultStager(self._options)
+
+    def stage(self, state: dict[str, Any]) -> Any:
+        """The copy; it is there when this returns."""
+        try:
+            return self._stager.stage(state)
+        except KeyError:  # torch 2.11 has closed it after its first use, and needs a new one
+            self._stager = DefaultStager(self._options)
+            return self._stager.stage(state)
 
 
 def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table) -> None:

@@ -38,8 +38,8 @@ from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
+    Stager,
     export_hf,
-    make_stager,
     save_rollout,
     take_snapshot,
 )
@@ -79,7 +79,7 @@ class CheckpointWriter:
         # of its own: another thread has it while the loop computes in the others
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
-        self._stager = make_stager(compute_device(model))
+        self._stager = Stager(compute_device(model))
         self._listing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Any] | None = None
         self._step = 0
