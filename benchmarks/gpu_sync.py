@@ -239,9 +239,10 @@ class Trainer:
     def connect(self, driver: Any) -> None:
         """Form the group."""
         from ray_apr.train.control import RunControl
+        from tests.fakes import FixedPart
 
         self._control = RunControl(
-            buffer=None, worker=driver, recorder=None, sync_timeout_s=TIMEOUT_S
+            buffer=None, worker=FixedPart(driver), recorder=None, sync_timeout_s=TIMEOUT_S
         )
         self._control.connect(self._sender, timeout_s=TIMEOUT_S)
 

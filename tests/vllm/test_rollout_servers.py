@@ -309,11 +309,13 @@ class Trainer:
     def __init__(self, model, syncs):
         from transformers import AutoModelForCausalLM
 
+        from tests.fakes import FixedPart
+
         self._syncs = syncs
         weights = GatheredWeights(AutoModelForCausalLM.from_pretrained(model), bucket_mb=0.01)
         sender = GlooSender(weights)
         control = RunControl(
-            buffer=None, worker=syncs, recorder=None, sync_timeout_s=SYNC_TIMEOUT_S
+            buffer=None, worker=FixedPart(syncs), recorder=None, sync_timeout_s=SYNC_TIMEOUT_S
         )
         self._publisher = WeightPublisher(
             sender, control, sync_every=1, overlaps=False, timeout_s=SYNC_TIMEOUT_S
