@@ -31,6 +31,11 @@ _MOST_AT_ONCE = 5
 """Of several that have died one after the other since the last call, so many are looked for."""
 
 
+def nth_name(name: str, generation: int) -> str:
+    """Name of an actor of a kind (0: the first one), which Ray's tables show."""
+    return f"{name}-{generation}" if generation else name
+
+
 @dataclass(frozen=True, slots=True)
 class PartName:
     """Name of an actor and of those that follow it.
@@ -45,7 +50,7 @@ class PartName:
 
     def of(self, generation: int) -> str:
         """Name of the first one (0), or of one that follows."""
-        return f"{self.name}-{generation}" if generation else self.name
+        return nth_name(self.name, generation)
 
 
 class Part:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
-from ray_apr.data.parts import PartName
+from ray_apr.data.parts import PartName, nth_name
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.rollout.evaluation import Evaluator
@@ -81,7 +81,7 @@ class Actors:
             kwargs: What it is made with.
         """
         remote = ray.remote(cls).options(
-            name=self.part(part).of(generation),
+            name=nth_name(self.name_of(part), generation),
             num_cpus=0,
             max_concurrency=10_000,
             max_restarts=max_restarts,
