@@ -58,7 +58,7 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
         ResourceError: If the checkpoints of a run that has begun cannot be read.
     """
-    last = _last_checkpoint(spec)
+    last = _last_checkpoint(spec, mends=not trainer_lives)
     checkpoint = last or spec.checkpoint
     is_resumed = last is not None or holds_run(spec.folder)
     if checkpoint is None:
@@ -136,15 +136,20 @@ def _read_samples(
         ) from error
 
 
-def _last_checkpoint(spec: RunSpec) -> ray.train.Checkpoint | None:
+def _last_checkpoint(spec: RunSpec, *, mends: bool = True) -> ray.train.Checkpoint | None:
     """The last checkpoint that Ray Train has of a run's name.
+
+    Args:
+        spec: What runs.
+        mends: Whether a list that is cut off may be replaced: not while Ray Train writes it.
 
     Raises:
         ResourceError: If that cannot be known of a run that has begun.
     """
     path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
     try:
-        _mend_list(ray.train.Checkpoint(path, spec.run.storage_filesystem))
+        if mends:
+            _mend_list(ray.train.Checkpoint(path, spec.run.storage_filesystem))
         return ray.train.Result.from_path(path, spec.run.storage_filesystem).checkpoint
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return None

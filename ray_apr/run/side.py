@@ -42,6 +42,7 @@ _LOOK_S = 5.0
 _MOST_IN_A_ROW = 5
 """Restarts without a step between them, after which the run fails."""
 _FIRST_PAUSE_S = 0.5
+_TRIES = 5
 
 
 class RolloutSide:
@@ -188,7 +189,7 @@ class RolloutSide:
         logger.warning("the %s; it begins again", died)
         self._closing.wait(_FIRST_PAUSE_S * (2 ** (self._in_a_row - 1) - 1))
         _end(self.worker, self.buffer)
-        begin = find_begin(self._spec, trainer_lives=True)
+        begin = self._find_begin()
         before, num_lost = begin.before.lose(0, begin.num_kept)
         with self._changing:
             if self._closing.is_set():
@@ -220,6 +221,19 @@ class RolloutSide:
             f"rollouts go on after {seconds:.1f} s with {begin.num_kept:,} tokens of "
             f"{begin.num_samples} samples"
         )
+
+    def _find_begin(self) -> Begin:
+        """What they go on with; Ray Train may be writing its list of checkpoints just now.
+
+        Waits for: that. Unblocked by: `_TRIES` pauses, or `stop_watching`.
+        """
+        for _ in range(_TRIES - 1):
+            try:
+                return find_begin(self._spec, trainer_lives=True)
+            except ResourceError as error:
+                logger.warning("once more: %s", error)
+                self._closing.wait(_ASK_AGAIN_S)
+        return find_begin(self._spec, trainer_lives=True)
 
     def _fail(self, reason: APRError) -> None:
         """Tell the trainer why the run ends: through the buffer, if need be a new one.

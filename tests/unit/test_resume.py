@@ -236,7 +236,7 @@ def test_a_new_run_begins_anew_or_with_the_checkpoint_that_is_given(tmp_path, ch
 
 
 def test_a_run_goes_on_with_its_own_last_checkpoint(tmp_path, checkpoint, monkeypatch):
-    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan: checkpoint)
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan, **_: checkpoint)
     found = find_begin(plan_of(tmp_path))
     assert (found.step, found.policy_version, found.before) == (2, 2, BEFORE)
     assert found.is_resumed
@@ -312,7 +312,7 @@ def test_a_list_of_checkpoints_that_was_damaged_is_an_error(tmp_path):
 def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path, checkpoint, monkeypatch):
     assert last_step(plan_of(tmp_path)) == 0
     assert last_step(plan_of(tmp_path, checkpoint=checkpoint)) == 2
-    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan: checkpoint)
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan, **_: checkpoint)
     assert last_step(plan_of(tmp_path)) == 2
 
 
