@@ -33,6 +33,10 @@ A_RUN = 12
 """Kills of one run."""
 FIRST_STEP, STEPS_A_KILL = 6, 12
 _STEPS_AFTER = 2
+SETTINGS = (
+    *SMALL,
+    "evaluation={prompts: held_out.parquet, every: 10, at_start: false, max_inflight: 4}",
+)
 _END_S = 600.0
 
 
@@ -54,7 +58,7 @@ def one_run(seed: int, number: int, parts: Sequence[str], kills: int) -> dict[st
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         steps = FIRST_STEP + STEPS_A_KILL * kills
-        run = KilledRun(folder, mark, env, (*SMALL, f"train.steps={steps}"))
+        run = KilledRun(folder, mark, env, (*SETTINGS, f"train.steps={steps}"))
         began = time.monotonic()
         try:
             run.start()
@@ -131,7 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kills-2cpu.json"))
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin none after this")
     options = parser.parse_args()
-    report: dict[str, Any] = {"settings": list(SMALL), "seed": options.seed, "runs": []}
+    report: dict[str, Any] = {"settings": list(SETTINGS), "seed": options.seed, "runs": []}
     if options.out.exists():
         report = json.loads(options.out.read_text())
     done = {run["run"] for run in report["runs"]}

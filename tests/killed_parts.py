@@ -18,7 +18,7 @@ from tests.whole_runs import start_run
 
 KINDS: Mapping[str, str] = {
     "engine core": "VLLM::EngineCore",
-    "replica": "RolloutServer",
+    "replica": "ray::ServeReplica",
     "rollout worker": "ray::RolloutWorker",
     "buffer": "ray::SampleBuffer",
     "recorder": "ray::RunRecorder",
