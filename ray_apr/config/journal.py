@@ -14,7 +14,8 @@ class JournalConfig:
     enabled: bool = True
     """Note tokens, rewards and batches since the last checkpoint, so that a rollout worker or a
     buffer that dies begins again beside the trainer, and a run that begins again repeats what it
-    did. Without checkpoints the journal has all of the run, about 14 bytes a token."""
+    did. Without checkpoints the journal has all of the run: 12 bytes a token, and some hundred for
+    each note of a sample."""
     path: str | None = None
     """Folder, or URI of pyarrow's file systems, that all nodes reach; each run gets a folder of its
     name in it. None: ``journal`` in the folder of the run's checkpoints."""
