@@ -47,6 +47,7 @@ class Actors:
         """In the order in which they were made."""
         self._tables: list[ray.ObjectRef] | None = None
         """Of the prompts, once they are encoded."""
+        self._num_prompts = 0
         self.num_replicas = spec.rollout.num_replicas
         """Engines that those which are made from now on know."""
 
@@ -127,11 +128,11 @@ class Actors:
             known = begin.rollout
             num_prompts = None if known is None else known.num_prompts
             self._tables = self._encode(prompts, "prompts", num_prompts)
-        num_prompts = sum(ray.get(table).num_rows for table in self._tables)
+            self._num_prompts = sum(ray.get(table).num_rows for table in self._tables)
         journal = {
             "journal": journal_of(self._spec),
             "epoch": begin.epoch,
-            "header": header_of(self._spec) | {"num_prompts": num_prompts},
+            "header": header_of(self._spec) | {"num_prompts": self._num_prompts},
             "replayed": begin.replayed,
             "generation": generation,
         }
