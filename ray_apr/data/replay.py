@@ -78,6 +78,25 @@ def replay(
     return journal.end(used[-1].header, trainer_lives=trainer_lives)
 
 
+def ended_row(
+    sample_id: str, policy_version: int, num_generated: int, finish_reason: str | None
+) -> dict[str, Any]:
+    """Row of ``ended.jsonl``: what is known of a sample before it is scored, trained or dropped.
+
+    Args:
+        sample_id: Its id.
+        policy_version: Of its newest token.
+        num_generated: Tokens that an engine made.
+        finish_reason: How it ended.
+    """
+    return {
+        "sample_id": sample_id,
+        "policy_version": policy_version,
+        "num_generated": num_generated,
+        "finish_reason": finish_reason,
+    }
+
+
 @dataclass(slots=True)
 class _Row:
     """A sample that was noted."""
@@ -190,9 +209,9 @@ class _Journal:
                 self._take_event(event)
         if epoch.worker:
             self.state = epoch.worker[-1].notes["state"]
-            self.counters += Counters.from_json(self.state["counters"])
+            self.counters += Counters(**self.state["counters"])
         if epoch.buffer:
-            counted = Counters.from_json(epoch.buffer[-1].notes["state"]["counters"])
+            counted = Counters(**epoch.buffer[-1].notes["state"]["counters"])
             self.counters += counted if trainer_lives else counted.without_training()
 
     def _take_row(self, values: dict[str, Any], tokens: dict[str, npt.NDArray[Any]]) -> None:
@@ -200,12 +219,8 @@ class _Journal:
         before = self.rows.get(name) or _Row({**values, "support": []}, tokens).anew()
         self.rows[name] = row = before.follow(values, tokens)
         if values["finish_reason"] is not None:
-            self.ended[name] = {
-                "sample_id": name,
-                "policy_version": max(0, row.newest_version),
-                "num_generated": row.values["num_generated"],
-                "finish_reason": values["finish_reason"],
-            }
+            num_generated, reason = row.values["num_generated"], values["finish_reason"]
+            self.ended[name] = ended_row(name, max(0, row.newest_version), num_generated, reason)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         self.gone |= {row["group_id"]: row for row in event.get("gone", ())}

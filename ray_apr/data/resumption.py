@@ -103,11 +103,6 @@ class Counters:
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Counters(**sums, tokens_discarded=discarded)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Counters:
-        """Of what `dataclasses.asdict` gave."""
-        return cls(**values)
-
     def __sub__(self, other: Counters) -> Counters:
         """What has come since an earlier moment."""
         names = [f.name for f in dataclasses.fields(other) if f.name != "tokens_discarded"]

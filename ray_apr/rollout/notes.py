@@ -147,13 +147,3 @@ class Notes:
             tokens_generated=ledger.generated,
             tokens_discarded=ledger.discarded,
         )
-
-
-def ended_row(sample: Sample) -> dict[str, Any]:
-    """Of the run folder: what is known of a sample before it is scored, trained or dropped."""
-    return {
-        "sample_id": sample.sample_id,
-        "policy_version": sample.newest_version or 0,
-        "num_generated": sample.num_generated,
-        "finish_reason": sample.finish_reason,
-    }

@@ -38,9 +38,10 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Sample, SampleState
 from ray_apr.core.user import RewardResult, Step
+from ray_apr.data.replay import ended_row
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of
-from ray_apr.rollout.notes import Notes, ended_row
+from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
@@ -237,7 +238,8 @@ class Sessions:
         if result is not None:  # a checkpoint has to know it: nobody can be asked again
             sample = live.note(reward=result.reward, reward_metrics=result.metrics)
             self._notes.of(live)
-        self.ended.append(ended_row(sample))
+        version, reason = sample.newest_version or 0, sample.finish_reason
+        self.ended.append(ended_row(sample.sample_id, version, sample.num_generated, reason))
         if not self._overlap_rewards:
             await self._all_generated()
             if not live.is_live:
