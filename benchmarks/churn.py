@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ray_apr.run.folder import read_rows
 from tests.processes import kill_all, marked_environment, wait_until_none
 from tests.whole_runs import start_run
 
@@ -51,9 +52,7 @@ class Folder:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Whole lines of a file."""
-        path = self.path / name
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_rows(self.path / name)
 
     def wait_for_steps(self, number: int) -> None:
         """Wait until so many steps are done.

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.killed_parts import rows
+from ray_apr.run.folder import read_rows
 from tests.processes import kill_all, marked_environment
 from tests.whole_runs import command
 
@@ -44,7 +44,7 @@ def one_run(enabled: bool) -> dict[str, Any]:
         finally:
             kill_all(mark)
         run = folder / "run"
-        steps = rows(run / "metrics.jsonl")
+        steps = read_rows(run / "metrics.jsonl")
         final = json.loads((run / "final.json").read_text())
         size = sum(file.stat().st_size for file in (run / "journal").glob("*"))
     seconds = steps[-1]["time_s"] - steps[0]["time_s"]

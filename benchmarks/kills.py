@@ -25,8 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ray_apr.run.folder import read_rows
 from ray_apr.tools.verify import verify
-from tests.killed_parts import KINDS, SMALL, KilledRun, rows
+from tests.killed_parts import KINDS, SMALL, KilledRun
 from tests.processes import kill_all, marked_environment, wait_until_none
 
 A_RUN = 12
@@ -99,7 +100,7 @@ def judge(folder: Path, steps: int) -> dict[str, Any]:
     """Whether a run kept what it promises, from its folder."""
     checks = verify(folder)
     final = json.loads((folder / "final.json").read_text())
-    restarts = [*rows(folder / "restarts.jsonl"), *rows(folder / "resumes.jsonl")]
+    restarts = [*read_rows(folder / "restarts.jsonl"), *read_rows(folder / "resumes.jsonl")]
     return {
         "ok": all(check.ok for check in checks) and final["steps"] == steps,
         "checks": {check.name: check.seen for check in checks},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from ray_apr.run.folder import read_rows
 from tests.processes import processes_of
 from tests.whole_runs import start_run
 
@@ -74,9 +73,7 @@ class KilledRun:
     @property
     def times(self) -> list[float]:
         """Seconds of the run at which each step that its folder has was trained."""
-        file = self.folder / "run" / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line)["time_s"] for line in lines if line.endswith("\n")]
+        return [row["time_s"] for row in read_rows(self.folder / "run" / "metrics.jsonl")]
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the folder has so many steps.
@@ -125,8 +122,3 @@ class KilledRun:
         code = self._process.wait(limit_s)
         self._reader.join(10)
         return code
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file of the run folder."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray_apr.config.yaml import set_override
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run.folder import holds_run
+from ray_apr.run.folder import holds_run, put_text
 
 COMMAND_FILE = "command.json"
 _SECRET = "control_token"
@@ -47,10 +47,7 @@ class Command:
 
     def write(self, folder: Path) -> None:
         """Write it into a run folder, whole or not at all."""
-        new = folder / f"{COMMAND_FILE}.new"
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        new.write_text(text, encoding="utf-8")
-        new.replace(folder / COMMAND_FILE)
+        put_text(folder / COMMAND_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
 def _holds_secret(override: str) -> bool:

@@ -1,9 +1,12 @@
-"""The run folder: where it is, and whether a run has begun in it."""
+"""The run folder: where it is, whether a run has begun in it, and its files of rows."""
 
 from __future__ import annotations
 
 import fcntl
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
 
@@ -49,3 +52,24 @@ def is_held(folder: Path) -> bool:
         return True
     except OSError:  # a file system without locks: a run that has ended says so
         return holds_run(folder) and not (folder / "final.json").exists()
+
+
+def add_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Write a row at the end of a file of rows."""
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps(row) + "\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file, none if there is no such file; a last line that was cut off is no row."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as lines:
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def put_text(file: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)

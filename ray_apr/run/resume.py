@@ -32,7 +32,7 @@ from ray_apr.data.resumption import (
     RolloutProgress,
 )
 from ray_apr.data.saved_samples import read_samples
-from ray_apr.run.folder import LOCK_FILE, holds_run
+from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, read_rows
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESUMES_FILE = "resumes.jsonl"
-RESTARTS_FILE = "restarts.jsonl"
 _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 
@@ -263,8 +262,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         "tokens_lost": lost,
         "ended": final.get("error") or final.get("status") or "killed",
     }
-    with (folder / RESUMES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(note) + "\n")
+    add_row(folder / RESUMES_FILE, note)
     last = begin.policy_version if begin.policy_version in evaluated else None
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
@@ -278,17 +276,9 @@ def _known(begin: Begin) -> tuple[set[str], set[str]]:
     return ended, {row["group_id"] for row in begin.replayed.dropped}
 
 
-def note_restart(folder: Path, row: Mapping[str, Any]) -> None:
-    """Note that a part began again while the run went on."""
-    with (folder / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
 def poison_rows(folder: Path) -> tuple[int, ...]:
     """Rows of the dataset that a run has set aside, as they kill engines."""
-    file = folder / POISON_FILE
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    return tuple(json.loads(line)["row"] for line in lines if line.endswith(b"\n"))
+    return tuple(row["row"] for row in read_rows(folder / POISON_FILE))
 
 
 def remove_end(folder: Path) -> None:

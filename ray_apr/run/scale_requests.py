@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ray_apr.core.exceptions import APRError, ConfigError, StarvedError
-from ray_apr.run.folder import is_held
+from ray_apr.run.folder import add_row, is_held, put_text, read_rows
 
 ENGINES_FILE = "engines.jsonl"
 """File of the run folder with a row for each request that was answered."""
@@ -97,7 +95,7 @@ def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
     try:
         while True:
             is_there = is_held(folder)  # before the look, which the last answer comes before
-            for row in _answers(folder):
+            for row in read_rows(folder / ENGINES_FILE):
                 if row["request_id"] == request_id:
                     return ScaleAnswer(**row)
             if not is_there:
@@ -114,9 +112,7 @@ def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
 def ask(folder: Path, replicas: Any) -> str:
     """Lay a request into a run folder, whole at once; returns its id."""
     request_id = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
-    new = folder / f".scale-{request_id}"
-    new.write_text(json.dumps({"replicas": replicas}) + "\n", encoding="utf-8")
-    os.replace(new, _path(folder, request_id))
+    put_text(_path(folder, request_id), json.dumps({"replicas": replicas}) + "\n")
     return request_id
 
 
@@ -148,22 +144,15 @@ def forget(folder: Path) -> None:
 
 def answer(folder: Path, given: ScaleAnswer) -> None:
     """Write what became of a request."""
-    with (folder / ENGINES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(given)) + "\n")
+    add_row(folder / ENGINES_FILE, asdict(given))
 
 
 def last_number(folder: Path, since: float) -> int | None:
     """Engines after the last request that was done since a Unix time; None without one."""
-    done = [r for r in _answers(folder) if r["outcome"] == "done" and r["at"] >= since]
+    done = [
+        r for r in read_rows(folder / ENGINES_FILE) if r["outcome"] == "done" and r["at"] >= since
+    ]
     return int(done[-1]["after"]) if done else None
-
-
-def _answers(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """All that are there; a line that is being written does not count yet."""
-    with contextlib.suppress(FileNotFoundError):
-        text = (folder / ENGINES_FILE).read_text(encoding="utf-8")
-        for line in text[: text.rfind("\n") + 1].splitlines():
-            yield json.loads(line)
 
 
 def _path(folder: Path, request_id: str) -> Path:

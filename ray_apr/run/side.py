@@ -25,7 +25,8 @@ from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, one_l
 from ray_apr.data.parts import DEATHS
 from ray_apr.data.resumption import Begin
 from ray_apr.run.causes import cause_of, death_of
-from ray_apr.run.resume import find_begin, note_restart
+from ray_apr.run.folder import add_row
+from ray_apr.run.resume import find_begin
 from ray_apr.run.scaling import as_scaled
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RESTARTS_FILE = "restarts.jsonl"
 _CALL_TIMEOUT_S = 60.0
 _ASK_AGAIN_S = 1.0
 _LOOK_S = 5.0
@@ -205,8 +207,8 @@ class RolloutSide:
         if is_open:
             self._start()
         seconds = time.monotonic() - begun
-        note_restart(
-            self._spec.folder,
+        add_row(
+            self._spec.folder / RESTARTS_FILE,
             {
                 "time_s": round(time.time() - self._started_at, 4),
                 "died": died,

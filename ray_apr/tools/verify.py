@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.folder import read_rows
 from ray_apr.scheduling.order import prompt_position
 
 _LEAST_P = 0.05
@@ -63,10 +64,10 @@ class Recorded:
             )
         return cls(
             final=json.loads(final.read_text()),
-            steps=_rows(folder / "metrics.jsonl"),
-            samples=_rows(folder / "samples.jsonl"),
-            ended={row["sample_id"]: row for row in _rows(folder / "ended.jsonl")},
-            dropped=_rows(folder / "dropped.jsonl"),
+            steps=read_rows(folder / "metrics.jsonl"),
+            samples=read_rows(folder / "samples.jsonl"),
+            ended={row["sample_id"]: row for row in read_rows(folder / "ended.jsonl")},
+            dropped=read_rows(folder / "dropped.jsonl"),
         )
 
 
@@ -207,14 +208,3 @@ def _named(what: str, names: Sequence[Any]) -> str:
         return ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{what} {', '.join(map(str, names[:_SHOWN]))}{more}"
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return list(_read(file)) if file.is_file() else []
-
-
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n"):  # a last one that was cut off is none
-                yield json.loads(line)

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from ray_apr.run.folder import read_rows
 from ray_apr.tools.verify import verify
 from tests.engine_kills import kill_a_core, sync_of
-from tests.killed_parts import SMALL, KilledRun, rows
+from tests.killed_parts import SMALL, KilledRun
 from tests.processes import processes_of
 from tests.whole_runs import (
     ONE_OF_EACH,
@@ -143,8 +144,8 @@ def test_a_run_that_loses_its_parts_goes_on_and_loses_no_token(
     folder = tmp_path / "run"
     checks = verify(folder)
     assert all(check.ok for check in checks), checks
-    restarts, resumes = rows(folder / "restarts.jsonl"), rows(folder / "resumes.jsonl")
+    restarts, resumes = read_rows(folder / "restarts.jsonl"), read_rows(folder / "resumes.jsonl")
     assert len(restarts) == beside_the_trainer
     assert bool(resumes) == ("train worker" in victims)
     assert sum(row["tokens_lost"] for row in (*restarts, *resumes)) == 0
-    assert len({row["sample_id"] for row in rows(folder / "samples.jsonl")}) == 32 * steps
+    assert len({row["sample_id"] for row in read_rows(folder / "samples.jsonl")}) == 32 * steps
