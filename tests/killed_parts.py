@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray_apr.run.folder import read_rows
 from tests.processes import processes_of
+from tests.second_node import SecondNode
 from tests.whole_runs import start_run
 
 KINDS: Mapping[str, str] = {
@@ -28,8 +29,10 @@ KINDS: Mapping[str, str] = {
     "train worker": "ray::RayTrainWorker",
     "train controller": "ray::TrainController",
     "driver": "",
+    "raylet": "",
 }
-"""Each kind of process, and what its command line has; the driver is known by its pid."""
+"""Each kind of process, and what its command line has. The driver is known by its pid, the raylet
+by its node, which is the second one of a cluster."""
 SMALL = (
     "train.batch_size=32", "rollout.group_size=4", "rollout.max_response_tokens=96",
     "rollout.num_replicas=2", "scaling={num_workers: 1, use_gpu: false}", "run.resume=true",
@@ -49,12 +52,15 @@ class KilledRun:
         mark: Of its processes.
         env: With the mark.
         overrides: Its settings.
+        node: The second one of its cluster, where the run has not a cluster of its own; it is
+            started again if its raylet is killed.
     """
 
     folder: Path
     mark: str
     env: dict[str, str]
     overrides: tuple[str, ...]
+    node: SecondNode | None = None
     said: list[str] = field(default_factory=list)
     _process: subprocess.Popen[str] | None = None
     _reader: threading.Thread | None = None
@@ -99,10 +105,13 @@ class KilledRun:
         assert self._process is not None
         if kind == "driver":
             return [self._process.pid]
+        if kind == "raylet":
+            return [] if self.node is None else self.node.raylets()
         return [pid for pid, name in processes_of(self.mark).items() if KINDS[kind] in name]
 
     def kill(self, kind: str, number: int = 0) -> bool:
-        """Kill -9 one process of a kind; whether there was one. A dead driver is started anew."""
+        """Kill -9 one process of a kind; whether there was one. A driver and a node that are dead
+        are started anew."""
         pids = sorted(self.pids(kind))
         if not pids:
             return False
@@ -114,6 +123,8 @@ class KilledRun:
             assert self._process is not None
             self._process.wait(60)
             self.start()
+        if kind == "raylet" and self.node is not None:
+            self.node.start()
         return True
 
     def end(self, limit_s: float) -> int:

@@ -20,10 +20,21 @@ def marked_environment() -> tuple[str, dict[str, str]]:
 def processes_of(mark: str) -> dict[int, str]:
     """Living processes with this mark, and those below them, some of which lose their environment
     with their new title: pid -> command line. Zombies do not count."""
+    commands, children = _all_processes()
+    needle = f"{MARK}={mark}".encode()
+    return _with_those_below([pid for pid in commands if _has(pid, needle)], commands, children)
+
+
+def processes_below(pid: int) -> dict[int, str]:
+    """Living processes that a process has started, and those below them: pid -> command line."""
+    commands, children = _all_processes()
+    return _with_those_below(children.get(pid, []), commands, children)
+
+
+def _all_processes() -> tuple[dict[int, str], dict[int, list[int]]]:
+    """Command line and children of every other process."""
     commands: dict[int, str] = {}
     children: dict[int, list[int]] = {}
-    reached: list[int] = []
-    needle = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
@@ -32,10 +43,23 @@ def processes_of(mark: str) -> dict[int, str]:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(pid)
             commands[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-            if needle in (folder / "environ").read_bytes().split(b"\0"):
-                reached.append(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended meanwhile, or is not ours
+    return commands, children
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    """Whether a process has a variable in its environment."""
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def _with_those_below(
+    reached: list[int], commands: dict[int, str], children: dict[int, list[int]]
+) -> dict[int, str]:
+    reached = list(reached)
     found: dict[int, str] = {}
     while reached:
         pid = reached.pop()

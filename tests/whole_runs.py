@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,11 @@ RAYS_OWN = (
     "TrainStateActor",
 )  # fmt: skip
 """Classes of actors that Ray leaves on a cluster."""
+ANY_PORT = (
+    "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
+    "--disable-usage-stats",
+)  # fmt: skip
+"""Options of a node beside which others of this machine start."""
 _LIVING_PARTS = f"""
 import sys, ray
 from ray.util.state import list_actors, list_placement_groups
@@ -56,9 +62,12 @@ def start_run(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody has, and that the system gives to nobody who asks for any."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.randrange(20_000, 32_000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ray_cli(env: dict[str, str], *args: str, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -69,16 +78,17 @@ def ray_cli(env: dict[str, str], *args: str, timeout: float = 120) -> subprocess
 
 
 @contextmanager
-def running_cluster(env: dict[str, str]) -> Iterator[tuple[str, str]]:
+def running_cluster(env: dict[str, str], *, num_cpus: int = 8) -> Iterator[tuple[str, str]]:
     """Start a cluster with a marked environment; yields its address and its dashboard's."""
     port, dashboard = free_port(), free_port()
     env = {**env, "RAY_AUTH_MODE": "disabled"}
     # not pytest's folder, whose path is too long for Ray's sockets
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         started = ray_cli(
-            env, "start", "--head", f"--port={port}", "--num-cpus=8", "--node-ip-address=127.0.0.1",
-            "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--disable-usage-stats",
+            env, "start", "--head", f"--port={port}", f"--num-cpus={num_cpus}",
+            "--node-ip-address=127.0.0.1", "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
+            *ANY_PORT,
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
         try:

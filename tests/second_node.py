@@ -1,0 +1,63 @@
+"""A second node of a cluster on this machine, which is killed and started anew."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.processes import MARK, processes_below, processes_of
+from tests.whole_runs import ANY_PORT
+
+_ADDRESS = "127.0.0.2"
+"""Not that of the first node, so that a driver finds its own one."""
+_RAYLET = "/raylet/raylet "
+_RAYS_OWN = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
+
+
+class SecondNode:
+    """A node that joins a cluster of one node.
+
+    Args:
+        address: Of the cluster, whose first node runs.
+        env: With the mark of the cluster's processes.
+        num_cpus: Of the node.
+    """
+
+    def __init__(self, address: str, env: dict[str, str], *, num_cpus: int) -> None:
+        self._command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}",
+            f"--node-ip-address={_ADDRESS}", f"--num-cpus={num_cpus}", *ANY_PORT,
+        ]  # fmt: skip
+        self._env = env
+        self._of_first = self._all_raylets()
+        self._starting: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Have it start, which takes some seconds."""
+        self._starting = subprocess.Popen(
+            self._command, env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def wait_until_started(self, limit_s: float = 120.0) -> None:
+        """Wait for the end of its start.
+
+        Raises:
+            AssertionError: If it did not start.
+        """
+        assert self._starting is not None
+        assert self._starting.wait(limit_s) == 0, "the second node does not start"
+
+    def raylets(self) -> list[int]:
+        """Its raylet, while it has one."""
+        is_starting = self._starting is not None and self._starting.poll() is None
+        return [] if is_starting else sorted(self._all_raylets() - self._of_first)
+
+    def carries(self) -> list[str]:
+        """The parts of a run that it has: names of its actors and tasks that are not Ray's."""
+        names = [name for pid in self.raylets() for name in processes_below(pid).values()]
+        parts = [name.partition("::")[2].partition(" ")[0] for name in names if "::" in name]
+        return sorted(part for part in parts if part and part not in _RAYS_OWN)
+
+    def _all_raylets(self) -> set[int]:
+        found = processes_of(self._env[MARK])
+        return {pid for pid, name in found.items() if _RAYLET in name}
