@@ -97,9 +97,11 @@ def one_run(seed: int, number: int, parts: Sequence[str]) -> dict[str, Any]:
                     done.append(one_kill(run, part, draw.randint(0, 99)))
                 result |= {"exit_code": run.end(_END_S)}
                 result |= judge(folder / "run", steps)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            result |= {"ok": False, "error": str(error)[-4000:], "log": run.tail[-4000:]}
+        except (AssertionError, subprocess.TimeoutExpired, OSError, ValueError) as error:
+            result |= {"ok": False, "error": str(error)[-4000:]}
         finally:
+            if not result.get("ok"):
+                result["log"] = run.tail[-4000:]
             result["seconds"] = round(time.monotonic() - began, 1)
             left = wait_until_none(mark, 30)
             kill_all(mark)
@@ -133,14 +135,20 @@ def judge(folder: Path, steps: int) -> dict[str, Any]:
     """Whether a run kept what it promises, from its folder."""
     checks = verify(folder)
     final = json.loads((folder / "final.json").read_text())
-    restarts = [*read_rows(folder / "restarts.jsonl"), *read_rows(folder / "resumes.jsonl")]
+    restarts, resumes = read_rows(folder / "restarts.jsonl"), read_rows(folder / "resumes.jsonl")
+    again = [(row["time_s"], row["died"], row["seconds"]) for row in restarts]
+    again += [(row["time_s"], row["ended"], None) for row in resumes]
     return {
         "ok": all(check.ok for check in checks) and final["steps"] == steps,
         "checks": {check.name: check.seen for check in checks},
         "ledger_error": final["ledger_error"],
         "tokens_generated": final["tokens_generated"],
         "tokens_discarded": {r: n for r, n in final["tokens_discarded"].items() if n},
-        "tokens_lost": sum(row["tokens_lost"] for row in restarts),
+        "tokens_lost": sum(row["tokens_lost"] for row in (*restarts, *resumes)),
+        "began_again": [
+            {"time_s": time_s, "after": why[:300], "seconds": seconds}
+            for time_s, why, seconds in sorted(again, key=lambda row: row[0])
+        ],
     }
 
 
