@@ -61,6 +61,7 @@ class RunRecorder:
         self._steps: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
         self._new_step = asyncio.Condition()
+        self._is_closed = False
 
     async def record(self, kind: str, row: Mapping[str, Any]) -> None:
         """Take one row; kind "status" is kept as the latest state and joins the next step's row."""
@@ -107,7 +108,7 @@ class RunRecorder:
     async def follow(
         self, num_seen: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Wait for steps beyond the first `num_seen` of the folder, at most `timeout_s`.
+        """Wait for steps beyond the first `num_seen` of the folder, or its end, for `timeout_s`.
 
         Returns:
             The new rows (none at the limit, nor any from before this actor began), and the latest
@@ -116,7 +117,9 @@ class RunRecorder:
         async with self._new_step:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._new_step.wait_for(lambda: self._num_steps > num_seen)
+                    await self._new_step.wait_for(
+                        lambda: self._num_steps > num_seen or self._is_closed
+                    )
             except TimeoutError:
                 return [], self._status
         return self._steps[max(0, num_seen - self._first_step) :], self._status
@@ -134,9 +137,13 @@ class RunRecorder:
         await asyncio.sleep(timeout_s)
 
     async def close(self) -> None:
-        """Close the files."""
+        """Close the files, and end the calls of those who follow: Ray says of each call of an actor
+        which it starts again that it will be retried, once that is killed."""
         for file in self._files.values():
             file.close()
+        async with self._new_step:
+            self._is_closed = True
+            self._new_step.notify_all()
 
 
 def _end_with_a_line(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -108,6 +109,15 @@ async def test_the_rows_of_a_resumed_run_go_on(tmp_path):
     assert await recorder.num_steps() == 2
     await recorder.close()
     assert [row["step"] for row in read(tmp_path, "metrics.jsonl")] == [0, 1]
+
+
+async def test_the_end_of_a_recorder_ends_the_calls_of_those_who_follow(tmp_path):
+    """known fault: Ray said at a run's end that such a call will be retried without end."""
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    following = asyncio.create_task(recorder.follow(0, 60.0))
+    await asyncio.sleep(0)
+    await recorder.close()
+    assert await asyncio.wait_for(following, 5.0) == ([], {})
 
 
 async def test_a_recorder_that_begins_again_writes_no_row_twice(tmp_path):
