@@ -30,6 +30,7 @@ import ray
 import ray.train
 from ray.exceptions import RayActorError, RayError
 
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
@@ -104,10 +105,11 @@ def run(
             check_resources(spec.scaling, spec.rollout, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
-        show, asked, began_at = progress or logger.info, spec, time.time()
+        show, asked, began_at = progress or logger.info, spec, unix_s()
 
         def attempt() -> ray.train.Result:
             spec = as_scaled(asked, since=began_at)
+            # as the processes read it that begin from here on
             begin, started_at = find_begin(spec), time.time()
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
@@ -155,7 +157,7 @@ def _run_parts(
         with signals.listen():  # Ray raises a KeyboardInterrupt of its own, made `Stopped` here
             parts = make()
     except BaseException as caught:
-        write_end_of_start(spec, begin, caught, time.time() - started_at)
+        write_end_of_start(spec, begin, caught, unix_s() - started_at)
         raise
     error: BaseException | None = None
     with follow_progress(parts.recorder, spec.train.steps, show, begin.num_rows) as stop_showing:
@@ -340,7 +342,7 @@ class _Parts:
     def close(self, error: BaseException | None) -> None:
         """End everything: streams, loops, servers, actors; write the final figures."""
         spec, side = self.spec, self.side
-        training_end = time.time()
+        training_end = unix_s()
         side.stop_watching()  # what dies from here on does not begin again
         try:
             if isinstance(error, Stopped):  # the trainer may still be at it: it gets no further

@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ray_apr.core.clock import unix_s
 
 POISON_FILE = "poison.jsonl"
 _FILES = {
@@ -84,7 +85,7 @@ class RunRecorder:
         elif kind == "timeline":
             rows = [self._relative(row) for row in rows]
         elif kind == "poison":
-            time_s = round(time.time() - self._started_at, 4)
+            time_s = round(unix_s() - self._started_at, 4)
             rows = [{"time_s": time_s, **row} for row in rows]
         file = self._files[kind]
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayTaskError
 
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ConfigError, ResourceError, StarvedError
 from ray_apr.run.checks import check_resources
 from ray_apr.run.scale_requests import (
@@ -111,7 +112,7 @@ class EngineScaling:
         except Exception as error:  # noqa: BLE001  (a thread: who has asked gets it)
             reason = _reason(error)
             logger.warning("%s engines are not made %s: %s", before, request.replicas, reason)
-        now = time.time()
+        now = unix_s()
         given = ScaleAnswer(
             request_id=request.request_id,
             outcome="undone" if undone else "refused" if reason else "done",

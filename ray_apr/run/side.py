@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, one_line
 from ray_apr.data.parts import DEATHS
 from ray_apr.data.resumption import Begin
@@ -78,7 +79,7 @@ class RolloutSide:
         self._recorder = recorder
         self._started_at = started_at
         self._show = show
-        self._made_at = time.time()
+        self._made_at = unix_s()
         self._generation = 0
         self._in_a_row, self._last_step = 0, -1
         self._is_open = False
@@ -210,7 +211,7 @@ class RolloutSide:
         add_row(
             self._spec.folder / RESTARTS_FILE,
             {
-                "time_s": round(time.time() - self._started_at, 4),
+                "time_s": round(unix_s() - self._started_at, 4),
                 "died": died,
                 "seconds": round(seconds, 3),
                 "step": self._last_step,

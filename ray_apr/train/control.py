@@ -8,7 +8,6 @@ handles of actors may be used by several threads.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import ray.util
 from ray.exceptions import GetTimeoutError, RayError
 
 from ray_apr.config import EvaluationConfig
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, StarvedError, SyncBrokenError, one_line
 from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
@@ -366,7 +366,7 @@ class RunControl:
             taken_at: Unix time of its moment, in seconds.
         """
         logger.info("the checkpoint of step %d is written", step)
-        self.record_span("write", taken_at, time.time(), actor="checkpoint")
+        self.record_span("write", taken_at, unix_s(), actor="checkpoint")
 
     def record_span(
         self, what: str, start_s: float, end_s: float, *, actor: str = "trainer"

@@ -33,6 +33,7 @@ from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, StarvedError, TrainError, one_line
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
 from ray_apr.train.checkpoint import (
@@ -116,7 +117,7 @@ class CheckpointWriter:
         captured = None if self._control is None else self._control.capture()
         stager = None if waits else self._stager
         snapshot = take_snapshot(self._model, self._optimizer, progress, stager)
-        taken_at = time.time()
+        taken_at = unix_s()
 
         def write(folder: Path) -> None:
             snapshot.write(folder, self._ranks)

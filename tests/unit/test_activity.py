@@ -7,7 +7,7 @@ from ray_apr.serve.vllm.activity import Activity
 
 def test_the_start_is_a_span_and_in_no_sum(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr("ray_apr.serve.vllm.activity.unix_s", lambda: clock[0])
     activity = Activity()
     clock[0] = 130.0
     activity.start()

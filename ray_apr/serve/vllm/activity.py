@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Literal
+
+from ray_apr.core.clock import unix_s
 
 What = Literal["start", "generate", "paused", "idle"]
 
@@ -14,21 +15,21 @@ class Activity:
     def __init__(self) -> None:
         self.seconds: dict[What, float] = {"generate": 0.0, "paused": 0.0, "idle": 0.0}
         """Time spent since the start, in seconds; up to date after `drain`."""
-        self._started_at = self._since = time.time()
+        self._started_at = self._since = unix_s()
         self._num_running = 0
         self._is_paused = False
         self._spans: list[tuple[What, float, float]] = []
 
     def start(self) -> None:
         """The engine answers now; what was before is its start, and in no sum."""
-        now = time.time()
+        now = unix_s()
         self._spans = [("start", self._since, now)]
         self._started_at = self._since = now
 
     @property
     def uptime_s(self) -> float:
         """Seconds since the start."""
-        return time.time() - self._started_at
+        return unix_s() - self._started_at
 
     def set_running(self, num_running: int) -> None:
         """Tell how many requests the engine holds."""
@@ -50,7 +51,7 @@ class Activity:
 
     def _cut(self) -> None:
         """Close the span that is open."""
-        now = time.time()
+        now = unix_s()
         what: What = "paused" if self._is_paused else "generate" if self._num_running else "idle"
         self.seconds[what] += now - self._since
         last = self._spans[-1] if self._spans else None
