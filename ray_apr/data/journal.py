@@ -313,6 +313,11 @@ class Journal:
                 data = _encoded(header | notes, samples)
                 self._folder.append(epoch, self._writer, self._part, data)
             except OSError as error:
-                logger.error("the journal stops until the next checkpoint: %s", error)
+                logger.error(
+                    "the journal in %s stops until the next checkpoint; what is done until then is "
+                    "lost if a part dies; make room there: %s",
+                    self._folder.path,
+                    error,
+                )
                 self._is_broken = True
             self._part += 1

@@ -5,6 +5,7 @@ Ray wraps an error once for each process that it came through, and Ray Train pri
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_apr.core.exceptions import APRError, TrainError, one_line
+from ray_apr.run.folder import put_text
+
+logger = logging.getLogger(__name__)
 
 _DEATH = "The actor is dead because"
 """How Ray begins the line that says why an actor died."""
@@ -35,12 +39,17 @@ def death_of(error: RayError) -> str:
     return next((line for line in lines if line.startswith(_DEATH)), one_line(error))
 
 
-def write_error_log(file: Path, error: BaseException, cause: BaseException) -> None:
-    """Write the cause, and below it the tracebacks of all processes."""
+def write_error_log(file: Path, error: BaseException, cause: BaseException) -> bool:
+    """Write the cause, and below it the tracebacks of all processes; whether that could be done."""
     parts = [f"{type(cause).__name__}: {one_line(cause)}\n", *_tracebacks(error)]
     if cause.__traceback__ is not None and cause is not error:
         parts.append("".join(traceback.format_exception(cause)))
-    file.write_text("\n".join(parts), encoding="utf-8")
+    try:
+        put_text(file, "\n".join(parts))
+    except OSError as full:
+        logger.error("%s cannot be written: %s", file, one_line(full))
+        return False
+    return True
 
 
 def _tracebacks(error: BaseException) -> Iterator[str]:

@@ -320,8 +320,8 @@ class _Parts:
             reason = not_placed(spec.worker_scaling, spec.rollout.engine.start_timeout_s)
         reason = reason or cause_of(error)
         log = spec.folder / ERROR_LOG
-        write_error_log(log, error, reason)
-        reason.add_note(f"traceback: {log}")
+        if write_error_log(log, error, reason):
+            reason.add_note(f"traceback: {log}")
         return reason
 
     def _first_error(self) -> APRError | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.core.exceptions import Stopped, one_line
+from ray_apr.core.exceptions import ResourceError, Stopped, one_line
 from ray_apr.run.causes import cause_of, write_error_log
+from ray_apr.run.folder import not_written, put_text
 from ray_apr.scheduling.order import prompt_position
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from ray_apr.data.resumption import Begin, Counters, RolloutSummary
     from ray_apr.run.spec import RunSpec
     from ray_apr.scheduling.stock import BufferStats
+
+logger = logging.getLogger(__name__)
 
 FINAL_FILE = "final.json"
 """File of the run folder with the last counters, and how the run ended."""
@@ -93,8 +97,17 @@ def _engine_figures(engine: ServerStatus) -> dict[str, Any]:
 
 
 def write_final(folder: Path, figures: Mapping[str, Any], error: BaseException | None) -> None:
-    """Write the last counters of a run, and how it ended."""
-    write_json(folder / FINAL_FILE, {**figures, **_outcome(error)})
+    """Write the last counters of a run, and how it ended.
+
+    Raises:
+        ResourceError: If they cannot be written, and the run has not failed anyhow.
+    """
+    try:
+        write_json(folder / FINAL_FILE, {**figures, **_outcome(error)})
+    except ResourceError as full:
+        if error is None:
+            raise
+        logger.error("%s", full)
 
 
 def write_outcome(folder: Path, error: BaseException) -> None:
@@ -107,8 +120,8 @@ def write_end_of_start(spec: RunSpec, begin: Begin, error: BaseException, wall_s
     """Write how a run ended that came to nothing: its parts could not be made."""
     if not isinstance(error, Stopped):
         log = spec.folder / ERROR_LOG
-        write_error_log(log, error, cause_of(error))
-        error.add_note(f"traceback: {log}")
+        if write_error_log(log, error, cause_of(error)):
+            error.add_note(f"traceback: {log}")
     final = final_figures(spec, None, None, begin.num_rows, begin.before)
     write_final(spec.folder, final | {"setup_s": None, "wall_s": wall_s}, error)
 
@@ -123,5 +136,12 @@ def _outcome(error: BaseException | None) -> dict[str, str | None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as a file that people can read."""
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    """Write a value as a file that people can read, whole or not at all.
+
+    Raises:
+        ResourceError: If that cannot be done, e.g. on a full disk.
+    """
+    try:
+        put_text(path, json.dumps(value, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise not_written(path, error) from error

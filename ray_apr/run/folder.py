@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
@@ -55,9 +57,42 @@ def is_held(folder: Path) -> bool:
 
 
 def add_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Write a row at the end of a file of rows."""
-    with file.open("a", encoding="utf-8") as rows:
-        rows.write(json.dumps(row) + "\n")
+    """Write a row at the end of a file of rows.
+
+    Raises:
+        ResourceError: If that cannot be done, e.g. on a full disk.
+    """
+    with open_rows(file) as rows:
+        append(rows, json.dumps(row) + "\n")
+
+
+def open_rows(file: Path) -> BinaryIO:
+    """A file of rows, for `append`."""
+    return file.open("ab", buffering=0)
+
+
+def append(rows: BinaryIO, lines: str) -> None:
+    """Write lines at the end of a file of `open_rows`: all of them are there then, or none.
+
+    Raises:
+        ResourceError: If that cannot be done, e.g. on a full disk.
+    """
+    end, left = rows.seek(0, os.SEEK_END), memoryview(lines.encode())
+    try:
+        while left:
+            left = left[rows.write(left) :]
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            rows.truncate(end)
+        raise not_written(Path(rows.name), error) from error
+
+
+def not_written(file: Path, error: OSError) -> ResourceError:
+    """The error of a file of a run folder that cannot be written."""
+    return ResourceError(
+        f"{file} cannot be written: {one_line(error)}; make room in {file.parent} or mend its file "
+        "system, then go on with the run (--resume): what was written before is whole"
+    )
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -69,7 +104,15 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def put_text(file: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: If that cannot be done; the file is as before.
+    """
     new = file.with_name(f".{file.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

@@ -11,6 +11,9 @@ being written.
 Ray starts this actor again if it dies, and makes the calls again that were under way. So a row that
 is in its file already is not written once more: of a step and of its samples by the step, of others
 by the whole line (`RunRecorder.record_missing`).
+
+A row that cannot be written, on a full disk say, ends the run: no row after it is taken, so that
+the next step's row, which the trainer waits for, is the last that is asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.core.clock import unix_s
+from ray_apr.core.exceptions import ResourceError
+from ray_apr.run.folder import append, open_rows
 
 POISON_FILE = "poison.jsonl"
 _FILES = {
@@ -52,14 +57,16 @@ class RunRecorder:
         paths = {kind: Path(folder) / name for kind, name in _FILES.items()}
         for path in paths.values():
             _end_with_a_line(path)
-        self._files = {kind: path.open("a", encoding="utf-8") for kind, path in paths.items()}
+        self._files = {kind: open_rows(path) for kind, path in paths.items()}
         self._paths = paths
         self._started_at = started_at
         self._last_step = {kind: _last_step(paths[kind]) for kind in ("step", "sample")}
         """Of each file's rows; -1 without any."""
-        self._first_step = _num_lines(paths["step"])
-        """Rows of steps that the folder holds already."""
+        self._num_shown = _num_lines(paths["step"])
+        """Steps of the folder that need not be kept for `follow`."""
         self._steps: list[dict[str, Any]] = []
+        """Those that were not shown yet."""
+        self._failure: ResourceError | None = None
         self._status: dict[str, Any] = {}
         self._new_step = asyncio.Condition()
         self._is_closed = False
@@ -72,6 +79,9 @@ class RunRecorder:
         """Take rows of one kind: "step", "sample", "timeline" or "status".
 
         Spans of the timeline come in Unix seconds and are written relative to the run's begin.
+
+        Raises:
+            ResourceError: If they, or rows before them, cannot be written.
         """
         if kind == "status":
             self._status = dict(rows[-1])
@@ -87,9 +97,7 @@ class RunRecorder:
         elif kind == "poison":
             time_s = round(unix_s() - self._started_at, 4)
             rows = [{"time_s": time_s, **row} for row in rows]
-        file = self._files[kind]
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
+        self._write(kind, [json.dumps(row) + "\n" for row in rows])
         if kind == "step":
             async with self._new_step:
                 self._steps.extend(map(dict, rows))
@@ -99,8 +107,16 @@ class RunRecorder:
         """Take those of some rows that the end of their file does not have."""
         lines = [json.dumps(row) + "\n" for row in rows]
         known = set(_last_lines(self._paths[kind]))
-        self._files[kind].writelines(line for line in lines if line not in known)
-        self._files[kind].flush()
+        self._write(kind, [line for line in lines if line not in known])
+
+    def _write(self, kind: str, lines: Sequence[str]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            append(self._files[kind], "".join(lines))
+        except ResourceError as error:
+            self._failure = error
+            raise
 
     def _relative(self, row: Mapping[str, Any]) -> dict[str, Any]:
         start, end = row["start_s"] - self._started_at, row["end_s"] - self._started_at
@@ -109,11 +125,11 @@ class RunRecorder:
     async def follow(
         self, num_seen: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Wait for steps beyond the first `num_seen` of the folder, or its end, for `timeout_s`.
+        """Wait for steps beyond the first `num_seen` of the folder, or its end, for `timeout_s`;
+        those before are not kept any longer.
 
         Returns:
-            The new rows (none at the limit, nor any from before this actor began), and the latest
-            status.
+            The new rows, none at the limit, and the latest status.
         """
         async with self._new_step:
             try:
@@ -123,11 +139,17 @@ class RunRecorder:
                     )
             except TimeoutError:
                 return [], self._status
-        return self._steps[max(0, num_seen - self._first_step) :], self._status
+        if num_seen > self._num_shown:
+            del self._steps[: num_seen - self._num_shown]
+            self._num_shown = num_seen
+        if num_seen < self._num_shown:  # written by the one before this, which died
+            lines = _last_lines(self._paths["step"])[num_seen - self._num_steps :]
+            return [json.loads(line) for line in lines], self._status
+        return list(self._steps), self._status
 
     @property
     def _num_steps(self) -> int:
-        return self._first_step + len(self._steps)
+        return self._num_shown + len(self._steps)
 
     async def num_steps(self) -> int:
         """Steps that the folder holds."""

@@ -165,7 +165,7 @@ async def test_a_journal_that_cannot_be_written_stops_until_the_next_epoch(
     journal.note_samples(group, sample_of(segment(0, 10, 5)))
     await journal.flush()
     assert not folder.epochs(), "a file with a hole says nothing true"
-    assert caplog.text.count("the journal stops until the next checkpoint") == 1
+    assert caplog.text.count("stops until the next checkpoint") == 1
     journal.begin_epoch(1)
     journal.note_samples(group, sample_of(segment(0, 10, 7)))
     await journal.flush()

@@ -1,0 +1,114 @@
+"""The run folder on a full disk, and steps that are shown (run/recorder.py, run/folder.py)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ray_apr.core.exceptions import ResourceError, TrainError
+from ray_apr.run.causes import write_error_log
+from ray_apr.run.final import write_final, write_json
+from ray_apr.run.folder import add_row, append, open_rows, put_text, read_rows
+from ray_apr.run.recorder import RunRecorder
+
+
+class FullDisk:
+    """A file of rows on a disk that has room for some more bytes."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._file = open_rows(path)
+        self.name = str(path)
+        self.room = room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def __getattr__(self, name: str):
+        return getattr(self._file, name)
+
+
+def full(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_lines_that_find_no_room_leave_no_part_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    add_row(file, {"step": 0})
+    disk = FullDisk(file, room=5)
+    with pytest.raises(ResourceError, match=r"metrics.jsonl cannot be written.*No space.*--resume"):
+        append(disk, '{"step": 1}\n{"step": 2}\n')
+    assert file.read_text() == '{"step": 0}\n'
+    disk.room = 100
+    append(disk, '{"step": 1}\n')
+    assert read_rows(file) == [{"step": 0}, {"step": 1}]
+
+
+async def test_no_row_is_taken_after_one_that_was_lost(tmp_path: Path) -> None:
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    await recorder.record("step", {"step": 0})
+    disk = recorder._files["ended"] = FullDisk(tmp_path / "ended.jsonl", room=3)
+    with pytest.raises(ResourceError, match="make room"):
+        await recorder.record("ended", {"sample_id": "a"})
+    disk.room = 100
+    with pytest.raises(ResourceError, match=r"ended.jsonl"):
+        await recorder.record("step", {"step": 1})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    assert read_rows(tmp_path / "ended.jsonl") == []
+    assert await recorder.num_steps() == 1
+
+
+async def test_steps_that_were_shown_are_not_kept(tmp_path: Path) -> None:
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    for step in range(100):
+        await recorder.record("step", {"step": step})
+        rows, _ = await recorder.follow(step, 1.0)
+        assert [row["step"] for row in rows] == [step]
+        assert len(recorder._steps) == 1
+    assert await recorder.num_steps() == 100
+
+
+async def test_steps_that_a_dead_recorder_wrote_are_shown_by_the_next_one(tmp_path: Path) -> None:
+    first = RunRecorder(str(tmp_path), 0.0)
+    for step in range(5):
+        await first.record("step", {"step": step})
+    await first.close()
+    second = RunRecorder(str(tmp_path), 0.0)
+    await second.record("step", {"step": 5})
+    rows, _ = await second.follow(3, 1.0)
+    assert [row["step"] for row in rows] == [3, 4, 5]
+
+
+def test_a_file_that_cannot_be_written_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    put_text(file, "before")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ResourceError, match=r"config.json cannot be written.*No space"):
+        write_json(file, {"a": 1})
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_full_disk_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Path, "write_text", full)
+    error = TrainError("the checkpoint could not be written")
+    assert not write_error_log(tmp_path / "error.log", error, error)
+    write_final(tmp_path, {"steps": 3}, error)
+    assert caplog.text.count("No space left") == 2
+    with pytest.raises(ResourceError, match=r"final.json cannot be written"):
+        write_final(tmp_path, {"steps": 3}, None)
+
+
+def test_final_figures_are_written_whole(tmp_path: Path) -> None:
+    write_final(tmp_path, {"steps": 3}, None)
+    assert json.loads((tmp_path / "final.json").read_text())["status"] == "ok"
