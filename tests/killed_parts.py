@@ -109,6 +109,16 @@ class KilledRun:
             return [] if self.node is None else self.node.raylets()
         return [pid for pid, name in processes_of(self.mark).items() if KINDS[kind] in name]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the command runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def interrupt(self) -> None:
+        """Have it stop, as Ctrl-C does."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+
     def kill(self, kind: str, number: int = 0) -> bool:
         """Kill -9 one process of a kind; whether there was one. A driver and a node that are dead
         are started anew."""

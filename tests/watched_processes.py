@@ -1,0 +1,117 @@
+"""What the processes of a run take, by kind, and what its cluster and its folders hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.killed_parts import KINDS
+from tests.processes import processes_of
+
+_OWN_KINDS = {pattern: kind for kind, pattern in KINDS.items() if pattern}
+_ANSWER_S = 5.0
+_STORE = {
+    "object store": r"^ray_object_store_used_memory{[^}]*} (\S+)",
+    "spilled": r'^ray_spill_manager_objects_bytes{[^}]*State="Spilled"[^}]*} (\S+)',
+}
+"""Ray's metrics of what its object store holds, in bytes."""
+
+
+def kind_of(command: str) -> str:
+    """What a process is, from its command line."""
+    for pattern, kind in _OWN_KINDS.items():
+        if pattern in command:
+            return kind
+    if command.startswith("ray::"):
+        return re.split(r"[\s.:(]", command.removeprefix("ray::"))[0] or "ray"
+    if " -m ray_apr train" in command:
+        return "driver"
+    words = [Path(word).name for word in command.split()]
+    script = next((word for word in words[1:3] if word.endswith(".py")), None)
+    module = command.partition(" -m ")[2].partition(" ")[0]
+    return script or module or (words[0] if words else "")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below a folder; those that go meanwhile do not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+    return total
+
+
+@dataclass(slots=True)
+class Watch:
+    """Measurements of one run, a row for each process and moment.
+
+    Args:
+        mark: Of its processes.
+    """
+
+    mark: str
+    processes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Rows (``s``, ``uss``, ``rss``, ``files``, ``threads``) by ``kind/pid``; bytes."""
+    cluster: list[dict[str, Any]] = field(default_factory=list)
+    """Bytes of the run folder, of the session's logs and of the object store, a row a moment."""
+    _session: Path | None = None
+    _metrics_port: int = 0
+
+    def look(self, now_s: float, run_folder: Path) -> None:
+        """Measure once.
+
+        Args:
+            now_s: The moment, in seconds since the begin.
+            run_folder: Of the run.
+        """
+        for pid, command in processes_of(self.mark).items():
+            try:
+                row = self._measured(psutil.Process(pid))
+            except (psutil.Error, FileNotFoundError, ProcessLookupError):
+                continue  # it has ended meanwhile
+            name = f"{kind_of(command)}/{pid}"
+            self.processes.setdefault(name, []).append({"s": round(now_s, 1), **row})
+        rows = sum(path.stat().st_size for path in run_folder.glob("*.jsonl"))
+        sizes = {"rows": rows, "checkpoints and journal": folder_bytes(run_folder) - rows}
+        if self._session is not None:
+            sizes["Ray's logs"] = folder_bytes(self._session / "logs")
+        self.cluster.append({"s": round(now_s, 1), **sizes, **self._store()})
+
+    def _measured(self, process: psutil.Process) -> dict[str, int]:
+        memory = process.memory_full_info()
+        if process.name() == "raylet":
+            self._find_session(process.cmdline())
+        return {
+            "uss": memory.uss,
+            "rss": memory.rss,
+            "files": process.num_fds(),
+            "threads": process.num_threads(),
+        }
+
+    def _find_session(self, command: list[str]) -> None:
+        text = "\n".join(command)
+        session = re.search(r"--session_dir=(\S+)", text) or re.search(r"--session-dir=(\S+)", text)
+        port = re.search(r"--metrics-export-port=(\d+)", text)
+        port = port or re.search(r"--metrics_export_port=(\d+)", text)
+        self._session = Path(session[1]) if session else None
+        self._metrics_port = int(port[1]) if port else 0
+
+    def _store(self) -> dict[str, float]:
+        if not self._metrics_port:
+            return {}
+        url = f"http://127.0.0.1:{self._metrics_port}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return {}
+        return {
+            name: sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
+            for name, pattern in _STORE.items()
+        }
