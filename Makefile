@@ -46,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes fuzz-http check-deploy check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes soak fuzz-http check-deploy check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -76,6 +76,9 @@ chaos: $(DEV) ## kill every kind of process at random moments of whole runs (40 
 
 resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it (15 minutes)
 	@exec $(PY) benchmarks/resumes.py $(ARGS)
+
+soak: $(DEV) ## a run of two hours with churn, kills and slow rewards: does anything grow?
+	@exec $(PY) benchmarks/soak.py $(ARGS)
 
 fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
 	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"
