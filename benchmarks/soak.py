@@ -1,4 +1,4 @@
-"""A long run with churn, kills and slow rewards: whether memory, handles, store or logs grow.
+"""A long run with churn, kills and slow rewards: whether memory, handles or folders grow.
 
     python benchmarks/soak.py --minutes 120 --out benchmarks/results/soak-2cpu.json
 
@@ -114,7 +114,7 @@ def of_second_half(rows: list[dict[str, Any]], begin_s: float, what: str) -> tup
 
 
 def slopes(watch: Watch, half_s: float) -> dict[str, dict[str, Growth]]:
-    """Growth by kind of process, and of folders and store, from a moment on."""
+    """Growth by kind of process, and of folders, from a moment on."""
     kinds: dict[str, list[list[dict[str, Any]]]] = {}
     for name, rows in watch.processes.items():
         kinds.setdefault(name.rpartition("/")[0], []).append(rows)

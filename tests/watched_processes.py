@@ -1,10 +1,9 @@
-"""What the processes of a run take, by kind, and what its cluster and its folders hold."""
+"""What the processes of a run take, by kind, and what its folders hold."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,6 @@ from tests.killed_parts import KINDS
 from tests.processes import processes_of
 
 _OWN_KINDS = {pattern: kind for kind, pattern in KINDS.items() if pattern}
-_ANSWER_S = 5.0
-_STORE = {
-    "object store": r"^ray_object_store_used_memory{[^}]*} (\S+)",
-    "spilled": r'^ray_spill_manager_objects_bytes{[^}]*State="Spilled"[^}]*} (\S+)',
-}
-"""Ray's metrics of what its object store holds, in bytes."""
 
 
 def kind_of(command: str) -> str:
@@ -59,9 +52,8 @@ class Watch:
     processes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Rows (``s``, ``uss``, ``rss``, ``files``, ``threads``) by ``kind/pid``; bytes."""
     cluster: list[dict[str, Any]] = field(default_factory=list)
-    """Bytes of the run folder, of the session's logs and of the object store, a row a moment."""
+    """Bytes of the run folder and of the session's logs, a row a moment."""
     _session: Path | None = None
-    _metrics_port: int = 0
 
     def look(self, now_s: float, run_folder: Path) -> None:
         """Measure once.
@@ -81,7 +73,7 @@ class Watch:
         sizes = {"rows": rows, "checkpoints and journal": folder_bytes(run_folder) - rows}
         if self._session is not None:
             sizes["Ray's logs"] = folder_bytes(self._session / "logs")
-        self.cluster.append({"s": round(now_s, 1), **sizes, **self._store()})
+        self.cluster.append({"s": round(now_s, 1), **sizes})
 
     def _measured(self, process: psutil.Process) -> dict[str, int]:
         memory = process.memory_full_info()
@@ -97,21 +89,4 @@ class Watch:
     def _find_session(self, command: list[str]) -> None:
         text = "\n".join(command)
         session = re.search(r"--session_dir=(\S+)", text) or re.search(r"--session-dir=(\S+)", text)
-        port = re.search(r"--metrics-export-port=(\d+)", text)
-        port = port or re.search(r"--metrics_export_port=(\d+)", text)
         self._session = Path(session[1]) if session else None
-        self._metrics_port = int(port[1]) if port else 0
-
-    def _store(self) -> dict[str, float]:
-        if not self._metrics_port:
-            return {}
-        url = f"http://127.0.0.1:{self._metrics_port}/metrics"
-        try:
-            with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
-                text = answer.read().decode()
-        except OSError:
-            return {}
-        return {
-            name: sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
-            for name, pattern in _STORE.items()
-        }
