@@ -19,6 +19,8 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "ray.serve.handle",
         "read_datasource": "ray.data.read_api",
         "DataContext": "ray.data.context",
+        "GlobalState": "ray._private.state",
+        "state": "ray._private.state",
         "StorageContext": _STORAGE,
         "_global_registry": f"{_COLLECTIVE}.backend_registry",
         "BackendRegistry": f"{_COLLECTIVE}.backend_registry",
@@ -36,6 +38,7 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
+        "GlobalState": "get_draining_nodes available_resources_per_node",
         "StorageContext": "storage_filesystem experiment_fs_path "
         "build_checkpoint_path_from_name(checkpoint_name) "
         "persist_current_checkpoint(checkpoint,checkpoint_dir_name)",
@@ -56,6 +59,14 @@ def __getattr__(name: str) -> Any:
 def collective_backend(name: str) -> Any:
     """The class that is registered as a backend of `ray.util.collective`."""
     return RAY.get("_global_registry").get(name)
+
+
+def free_by_node() -> list[dict[str, float]]:
+    """What each node has that nobody has reserved, but for nodes that are drained."""
+    state = RAY.get("state")
+    drained = state.get_draining_nodes()
+    free: dict[str, dict[str, float]] = state.available_resources_per_node()
+    return [dict(has) for node, has in free.items() if node not in drained]
 
 
 def kept_deployment(deployment: Any, version: str) -> Any:

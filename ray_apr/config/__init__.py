@@ -7,6 +7,7 @@ torch, so that a bad setting is found before anything starts.
 from __future__ import annotations
 
 from ray_apr.config.algorithm import AlgorithmConfig
+from ray_apr.config.autoscaling import AutoscalingConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
 from ray_apr.config.evaluation import EvaluationConfig
@@ -21,6 +22,7 @@ from ray_apr.config.train import BufferConfig, LoRAConfig, TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AutoscalingConfig",
     "BufferConfig",
     "EngineConfig",
     "EvaluationConfig",

@@ -6,9 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ray_apr.config.autoscaling import AutoscalingConfig
 from ray_apr.config.common import AutoDType, Placement
 from ray_apr.config.engine_options import check_engine_options
-from ray_apr.core.checks import at_least, of_type, one_of, positive, require, whole, whole_or_none
+from ray_apr.core.checks import (
+    at_least,
+    from_mapping,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole,
+    whole_or_none,
+)
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -41,6 +51,8 @@ class EngineConfig:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, e.g. ``{"max_num_seqs": 64}``: those that change speed
     and memory alone (`config.engine_options`); of another engine whatever it takes."""
+    autoscaling: AutoscalingConfig | None = None
+    """When the run asks for more or fewer engines by itself; None: it never does."""
     start_timeout_s: float = 600.0
     """Limit for all servers to become ready, and for the train workers to find a place."""
     stall_timeout_s: float = 300.0
@@ -56,6 +68,19 @@ class EngineConfig:
         positive(s, self, "start_timeout_s", "stall_timeout_s")
         one_of(s, self, {"device": Device, "dtype": AutoDType, "placement": Placement})
         of_type(s, self, Mapping, "a mapping", "kwargs")
+        given: Any = self.autoscaling
+        if isinstance(given, Mapping):
+            made = from_mapping(AutoscalingConfig, f"{s}.autoscaling", given)
+            object.__setattr__(self, "autoscaling", made)
+        kind = AutoscalingConfig | None
+        of_type(s, self, kind, "a mapping of settings, or null", "autoscaling")
+        require(
+            self.autoscaling is None or not self.is_colocated,
+            f"{s}.autoscaling",
+            self.autoscaling,
+            'must be null with placement "colocated": engines that share GPUs with train workers '
+            "neither come nor go",
+        )
         whole_or_none(s, self, 1, "max_model_len")
         if self.factory == "vllm":
             check_engine_options(self.kwargs)

@@ -105,6 +105,13 @@ class RolloutConfig:
         of_type(s, self, str | None, "a text or None", "replay_column")
         if self.engine.device == "cpu":
             self.check_on_cpu()
+        bounds = self.engine.autoscaling
+        require(
+            bounds is None or bounds.min_replicas <= self.num_replicas <= bounds.max_replicas,
+            f"{s}.num_replicas",
+            self.num_replicas,
+            "must be between min_replicas and max_replicas of rollout.engine.autoscaling",
+        )
         longest, budget = self.engine.max_model_len, self.max_response_tokens
         require(
             longest is None or longest > budget,

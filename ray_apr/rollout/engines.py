@@ -64,6 +64,8 @@ class EngineWatch:
         """Tokens that each engine had handed out by then, and that nobody noted."""
         self._left: set[str] = set()
         """Engines that have left, and whose last figures are known."""
+        self._request_s = 0.0
+        """Seconds of all requests in engines."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
         self._is_silent = False
         self.num_changes = 0
@@ -78,6 +80,15 @@ class EngineWatch:
     def tokens_made(self) -> int:
         """Tokens that all engines have made, those of calls under way included."""
         return sum(status.tokens_made for status in self._statuses.values())
+
+    def load(self) -> dict[str, float]:
+        """What engines have spent their time on, in seconds of all of them: sums that only grow."""
+        statuses = self._statuses.values()
+        return {
+            "engines_busy_s": round(sum(status.busy_s for status in statuses), 3),
+            "engines_idle_s": round(sum(status.idle_s for status in statuses), 3),
+            "engines_request_s": round(self._request_s, 3),
+        }
 
     @property
     def received(self) -> dict[str, int]:
@@ -156,6 +167,9 @@ class EngineWatch:
         """
         spans: list[dict[str, Any]] = []
         for status in statuses:
+            before = self._statuses.get(status.replica_id)
+            since = status.uptime_s if before is None else status.uptime_s - before.uptime_s
+            self._request_s += status.num_running * max(0.0, since)
             made = status.tokens_generated - self._before[status.replica_id]
             self._statuses[status.replica_id] = replace(status, spans=(), tokens_generated=made)
             self._metrics.set(

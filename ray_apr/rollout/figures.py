@@ -82,6 +82,7 @@ class Figures:
             "samples_interrupted": counts.interruptions_total,
             "samples_resumed": counts.resumptions_total,
             "waiting_for": diagnosis,
+            **self._engines.load(),
         }
         status |= {name: status[name] + count for name, count in self._before.items()}
         await self._recorder.record.remote("status", status)

@@ -34,6 +34,7 @@ from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
+from ray_apr.run.autoscaling import make_autoscaler
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.checks import check_resources
 from ray_apr.run.final import (
@@ -280,7 +281,14 @@ class _Parts:
                 ray.get(started, timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.monotonic() - self._made_at
             self._scaling = start_scaling(
-                spec, engine, self._clients, started_at=self._started_at, closing=self._closing
+                spec,
+                engine,
+                self._clients,
+                started_at=self._started_at,
+                closing=self._closing,
+                autoscaler=make_autoscaler(
+                    spec, self.recorder, num_seen=self._begin.num_rows, start_s=self._setup_s
+                ),
             )
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)

@@ -38,6 +38,10 @@ class ScaleRequest:
     request_id: str
     replicas: Any
     """Number of engines, as it was written by whoever asks: not checked yet."""
+    by: Literal["command", "autoscaling"] = "command"
+    """Who asks."""
+    why: str = ""
+    """What it is asked for, if that is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,10 @@ class ScaleAnswer:
     """From its begin to the answer."""
     reason: str = ""
     """Why it was not done."""
+    by: Literal["command", "autoscaling"] = "command"
+    """Who asked."""
+    why: str = ""
+    """What it was asked for, if that was told."""
 
 
 def check_replicas(replicas: Any) -> int:
@@ -153,6 +161,15 @@ def last_number(folder: Path, since: float) -> int | None:
         r for r in read_rows(folder / ENGINES_FILE) if r["outcome"] == "done" and r["at"] >= since
     ]
     return int(done[-1]["after"]) if done else None
+
+
+def is_ordered(folder: Path, since: float) -> bool:
+    """Whether a number of engines was had by command since a Unix time."""
+    rows = read_rows(folder / ENGINES_FILE)
+    return any(
+        row["outcome"] == "done" and row.get("by", "command") == "command" and row["at"] >= since
+        for row in rows
+    )
 
 
 def _path(folder: Path, request_id: str) -> Path:

@@ -33,6 +33,7 @@ from ray_apr.run.scale_requests import (
     ScaleRequest,
     answer,
     check_replicas,
+    is_ordered,
     last_number,
     take,
 )
@@ -40,6 +41,7 @@ from ray_apr.serve.builder import change_rollout_servers
 from ray_apr.serve.errors import without_pages
 
 if TYPE_CHECKING:
+    from ray_apr.run.autoscaling import Autoscaler
     from ray_apr.run.spec import RunSpec
     from ray_apr.serve.spec import EngineSpec
 
@@ -65,6 +67,7 @@ class EngineScaling:
         check_room: Raises where the cluster has no room for so many.
         started_at: Unix time of the run's begin.
         closing: Set when the run closes.
+        autoscaler: Asks for engines by itself; None: nobody but the command does.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class EngineScaling:
         check_room: Callable[[int], None],
         started_at: float,
         closing: threading.Event,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         self._spec = spec
+        self._autoscaler = autoscaler
         self._deploy = deploy
         self._tell = tell
         self._check_room = check_room
@@ -88,14 +93,20 @@ class EngineScaling:
     def follow(self) -> None:
         """Answer requests until the run closes.
 
-        Consumes: requests of the run folder. Waits for: the clock. Unblocked by: `closing`.
-        Produces: answers.
+        Consumes: requests of the run folder, then those of the autoscaler. Waits for: the clock.
+        Unblocked by: `closing`. Produces: answers.
         """
         while not self._closing.wait(_LOOK_S):
             try:
                 request = take(self._spec.folder)
-                if request is not None:
-                    answer(self._spec.folder, self.serve(request))
+                if request is None and self._autoscaler is not None:
+                    request = self._autoscaler.ask(self.num_engines)
+                if request is None:
+                    continue
+                given = self.serve(request)
+                if self._autoscaler is not None:
+                    self._autoscaler.heard(given)
+                answer(self._spec.folder, given)
             except OSError as error:  # of the folder; the command has a limit of its own
                 logger.warning("requests for engines cannot be read or answered: %s", error)
 
@@ -122,6 +133,8 @@ class EngineScaling:
             after=self.num_engines,
             seconds=round(time.monotonic() - begin, 3),
             reason="; ".join([reason, *undone[1:]]),
+            by=request.by,
+            why=request.why,
         )
         logger.info("engines: %s", given)
         return given
@@ -139,6 +152,7 @@ class EngineScaling:
                 "colocated",
                 "engines that share GPUs with train workers neither come nor go",
             )
+        dataclasses.replace(self._spec.rollout, num_replicas=after)  # within the settings' bounds
         if after > self.num_engines:
             self._check_room(after)
         return after
@@ -191,6 +205,7 @@ def start_scaling(
     *,
     started_at: float,
     closing: threading.Event,
+    autoscaler: Autoscaler | None,
 ) -> threading.Thread:
     """Answer the requests of a run whose engines run, in a thread that ends once it closes.
 
@@ -200,6 +215,7 @@ def start_scaling(
         actors: Gives the handles of actors that have a client, the rollout worker first.
         started_at: Unix time of the run's begin.
         closing: Set when the run closes.
+        autoscaler: Asks for engines by itself; None: nobody but the command does.
     """
 
     def config_of(number: int) -> Any:
@@ -230,6 +246,7 @@ def start_scaling(
         check_room=check_room,
         started_at=started_at,
         closing=closing,
+        autoscaler=autoscaler,
     )
     thread = threading.Thread(target=scaling.follow, name="scale-engines", daemon=True)
     thread.start()
@@ -261,7 +278,8 @@ def _wait_for(ref: Any, closing: threading.Event) -> None:
 
 
 def as_scaled(spec: RunSpec, since: float) -> RunSpec:
-    """The spec with the engines that a run had last, if their number was changed.
+    """The spec with the engines that a run had last, if their number was changed; without
+    autoscaling, if that was by command.
 
     Args:
         spec: As the run was started.
@@ -270,4 +288,8 @@ def as_scaled(spec: RunSpec, since: float) -> RunSpec:
     number = last_number(spec.folder, since)
     if number is None:
         return spec
-    return dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, num_replicas=number))
+    engine = spec.rollout.engine
+    if is_ordered(spec.folder, since):
+        engine = dataclasses.replace(engine, autoscaling=None)
+    rollout = dataclasses.replace(spec.rollout, num_replicas=number, engine=engine)
+    return dataclasses.replace(spec, rollout=rollout)

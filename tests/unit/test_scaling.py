@@ -117,6 +117,15 @@ def test_engines_that_share_gpus_with_train_workers_stay():
     assert cluster.serve(2).outcome == "done"
 
 
+def test_numbers_beyond_those_of_autoscaling_are_refused():
+    engine = {"autoscaling": {"min_replicas": 2, "max_replicas": 4}}
+    cluster = Cluster(RolloutConfig(num_replicas=2, engine=engine))
+    for number in (1, 5):
+        given = cluster.serve(number)
+        assert (given.outcome, cluster.done) == ("refused", [])
+        assert "between min_replicas and max_replicas" in given.reason
+
+
 LATE = ResourceError("not ready after 600 s")
 UP = [("deploy", 4, 2), ("client 0", 4), ("client 1", 4)]
 DOWN = [("client 0", 1), ("client 1", 1), ("deploy", 1, 1)]
@@ -278,3 +287,18 @@ def test_a_restart_begins_with_the_engines_that_there_were(folder, monkeypatch):
         file.write('{"half a li')
     assert as_scaled(spec, since=10.0).rollout.num_replicas == 4
     assert as_scaled(spec, since=30.0) is spec, "a command that goes on has settings of its own"
+
+
+def test_a_restart_rests_where_the_number_was_ordered(folder, monkeypatch):
+    engine = {"autoscaling": {"max_replicas": 4}}
+    spec = run_spec(rollout=RolloutConfig(engine=engine))
+    monkeypatch.setattr(type(spec), "folder", folder)
+    answer(folder, given("a", after=3, by="autoscaling", why="the trainer starves"))
+    rollout = as_scaled(spec, since=0.0).rollout
+    assert (rollout.num_replicas, rollout.engine.autoscaling) == (
+        3,
+        spec.rollout.engine.autoscaling,
+    )
+    answer(folder, given("b", after=2))
+    rollout = as_scaled(spec, since=0.0).rollout
+    assert (rollout.num_replicas, rollout.engine.autoscaling) == (2, None)
