@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.settings import PromptsSettings, RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -99,7 +100,8 @@ def _objective(settings: RunSettings) -> str:
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
     engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
-    train_cpus = scaling.num_workers * scaling.num_cpus_per_worker
+    ranks = RankRange.of(scaling.num_workers)
+    train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
     shared = ", in turns with the trainer" if rollout.is_colocated else ""
@@ -114,10 +116,10 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
         "placement": rollout.engine.placement,
         "rollout replicas": rollout.num_replicas,
         "engine": rollout.engine.factory,
-        "train workers": scaling.num_workers,
+        "train workers": f"{ranks.least} to {ranks.most}" if ranks.is_elastic else ranks.most,
         "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
         "GPUs of the engines": engine_gpus_text + shared,
-        "GPUs of the trainer": scaling.num_workers if scaling.use_gpu else 0,
+        "GPUs of the trainer": ranks.most if scaling.use_gpu else 0,
     }
 
 
@@ -290,6 +292,7 @@ def make_trainer(
         train_config=train,
         scaling_config=ray.train.ScalingConfig(
             num_workers=settings.scaling.num_workers,
+            elastic_resize_monitor_interval_s=settings.scaling.elastic_resize_monitor_interval_s,
             use_gpu=settings.scaling.use_gpu,
             resources_per_worker=settings.scaling.resources_per_worker,
         ),

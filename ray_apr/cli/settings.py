@@ -26,6 +26,7 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
+from ray_apr.config.ranks import RankRange
 from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.yaml import check_types, read_yaml, set_override
 from ray_apr.core.checks import from_mapping
@@ -54,14 +55,21 @@ class PromptsSettings:
 class ScalingSettings:
     """Train workers, each one process of the TorchTrainer."""
 
-    num_workers: int = 1
+    num_workers: int | tuple[int, int] = 1
+    """Or least and most of them, as [1, 2]: as many as there is room for (docs/clusters.md)."""
+    elastic_resize_monitor_interval_s: float = 60.0
+    """Seconds from one look to the next whether there is room for more."""
     use_gpu: bool = False
     """Give every train worker one GPU."""
     num_cpus_per_worker: float = 1.0
     """Ray CPUs that a train worker reserves."""
 
     def __post_init__(self) -> None:
-        _require_at_least("scaling.num_workers", self.num_workers, 1)
+        ranks = RankRange.of(self.num_workers)
+        if ranks.is_elastic:
+            object.__setattr__(self, "num_workers", (ranks.least, ranks.most))
+        interval_s = self.elastic_resize_monitor_interval_s
+        _require_at_least("scaling.elastic_resize_monitor_interval_s", interval_s, 0)
         _require_at_least("scaling.num_cpus_per_worker", self.num_cpus_per_worker, 0)
 
     @property

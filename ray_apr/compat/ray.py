@@ -14,6 +14,7 @@ RAY = PrivateNames(
     distributions=("ray",),
     tested="2.58 to 2.60",
     names={
+        "available_resources_per_node": "ray._private.state",
         "Deployment": "ray.serve.deployment",
         "DeploymentHandle": "ray.serve.handle",
         "DeploymentBroadcastResponse": "ray.serve.handle",
@@ -33,6 +34,7 @@ RAY = PrivateNames(
         "create_nccl_communicator": _NCCL,
     },
     members={
+        "available_resources_per_node": "()",
         "Deployment": "options(name,version,_internal)",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",

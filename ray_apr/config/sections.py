@@ -9,17 +9,18 @@ from typing import Protocol
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
+from ray_apr.config.ranks import RankRange
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.train import BufferConfig, TrainConfig
-from ray_apr.core.checks import is_number, require
+from ray_apr.core.checks import require
 
 
 class Scaling(Protocol):
     """Train workers, as YAML and `ray.train.ScalingConfig` say them alike."""
 
     @property
-    def num_workers(self) -> int:
-        """Train workers of the run."""
+    def num_workers(self) -> int | tuple[int, int]:
+        """Train workers of the run, or least and most of them."""
 
     @property
     def use_gpu(self) -> bool:
@@ -48,16 +49,13 @@ class Sections:
         Raises:
             ConfigError: For the first that does not fit the others.
         """
-        rollout, workers = self.rollout, scaling.num_workers
-        require(
-            isinstance(workers, int) and is_number(workers) and workers >= 1,
-            "scaling.num_workers",
-            workers,
-            "must be a whole number of at least 1",
-        )
+        rollout, ranks = self.rollout, RankRange.of(scaling.num_workers)
+        if ranks.is_elastic:
+            self._check_elastic(ranks)
         check_together(rollout, self.train, self.algorithm)
-        self.train.check_workers(workers)
-        check_placement(rollout, self.partial_rollout, self.train, workers)
+        for workers in {ranks.least, ranks.most}:
+            self.train.check_workers(workers)
+        check_placement(rollout, self.partial_rollout, self.train, ranks.most)
         require(
             not (scaling.use_gpu and rollout.engine.device == "cpu"),
             "scaling.use_gpu",
@@ -85,6 +83,27 @@ class Sections:
             longest,
             f"must be at most rollout.max_response_tokens = {rollout.max_response_tokens}, beside "
             "which every prompt is known to fit",
+        )
+
+    def _check_elastic(self, ranks: RankRange) -> None:
+        """Check what a number of train workers that changes needs.
+
+        Raises:
+            ConfigError: For what does not fit it.
+        """
+        given = (ranks.least, ranks.most)
+        require(
+            not self.rollout.is_colocated,
+            "scaling.num_workers",
+            given,
+            'must be one number with rollout.engine.placement = "colocated"',
+        )
+        require(
+            self.train.checkpoint_every > 0,
+            "train.checkpoint_every",
+            self.train.checkpoint_every,
+            f"must be at least 1 with scaling.num_workers = {given}: another number of train "
+            "workers begins with a checkpoint",
         )
 
 

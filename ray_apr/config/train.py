@@ -227,6 +227,11 @@ class TrainConfig:
             f"must divide the {num_workers} train workers",
         )
 
+    def takes_workers(self, num_workers: int) -> bool:
+        """Whether so many train workers can divide a batch, and themselves into copies."""
+        size = self.batch_size // self.mini_batches
+        return size % num_workers == 0 and num_workers % (self.shard_ranks or 1) == 0
+
     def compiles(self, device: str) -> bool:
         """Whether layers are compiled on a device, ``"cpu"`` or ``"cuda"``."""
         if self.compile == "auto":

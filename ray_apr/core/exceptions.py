@@ -36,6 +36,10 @@ class ResourceError(APRError, RuntimeError):
     """The cluster or this machine lacks what the configuration asks for."""
 
 
+class RanksChange(APRError, RuntimeError):
+    """The train workers of a run become more or fewer: no failure, its parts begin again."""
+
+
 class RolloutError(APRError, RuntimeError):
     """Generation failed in a way that a retry on the same server cannot cure."""
 

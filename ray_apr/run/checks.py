@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.run.model import context_of
@@ -81,7 +82,7 @@ def check_resources(
     scaling: ray.train.ScalingConfig, rollout: RolloutConfig, have: Mapping[str, float]
 ) -> None:
     """Check workers and servers against what a cluster has."""
-    workers = scaling.num_workers
+    workers = RankRange.of(scaling.num_workers).least
     gpus = have.get("GPU", 0.0)
     if scaling.use_gpu and gpus < 1:
         raise ConfigError(

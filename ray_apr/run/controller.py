@@ -48,6 +48,7 @@ from ray_apr.run.final import (
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.run.progress import follow_progress
+from ray_apr.run.ranks import choose_ranks, lost_nodes_excused, note_ranks, watched_ranks
 from ray_apr.run.restarts import run_with_restarts
 from ray_apr.run.resume import (
     find_begin,
@@ -109,19 +110,24 @@ def run(
         show, asked, began_at = progress or logger.info, spec, unix_s()
 
         def attempt() -> ray.train.Result:
-            spec = as_scaled(asked, since=began_at)
+            spec = choose_ranks(as_scaled(asked, since=began_at))
             # as the processes read it that begin from here on
             begin, started_at = find_begin(spec), time.time()
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)
-            write_json(spec.folder / "config.json", spec.describe())
+            note_ranks(spec, begin.step, started_at)
+            described = dataclasses.replace(spec, scaling=asked.scaling).describe()
+            write_json(spec.folder / "config.json", described)
             if spec.command is not None:
                 spec.command.write(spec.folder)
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
-            make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)
-            return _run_parts(make, spec, begin, started_at, signals, show)
+            make = functools.partial(
+                _Parts, spec, prompts, held_out, begin, started_at, gate, show, asked
+            )
+            with lost_nodes_excused(asked):
+                return _run_parts(make, spec, begin, started_at, signals, show)
 
         def pause(seconds: float) -> None:
             try:
@@ -184,6 +190,7 @@ class _Parts:
         started_at: Unix time of the run's begin.
         gate: Handle of the gate of its steps; None: it has none.
         show: Takes a line for a person.
+        asked: What the run is asked for, with least and most train workers.
     """
 
     def __init__(
@@ -195,8 +202,10 @@ class _Parts:
         started_at: float,
         gate: Any,
         show: Callable[[str], None],
+        asked: RunSpec,
     ) -> None:
         self.spec = spec
+        self._asked = asked
         self._gate = gate
         self._begin = begin
         self._started_at = started_at
@@ -248,7 +257,9 @@ class _Parts:
                     raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
                 if self._start_error is not None:
                     raise self._start_error
-            with placement_limit(self.spec.rollout.engine.start_timeout_s):
+            limit_s = self.spec.rollout.engine.start_timeout_s
+            watched = watched_ranks(self._asked, self.spec, lambda: self.side.buffer)
+            with watched, placement_limit(limit_s):
                 return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None

@@ -17,6 +17,7 @@ from ray_apr.core.exceptions import (
     ConfigError,
     LedgerError,
     PrivateNameError,
+    RanksChange,
     WeightMismatchError,
     one_line,
 )
@@ -43,6 +44,8 @@ def run_with_restarts(
     The pause before the next one doubles from a second to a minute while no checkpoint is added. A
     failure after the last step, or while the last checkpoint cannot be read, ends the run.
 
+    A change of the number of train workers is no failure, and is not counted.
+
     Args:
         attempt: Runs from where the run folder stands.
         max_failures: Attempts that may fail beside the last; -1: any number.
@@ -59,18 +62,21 @@ def run_with_restarts(
         try:
             return attempt()
         except (APRError, RayError) as error:
-            if num_failures == max_failures or isinstance(error, _FOR_GOOD):
+            is_failure = not isinstance(error, RanksChange)
+            if (is_failure and num_failures == max_failures) or isinstance(error, _FOR_GOOD):
                 raise
-            num_failures += 1
+            num_failures += is_failure
             before, reached = reached, _ask(last_step, error)
             if reached >= num_steps:
                 raise
             pause = _FIRST_PAUSE_S if reached > before else min(2 * pause, _LONGEST_PAUSE_S)
             most = "any number" if max_failures < 0 else max_failures
-            show(
-                f"failed: {one_line(error)}; goes on with its last checkpoint in {pause:g} s "
-                f"(restart {num_failures} of {most})"
+            what, of = (
+                ("failed", f" (restart {num_failures} of {most})")
+                if is_failure
+                else ("train workers change", "")
             )
+            show(f"{what}: {one_line(error)}; goes on with its last checkpoint in {pause:g} s{of}")
             sleep(pause)
 
 

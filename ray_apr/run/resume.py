@@ -97,13 +97,17 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
     return with_journal(spec, begin, first=first, trainer_lives=trainer_lives)
 
 
-def last_step(spec: RunSpec) -> int:
+def last_step(spec: RunSpec, *, trainer_lives: bool = False) -> int:
     """Steps that a run of this name would not train again.
+
+    Args:
+        spec: What runs.
+        trainer_lives: Whether Ray Train may be writing its list of checkpoints.
 
     Raises:
         APRError: If its last checkpoint cannot be read.
     """
-    checkpoint = _last_checkpoint(spec) or spec.checkpoint
+    checkpoint = _last_checkpoint(spec, mends=not trainer_lives) or spec.checkpoint
     if checkpoint is None:
         return 0
     step: int = json.loads(_read(checkpoint, PROGRESS_FILE))["step"]

@@ -1,0 +1,268 @@
+"""Train workers of a run with ``scaling.num_workers: [least, most]`` come and go.
+
+Ray Train gets a fixed number, as many as there is room for when the parts of the run are made. Its
+own elastic policy reserves all of a node's resources for train workers, those of the engines
+included, and ends its workers without a checkpoint. So the driver looks itself. Where there is room
+for more, it waits for a checkpoint and ends the parts, and the next ones begin with it. Where a
+node is gone and the run has failed, they begin with the last checkpoint.
+
+Invariants:
+    * A change of the number is no failure: `run.restarts` does not count it.
+    * The number changes between two attempts only; all that has to do with it is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from ray_apr.compat import ray as private
+from ray_apr.config.ranks import RankRange
+from ray_apr.core.exceptions import APRError, RanksChange, one_line
+from ray_apr.data.parts import DEATHS
+from ray_apr.run.folder import add_row
+from ray_apr.run.preflight import resources_of_worker
+from ray_apr.run.resume import last_step
+
+if TYPE_CHECKING:
+    from ray_apr.run.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+RANKS_FILE = "ranks.jsonl"
+"""File of the run folder with a row each time that train workers were started."""
+_SETTLE_S = 10.0
+"""How long what the last parts held takes to become free, and a dead node to be known as dead."""
+_LOOK_S = 1.0
+_CALL_TIMEOUT_S = 60.0
+
+
+def num_that_fit(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
+) -> int:
+    """How many parts of one kind have room, at most `most`.
+
+    Args:
+        free: What each node has left.
+        wanted: What each part reserves; nothing: all of them have room.
+        most: No more are counted.
+    """
+    amounts = {name: amount for name, amount in wanted.items() if amount > 0}
+    if not amounts:
+        return most
+    room = sum(
+        int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in amounts.items()))
+        for node in free
+    )
+    return min(room, most)
+
+
+def without(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], number: int
+) -> list[dict[str, float]]:
+    """What is left of each node once so many parts have taken theirs, node after node."""
+    left = [dict(node) for node in free]
+    for node in left:
+        taken = num_that_fit([node], wanted, number)
+        number -= taken
+        for name, amount in wanted.items():
+            node[name] = node.get(name, 0.0) - taken * amount
+    return left
+
+
+def _free() -> list[dict[str, float]]:
+    """What each living node has left, those with most CPUs first."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    by_node = private.available_resources_per_node()
+    nodes = [dict(resources) for node, resources in by_node.items() if node in alive]
+    return sorted(nodes, key=lambda node: -node.get("CPU", 0.0))
+
+
+def _engine(spec: RunSpec) -> dict[str, float]:
+    """What one engine reserves."""
+    engine = spec.rollout.engine
+    gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
+    return {"CPU": engine.num_cpus_per_replica + gpus, "GPU": float(gpus)}
+
+
+def choose_ranks(spec: RunSpec) -> RunSpec:
+    """The spec with the number of train workers that there is room for beside its engines; the
+    least one where there is none, for which Ray Train then waits.
+
+    Waits for: what the last parts held. Unblocked by: room for the most, or `_SETTLE_S`.
+    """
+    ranks = RankRange.of(spec.scaling.num_workers)
+    if not ranks.is_elastic:
+        return spec
+    deadline, room = time.monotonic() + _SETTLE_S, 0
+    while room < ranks.most and time.monotonic() < deadline:
+        left = without(_free(), _engine(spec), spec.rollout.num_replicas)
+        room = num_that_fit(left, resources_of_worker(spec.scaling), ranks.most)
+        if room < ranks.most:
+            time.sleep(_LOOK_S)
+    counts = ranks.counts(spec.train)
+    number = max((n for n in counts if n <= room), default=ranks.least)
+    scaling = dataclasses.replace(spec.scaling, num_workers=number)
+    return dataclasses.replace(spec, scaling=scaling)
+
+
+def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
+    """Have the run folder say how many train workers go on from a step.
+
+    Args:
+        spec: With their number.
+        step: The next one.
+        started_at: Unix time of the run's begin.
+    """
+    row = {
+        "time_s": round(time.time() - started_at, 4),
+        "step": step,
+        "num_train_workers": spec.scaling.num_workers,
+    }
+    add_row(spec.folder / RANKS_FILE, row)
+
+
+@contextlib.contextmanager
+def lost_nodes_excused(asked: RunSpec) -> Iterator[None]:
+    """Where a run may have fewer train workers, let an error that comes with the death of a node be
+    a change of their number.
+
+    Raises:
+        RanksChange: In the place of that error.
+    """
+    before = _living_nodes()
+    try:
+        yield
+    except (APRError, RayError) as error:
+        is_elastic = RankRange.of(asked.scaling.num_workers).is_elastic
+        if not is_elastic or isinstance(error, RanksChange):
+            raise
+        lost = _lost_node(before)
+        if lost is None:
+            raise
+        raise RanksChange(f"node {lost[:8]} is gone: {one_line(error)}") from error
+
+
+def _living_nodes() -> frozenset[str]:
+    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
+def _lost_node(before: frozenset[str]) -> str | None:
+    """A node that is gone; None if all live.
+
+    Waits for: its death to be known. Unblocked by: that, or `_SETTLE_S`.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while not (lost := before - _living_nodes()):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_S)
+    return min(lost)
+
+
+@contextlib.contextmanager
+def watched_ranks(asked: RunSpec, spec: RunSpec, buffer: Callable[[], Any]) -> Iterator[None]:
+    """Have more train workers come where there is room for them.
+
+    Args:
+        asked: What the run is asked for.
+        spec: With the number that there is.
+        buffer: Gives the handle of the sample buffer.
+    """
+    if not RankRange.of(asked.scaling.num_workers).is_elastic:
+        yield
+        return
+    watch = RankWatch(
+        asked,
+        spec.scaling.num_workers,
+        last_step=lambda: last_step(spec, trainer_lives=True),
+        buffer=buffer,
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+class RankWatch:
+    """Ends the parts of a run once there is room for more train workers, after a checkpoint.
+
+    Args:
+        asked: The spec of the run, with least and most.
+        number: Train workers that there are.
+        last_step: Steps that the last checkpoint has trained.
+        buffer: Gives the handle of the sample buffer, which tells the train workers.
+        room: Gives how many further ones have room now, up to a number.
+    """
+
+    def __init__(
+        self,
+        asked: RunSpec,
+        number: int,
+        *,
+        last_step: Callable[[], int],
+        buffer: Callable[[], Any],
+        room: Callable[[int], int] | None = None,
+    ) -> None:
+        self._spec = asked
+        self._number = number
+        self._last_step = last_step
+        self._buffer = buffer
+        self._room = room or self._room_now
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="watch-ranks", daemon=True)
+
+    def start(self) -> None:
+        """Look, in a thread, until `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more.
+
+        Waits for: the thread. Unblocked by: `_closing`, or the limit of a call.
+        """
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_CALL_TIMEOUT_S)
+
+    def _room_now(self, most: int) -> int:
+        return num_that_fit(_free(), resources_of_worker(self._spec.scaling), most)
+
+    def wanted(self) -> int:
+        """Train workers that the run could have now; never fewer than it has."""
+        ranks = RankRange.of(self._spec.scaling.num_workers)
+        room = self._number + self._room(ranks.most - self._number)
+        return max(n for n in (self._number, *ranks.counts(self._spec.train)) if n <= room)
+
+    def _follow(self) -> None:
+        """Consumes: the cluster's free resources. Waits for: the clock, then a checkpoint.
+        Unblocked by: `close`. Produces: a failure of the buffer, which is a change of ranks."""
+        interval_s = self._spec.scaling.elastic_resize_monitor_interval_s or _LOOK_S
+        since: int | None = None
+        """Step of the last checkpoint when there was room first."""
+        while not self._closing.wait(interval_s if since is None else _LOOK_S):
+            try:
+                number = self.wanted()
+                if number == self._number:
+                    since = None
+                    continue
+                step = self._last_step()
+                since = step if since is None else since
+                if step == since:
+                    continue
+                reason = RanksChange(
+                    f"there is room for {number} train workers instead of {self._number}"
+                )
+                ray.get(self._buffer().fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+                return
+            except (APRError, TimeoutError, *DEATHS) as error:
+                logger.warning("whether more train workers fit is unknown: %s", one_line(error))
