@@ -150,12 +150,6 @@ def test_what_ray_train_gets_besides_is_the_users():
     assert keep.checkpoint_config.num_to_keep == 2
 
 
-def test_elastic_train_workers_are_refused():
-    scaling = SimpleNamespace(num_workers=(1, 2), use_gpu=False, resources_per_worker=None)
-    with pytest.raises(ConfigError, match=r"scaling\.num_workers = \(1, 2\): must be a whole"):
-        Sections().check(scaling)
-
-
 # -- placement -------------------------------------------------------------------------------------
 
 

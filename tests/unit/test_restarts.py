@@ -8,6 +8,7 @@ from ray.exceptions import ActorDiedError
 from ray_apr.core.exceptions import (
     ConfigError,
     LedgerError,
+    RanksChange,
     ResourceError,
     Stopped,
     TrainError,
@@ -48,6 +49,14 @@ def test_a_run_goes_on_as_often_as_it_may():
         "failed: a worker died; goes on with its last checkpoint in 1 s (restart 1 of 2)"
     )
     assert "restart 2 of 2" in attempts.said[1]
+
+
+def test_a_change_of_train_workers_is_no_failure():
+    attempts = Attempts(*(RanksChange("node ab is gone") for _ in range(3)))
+    assert attempts.run(0) == "done"
+    assert attempts.said[0] == (
+        "train workers change: node ab is gone; goes on with its last checkpoint in 1 s"
+    )
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

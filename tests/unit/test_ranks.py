@@ -1,0 +1,151 @@
+"""Train workers that come and go (run/ranks.py, config/ranks.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import ray.train
+
+from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config.engine import EngineConfig
+from ray_apr.config.ranks import RankRange
+from ray_apr.core.exceptions import ConfigError, RanksChange, TrainError
+from ray_apr.run import ranks as module
+from ray_apr.run.checks import check_resources
+from ray_apr.run.host import HostedRun
+from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_that_fit, without
+from tests.run_specs import run_spec
+
+TRAIN = TrainConfig(batch_size=24, checkpoint_every=4)
+
+
+def elastic(least=1, most=4, **parts):
+    scaling = ray.train.ScalingConfig(
+        num_workers=(least, most), elastic_resize_monitor_interval_s=0.01
+    )
+    return run_spec(scaling=scaling, **{"train": TRAIN, **parts})
+
+
+@pytest.mark.parametrize("given", [0, "2", True, (2, 1), (0, 2), (1, 2, 3), (1.0, 2)])
+def test_a_number_that_is_none_is_refused(given):
+    with pytest.raises(ConfigError, match=r"scaling\.num_workers"):
+        RankRange.of(given)
+
+
+def test_numbers_that_do_not_divide_the_batch_are_passed_over():
+    assert RankRange.of([1, 6]).counts(TRAIN) == [1, 2, 3, 4, 6]
+    shards = dataclasses.replace(TRAIN, shard_ranks=2)
+    assert RankRange.of((2, 6)).counts(shards) == [2, 4, 6]
+    assert not RankRange.of(3).is_elastic and not RankRange.of((3, 3)).is_elastic
+
+
+@pytest.mark.parametrize(
+    ("parts", "field"),
+    [
+        ({"train": TrainConfig(batch_size=24)}, r"train\.checkpoint_every"),
+        ({"most": 5}, r"train\.batch_size"),
+        (
+            {"rollout": RolloutConfig(engine=EngineConfig(placement="colocated"))},
+            r"scaling\.num_workers",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_number_that_changes_is_refused(parts, field):
+    spec = elastic(**parts)
+    with pytest.raises(ConfigError, match=field):
+        spec.check(spec.scaling)
+
+
+def test_a_run_whose_steps_are_ordered_has_one_number(monkeypatch):
+    monkeypatch.setattr("ray_apr.run.host.ray.get_runtime_context", lambda: Here)
+    with pytest.raises(ConfigError, match="one number where the caller"):
+        HostedRun(elastic(), None, is_gated=True)
+
+
+class Here:
+    @staticmethod
+    def get_node_id():
+        return "ab" * 28
+
+
+def test_the_cluster_has_to_hold_the_least_number():
+    spec = elastic(2, 4)
+    rollout = RolloutConfig(num_replicas=1, engine=EngineConfig(num_cpus_per_replica=1))
+    check_resources(spec.scaling, rollout, {"CPU": 4.0})
+    with pytest.raises(ConfigError, match="2 train workers want 3 CPUs"):
+        check_resources(spec.scaling, rollout, {"CPU": 2.5})
+
+
+def test_room_is_counted_node_by_node_beside_the_engines():
+    """Ray's own policy counts what the engines have as room for train workers."""
+    free = [{"CPU": 4.0}, {"CPU": 1.5}, {"GPU": 8.0}]
+    assert num_that_fit(free, {"CPU": 1.0}, 9) == 5
+    assert num_that_fit(free, {"CPU": 2.0}, 9) == 2
+    assert num_that_fit(free, {"CPU": 1.0, "GPU": 1.0}, 9) == 0
+    assert num_that_fit(free, {"CPU": 0.0}, 3) == 3
+    assert num_that_fit([{"CPU": 0.3}], {"CPU": 0.1}, 9) == 3
+    left = without(free, {"CPU": 1.5, "GPU": 0.0}, 2)
+    assert [node.get("CPU", 0.0) for node in left] == [1.0, 1.5, 0.0]
+    assert num_that_fit(left, {"CPU": 1.0}, 9) == 2
+
+
+class Buffer:
+    """Takes the reason."""
+
+    def __init__(self) -> None:
+        self.reason = None
+        self.told = threading.Event()
+        self.fail = self
+
+    def remote(self, reason):
+        self.reason = reason
+        self.told.set()
+
+
+def test_more_ranks_come_after_a_checkpoint(monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module.ray, "get", lambda *_, **__: None)
+    steps, buffer = iter([4, 4, 8]), Buffer()
+    watch = RankWatch(
+        elastic(), 1, last_step=lambda: next(steps), buffer=lambda: buffer, room=lambda most: 1
+    )
+    watch.start()
+    assert buffer.told.wait(10)
+    watch.close()
+    assert isinstance(buffer.reason, RanksChange)
+    assert str(buffer.reason) == "there is room for 2 train workers instead of 1"
+    assert list(steps) == [], "it waited for the checkpoint of step 8"
+
+
+@pytest.mark.parametrize(("number", "room", "wanted"), [(1, 0, 1), (2, 2, 4), (3, 0, 3), (1, 3, 4)])
+def test_a_run_never_gives_up_ranks_that_live(number, room, wanted):
+    watch = RankWatch(
+        elastic(), number, last_step=int, buffer=Buffer, room=lambda most: min(room, most)
+    )
+    assert watch.wanted() == wanted
+
+
+def test_an_error_that_comes_with_a_lost_node_is_a_change_of_ranks(monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "_SETTLE_S", 0.05)
+    alive = {"one": True, "two": True}
+    monkeypatch.setattr(
+        module.ray, "nodes", lambda: [{"NodeID": n, "Alive": a} for n, a in alive.items()]
+    )
+
+    def fail(spec):
+        with lost_nodes_excused(spec):
+            alive["two"] = is_alive
+            raise TrainError("a rank died")
+
+    is_alive = True
+    with pytest.raises(TrainError):
+        fail(elastic())
+    is_alive = False
+    with pytest.raises(RanksChange, match="node two is gone: a rank died"):
+        fail(elastic())
+    alive["two"] = True
+    with pytest.raises(TrainError):
+        fail(run_spec())
