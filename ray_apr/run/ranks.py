@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from ray_apr.compat import ray as private
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
+from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.parts import DEATHS
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
@@ -78,6 +79,17 @@ def without(
     return left
 
 
+def num_of_workers(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
+) -> int:
+    """How many train workers have room, each with its read task of Ray Data beside it."""
+    number = num_that_fit(free, wanted, most)
+    task = {"CPU": READ_TASK_CPUS}
+    while num_that_fit(without(free, wanted, number), task, number) < number:
+        number -= 1
+    return number
+
+
 def _free() -> list[dict[str, float]]:
     """What each living node has left, those with most CPUs first."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -105,7 +117,7 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
     deadline, room = time.monotonic() + _SETTLE_S, 0
     while room < ranks.most and time.monotonic() < deadline:
         left = without(_free(), _engine(spec), spec.rollout.num_replicas)
-        room = num_that_fit(left, resources_of_worker(spec.scaling), ranks.most)
+        room = num_of_workers(left, resources_of_worker(spec.scaling), ranks.most)
         if room < ranks.most:
             time.sleep(_LOOK_S)
     counts = ranks.counts(spec.train)
@@ -138,13 +150,15 @@ def lost_nodes_excused(asked: RunSpec) -> Iterator[None]:
     Raises:
         RanksChange: In the place of that error.
     """
+    if not RankRange.of(asked.scaling.num_workers).is_elastic:
+        yield
+        return
     before = _living_nodes()
     try:
         yield
+    except RanksChange:
+        raise
     except (APRError, RayError) as error:
-        is_elastic = RankRange.of(asked.scaling.num_workers).is_elastic
-        if not is_elastic or isinstance(error, RanksChange):
-            raise
         lost = _lost_node(before)
         if lost is None:
             raise
@@ -235,7 +249,7 @@ class RankWatch:
             self._thread.join(timeout=_CALL_TIMEOUT_S)
 
     def _room_now(self, most: int) -> int:
-        return num_that_fit(_free(), resources_of_worker(self._spec.scaling), most)
+        return num_of_workers(_free(), resources_of_worker(self._spec.scaling), most)
 
     def wanted(self) -> int:
         """Train workers that the run could have now; never fewer than it has."""

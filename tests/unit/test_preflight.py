@@ -9,7 +9,7 @@ import pytest
 import ray.train
 from ray.exceptions import ActorDiedError
 
-from ray_apr.config import Sections, TrainConfig
+from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run import preflight
 from ray_apr.run.checks import check_restarts

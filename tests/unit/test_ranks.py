@@ -15,7 +15,7 @@ from ray_apr.core.exceptions import ConfigError, RanksChange, TrainError
 from ray_apr.run import ranks as module
 from ray_apr.run.checks import check_resources
 from ray_apr.run.host import HostedRun
-from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_that_fit, without
+from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_of_workers, num_that_fit, without
 from tests.run_specs import run_spec
 
 TRAIN = TrainConfig(batch_size=24, checkpoint_every=4)
@@ -89,6 +89,13 @@ def test_room_is_counted_node_by_node_beside_the_engines():
     left = without(free, {"CPU": 1.5, "GPU": 0.0}, 2)
     assert [node.get("CPU", 0.0) for node in left] == [1.0, 1.5, 0.0]
     assert num_that_fit(left, {"CPU": 1.0}, 9) == 2
+
+
+def test_read_tasks_have_room_beside_train_workers():
+    """known fault: two workers took all CPUs, and neither ever got a batch."""
+    assert num_of_workers([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 1
+    assert num_of_workers([{"CPU": 1.1}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 2
+    assert num_of_workers([], {"CPU": 1.0}, 2) == 0
 
 
 class Buffer:
