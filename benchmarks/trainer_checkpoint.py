@@ -51,7 +51,7 @@ class Noting:
         )
         return lambda: (progress, samples_table([]))
 
-    def checkpoint_written(self, step: int, taken_at: float) -> None:
+    def checkpoint_written(self, step: int, taken_at: float, oldest_epoch: int | None) -> None:
         """Note how long it took."""
         self.durable_s.append(time.time() - taken_at)
 

@@ -104,39 +104,31 @@ class APRTrainer:
         checkpoint: str | Path | ray.train.Checkpoint | None = None,
         command: Command | None = None,
     ) -> None:
-        rollout = rollout_config or RolloutConfig()
-        partial_rollout = partial_rollout_config or PartialRolloutConfig()
-        default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
-        run = run_config or ray.train.RunConfig(name=default_name)
-        model = check_model(model)
         evaluates = evaluation_prompts is not None
-        if evaluation_config is not None and not evaluates:
-            remedy = "needs evaluation_prompts; give a dataset, or leave it out"
-            raise ConfigError("evaluation_config", evaluation_config, remedy)
         self._prompts, self._held_out = prompts, evaluation_prompts
-        self._spec = spec = RunSpec(
-            name=run.name or default_name,
+        self._spec = spec = make_spec(
             model=model,
             reward=reward,
             environment=environment,
             group_filter=group_filter,
-            max_model_len=rollout.engine.max_model_len or context_of(model),
-            rollout=rollout,
-            partial_rollout=partial_rollout,
-            buffer=buffer_config or BufferConfig(),
-            algorithm=algorithm_config or AlgorithmConfig(),
-            evaluation=(evaluation_config or EvaluationConfig()) if evaluates else None,
-            train=train_config or TrainConfig(),
-            scaling=scaling_config or ray.train.ScalingConfig(num_workers=1),
-            run=run,
-            checkpoint=_as_checkpoint(checkpoint),
+            rollout_config=rollout_config,
+            partial_rollout_config=partial_rollout_config,
+            buffer_config=buffer_config,
+            algorithm_config=algorithm_config,
+            evaluation_config=evaluation_config,
+            train_config=train_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            checkpoint=checkpoint,
             command=command,
+            evaluates=evaluates,
         )
+        rollout = spec.rollout
         check_spec(spec)
         check_port(rollout)
-        check_dataset(prompts, model, rollout.prompt_column, rollout.replay_column)
+        check_dataset(prompts, spec.model, rollout.prompt_column, rollout.replay_column)
         if evaluation_prompts is not None:
-            check_dataset(evaluation_prompts, model, rollout.prompt_column)
+            check_dataset(evaluation_prompts, spec.model, rollout.prompt_column)
         if spec.remote_storage is None:
             find_begin(spec)
         if ray.is_initialized():
@@ -218,6 +210,57 @@ class APRTrainer:
             for given in (self._prompts, self._held_out)
         )
         return prompts, held_out
+
+
+def make_spec(
+    *,
+    model: str,
+    evaluates: bool,
+    reward: RewardFunction | None = None,
+    environment: Environment | None = None,
+    group_filter: GroupFilter | None = None,
+    rollout_config: RolloutConfig | None = None,
+    partial_rollout_config: PartialRolloutConfig | None = None,
+    buffer_config: BufferConfig | None = None,
+    algorithm_config: AlgorithmConfig | None = None,
+    evaluation_config: EvaluationConfig | None = None,
+    train_config: TrainConfig | None = None,
+    scaling_config: ray.train.ScalingConfig | None = None,
+    run_config: ray.train.RunConfig | None = None,
+    checkpoint: str | Path | ray.train.Checkpoint | None = None,
+    command: Command | None = None,
+) -> RunSpec:
+    """What a run is made of, of the arguments of `APRTrainer`, before `run.checks` has seen it.
+
+    Raises:
+        ConfigError: If the model or the checkpoint is not there, or an evaluation has no prompts.
+    """
+    rollout = rollout_config or RolloutConfig()
+    partial_rollout = partial_rollout_config or PartialRolloutConfig()
+    default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
+    run = run_config or ray.train.RunConfig(name=default_name)
+    model = check_model(model)
+    if evaluation_config is not None and not evaluates:
+        remedy = "needs evaluation_prompts; give a dataset, or leave it out"
+        raise ConfigError("evaluation_config", evaluation_config, remedy)
+    return RunSpec(
+        name=run.name or default_name,
+        model=model,
+        reward=reward,
+        environment=environment,
+        group_filter=group_filter,
+        max_model_len=rollout.engine.max_model_len or context_of(model),
+        rollout=rollout,
+        partial_rollout=partial_rollout,
+        buffer=buffer_config or BufferConfig(),
+        algorithm=algorithm_config or AlgorithmConfig(),
+        evaluation=(evaluation_config or EvaluationConfig()) if evaluates else None,
+        train=train_config or TrainConfig(),
+        scaling=scaling_config or ray.train.ScalingConfig(num_workers=1),
+        run=run,
+        checkpoint=_as_checkpoint(checkpoint),
+        command=command,
+    )
 
 
 def _as_checkpoint(given: str | Path | ray.train.Checkpoint | None) -> Any:

@@ -245,9 +245,20 @@ def make_trainer(
     )
     if is_vllm_here and (missing := why_not_loaded()):
         raise ResourceError(missing)
-    folder, run_dir = settings.base_dir, settings.run_dir
     if not settings.run.resume:
-        check_new_folder(run_dir)
+        check_new_folder(settings.run_dir)
+    from ray_apr.trainer import APRTrainer
+
+    return APRTrainer(prompts=prompts, evaluation_prompts=held_out, **trainer_arguments(settings))
+
+
+def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
+    """Import the user's code: the arguments of `APRTrainer` but for the prompts.
+
+    Raises:
+        ConfigError: What cannot be imported.
+    """
+    folder, run_dir = settings.base_dir, settings.run_dir
     functions = {
         key: None if spec is None else load_function(key, spec, folder)
         for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))
@@ -275,18 +286,14 @@ def make_trainer(
     }
     import ray.train
 
-    from ray_apr.trainer import APRTrainer
-
-    return APRTrainer(
+    return dict(
         model=settings.model,
-        prompts=prompts,
         environment=environment,
         reward=functions["reward"],
         group_filter=functions["group_filter"],
         rollout_config=rollout,
         partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,
-        evaluation_prompts=held_out,
         evaluation_config=settings.evaluation,
         algorithm_config=dataclasses.replace(settings.algorithm, **objective),
         train_config=train,

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ray_apr train | resume | report | verify | simulate | ...``.
+"""The command line: ``python -m ray_apr train | resume | report | verify | replay | ...``.
 
 Also installed as ``ray-apr``.
 
@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
     verify.set_defaults(command=_verify)
 
+    _add_replay(
+        commands.add_parser(
+            "replay", help="train a step of a run again, and compare it with what the run has of it"
+        )
+    )
     _add_scale(
         commands.add_parser(
             "scale", help="give a run that trains another number of engines, while it goes on"
@@ -141,6 +146,16 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("run", metavar="RUN_DIR", type=Path)
+    replay.add_argument(
+        "--step", metavar="K", type=int, required=True, help="as in metrics.jsonl, from 0"
+    )
+    _add_overrides(replay)
+    replay.add_argument("--json", action="store_true", help="print all of it as JSON")
+    replay.set_defaults(command=_replay)
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
@@ -263,6 +278,14 @@ def _verify(args: argparse.Namespace) -> int:
     for check in checks:
         _show(f"{'ok    ' if check.ok else 'BROKEN'}  {check.name:<10} {check.seen}")
     return EXIT_OK if all(check.ok for check in checks) else EXIT_FAILED
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from ray_apr.cli.replay import replay_json, replay_run, replay_text
+
+    replay = replay_run(args.run, args.step, args.overrides)
+    _show(replay_json(replay) if args.json else replay_text(replay))
+    return EXIT_OK if replay.is_same else EXIT_FAILED
 
 
 def _scale(args: argparse.Namespace) -> int:

@@ -28,9 +28,23 @@ def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSetti
     from ray_apr.run.resume import hold_folder
 
     folder = run_dir.expanduser().resolve()
-    command = read_command(folder)
+    read_command(folder)
     with hold_folder(folder):  # the run holds it later; refused here, nothing is started
         pass
+    return settings_of_run(folder, overrides)
+
+
+def settings_of_run(folder: Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """Read the settings of the run of a folder, and go to the working directory of its command.
+
+    Args:
+        folder: The run folder, absolute; it may have been moved. Nothing is written into it.
+        overrides: Settings that are others.
+
+    Raises:
+        ConfigError: If there is no run that a command began, or a setting is wrong.
+    """
+    command = read_command(folder)
     for key in command.withheld:
         if not any(text.partition("=")[0].strip() == key for text in overrides):
             raise ConfigError(

@@ -28,7 +28,7 @@ from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.movement import Movement, Moves
 from ray_apr.data.resumption import Counters, Replayed
-from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, reward_figures, sample_rows
+from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, sample_rows, told_figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +235,7 @@ class SampleBuffer:
             next_policy_version: With it, the next step is granted at this version at once.
 
         Returns:
-            Figures of what rewards told beside their number (see `reward_figures`), and the turns
-            of the samples together.
+            Figures of what rewards told beside their number, and the turns (`told_figures`).
 
         Raises:
             APRError: If this is not the step that was handed out.
@@ -251,8 +250,7 @@ class SampleBuffer:
             if self._failure is not None:
                 raise self._failure
             rows = sample_rows(self._stock.end_step(step))
-            figures: dict[str, float] = {"num_turns": sum(row["num_turns"] for row in rows)}
-            figures |= reward_figures([row["reward_metrics"] for row in rows])
+            figures = told_figures(rows)
             await self._recorder.record_many.remote("sample", rows)  # which takes a step once
             self._ended = (step, figures)
             self._journal.note(trained=[step, figures])

@@ -2,7 +2,8 @@
 
 The rollout worker and the buffer write a file each, of frames; a frame is what one of them has done
 since its last one, whole or not there. A checkpoint begins a new epoch, in new files, so that those
-before it can go. `data.replay` makes of them what a run goes on with.
+before it can go with the checkpoints that they follow. `data.replay` makes of them what a run goes
+on with.
 
 Invariants, kept by `Journal`:
     * What `flush` has returned for is in the file, though this process is killed. Nothing is synced

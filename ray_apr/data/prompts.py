@@ -260,6 +260,33 @@ def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
     ]
 
 
+class RowNumbers:
+    """The order of the prompts: which row of the dataset each group's prompt is.
+
+    Args:
+        num_prompts: Rows of the dataset.
+        seed: Together with the epoch it fixes the order, a permutation for each epoch.
+    """
+
+    def __init__(self, num_prompts: int, *, seed: int) -> None:
+        self._num_prompts = num_prompts
+        self._seed = seed
+        # those of a few epochs: groups of several are under way together
+        self._order = functools.lru_cache(maxsize=4)(self._order_of)
+
+    def at(self, position: int) -> int:
+        """Row of the prompt at a position."""
+        epoch, offset = divmod(position, self._num_prompts)
+        return int(self._order(epoch)[offset])
+
+    def of(self, group_id: str) -> int:
+        """Row of the prompt of a group."""
+        return self.at(prompt_position(group_id, self._num_prompts))
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        return prompt_order(self._num_prompts, seed=self._seed, epoch=epoch)
+
+
 class PromptSource:
     """Endless prompts in a seeded order: epoch after epoch, each a permutation of its own.
 
@@ -279,9 +306,7 @@ class PromptSource:
         pending: Sequence[int] = (),
     ) -> None:
         self._table = pa.concat_tables(tables, promote_options="default")
-        self._seed = seed
-        # those of a few epochs: groups of several are under way together
-        self._order = functools.lru_cache(maxsize=4)(self._order_of)
+        self._rows = RowNumbers(len(self), seed=seed)
         self._pending = deque(pending)
         self.position = position
 
@@ -297,20 +322,13 @@ class PromptSource:
 
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
-        row: dict[str, Any] = self._table.slice(self._index_at(position), 1).to_pylist()[0]
+        row: dict[str, Any] = self._table.slice(self._rows.at(position), 1).to_pylist()[0]
         ids = row.pop(TOKEN_IDS)
         return Prompt(prompt_id=prompt_id(epoch, offset), token_ids=tuple(ids), row=row)
 
-    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        return prompt_order(len(self), seed=self._seed, epoch=epoch)
-
-    def _index_at(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self))
-        return int(self._order(epoch)[offset])
-
     def index_of(self, group_id: str) -> int:
         """Row of the dataset that the prompt of a group is."""
-        return self._index_at(prompt_position(group_id, len(self)))
+        return self._rows.of(group_id)
 
     def of(self, group_id: str) -> Prompt:
         """The prompt of a group, as often tried again as the group's id says."""

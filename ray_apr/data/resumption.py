@@ -225,6 +225,36 @@ class RolloutProgress:
         return cls(**values | lists, counters=counters)
 
 
+def read_file(checkpoint: Any, name: str) -> bytes:
+    """Read a file of a checkpoint.
+
+    Args:
+        checkpoint: A `ray.train.Checkpoint`.
+        name: Of the file in it.
+
+    Raises:
+        ConfigError: If it has no such file.
+        OSError: If it cannot be read.
+    """
+    try:
+        with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/{name}") as file:
+            return bytes(file.read())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "checkpoint", checkpoint.path, f"is none of a run of ray_apr: it has no {name}"
+        ) from error
+
+
+def read_rollout(checkpoint: Any) -> RolloutProgress:
+    """Read where the rollout side stood when a checkpoint was written.
+
+    Raises:
+        ConfigError: If the checkpoint is of no run, or of a newer format.
+        OSError: If it cannot be read.
+    """
+    return RolloutProgress.from_json(read_file(checkpoint, ROLLOUT_FILE))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """What the journal says beside the samples (`data.replay`)."""

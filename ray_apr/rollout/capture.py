@@ -69,7 +69,6 @@ async def capture(
         notes.begin_epoch(epoch)
         waiting = tuple(sessions.on_their_way.values())
     samples = await asyncio.to_thread(_table, state.groups, refs, waiting)
-    await notes.drop_old()
     return RolloutCapture(
         summary=summary,
         stats=stats,

@@ -55,8 +55,6 @@ class Notes:
         self._before_frame = before_frame
         self._counted = Counters()
         """Until the epoch began."""
-        self._checkpoints: tuple[int, ...] = ()
-        """Epochs that the last two checkpoints of this worker began."""
         live = [member.sample for group in scheduler.live.groups for member in group.members]
         self._journal = Journal(
             folder,
@@ -77,18 +75,19 @@ class Notes:
         """A checkpoint is taken at this moment."""
         self._journal.begin_epoch(epoch)
         self._counted = self._counters()
-        self._checkpoints = (*self._checkpoints[-1:], epoch)
 
-    async def drop_old(self) -> None:
-        """Remove what is older than the last checkpoint but one: that one is whole, as the trainer
-        takes the next one only then.
+    async def drop_before(self, epoch: int) -> None:
+        """Remove what no checkpoint that is kept goes on with.
 
         Waits for: the file system. Unblocked by: its answer.
+
+        Args:
+            epoch: The oldest one that stays.
         """
-        if self._folder is None or len(self._checkpoints) < 2:
+        if self._folder is None:
             return
         try:
-            await asyncio.to_thread(self._folder.drop_before, self._checkpoints[0])
+            await asyncio.to_thread(self._folder.drop_before, epoch)
         except OSError as error:
             logger.warning("files of the journal are not removed: %s", error)
 

@@ -366,6 +366,10 @@ class RolloutWorker(WeightSyncs):
             except TimeoutError:
                 continue
 
+    async def drop_journal_before(self, epoch: int) -> None:
+        """Remove what no checkpoint that is kept goes on with."""
+        await self._notes.drop_before(epoch)
+
     async def _on_weights(self, policy_version: int) -> None:
         """Go on under a new version."""
         if policy_version >= self._goes_on_at:

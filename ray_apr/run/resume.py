@@ -25,11 +25,12 @@ from ray_apr.data.resumption import (
     LIST_COPY_FILE,
     LIST_FILE,
     PROGRESS_FILE,
-    ROLLOUT_FILE,
     SAMPLES_FILE,
     Begin,
     Counters,
     RolloutProgress,
+    read_file,
+    read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
 from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, read_rows
@@ -65,36 +66,46 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
         if not is_resumed:
             return begin
         return with_journal(spec, begin, first=0, trainer_lives=trainer_lives)
-    progress = json.loads(_read(checkpoint, PROGRESS_FILE))
-    rollout = RolloutProgress.from_json(_read(checkpoint, ROLLOUT_FILE))
-    samples = _read_samples(checkpoint, rollout, spec)
-    if samples is None:
-        rollout = rollout.without_samples()
-    if progress["step"] >= spec.train.steps and not trainer_lives:
+    begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
+    assert begin.rollout is not None, "a checkpoint has it"
+    if begin.step >= spec.train.steps and not trainer_lives:
         raise ConfigError(
             "train.steps",
             spec.train.steps,
-            f"{checkpoint.path} has trained {progress['step']} steps, so that none is left; raise "
+            f"{checkpoint.path} has trained {begin.step} steps, so that none is left; raise "
             "it, or choose another run.name",
         )
-    if rollout.seed != spec.train.seed:
+    if begin.rollout.seed != spec.train.seed:
         raise ConfigError(
             "train.seed",
             spec.train.seed,
-            f"the order of the prompts goes on only with that of the checkpoint, {rollout.seed}",
+            "the order of the prompts goes on only with that of the checkpoint, "
+            f"{begin.rollout.seed}",
         )
-    begin = Begin(
+    if last is None:  # of another run: what goes on is all that this one has made
+        begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
+    first = 0 if last is None or begin.rollout is None else begin.rollout.epoch
+    return with_journal(spec, begin, first=first, trainer_lives=trainer_lives)
+
+
+def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:
+    """Where a run begins that has this checkpoint and no journal.
+
+    Raises:
+        ConfigError: If it is no checkpoint of a run.
+    """
+    progress = json.loads(read_file(checkpoint, PROGRESS_FILE))
+    rollout = read_rollout(checkpoint)
+    samples = _read_samples(checkpoint, rollout, spec)
+    if samples is None:
+        rollout = rollout.without_samples()
+    return Begin(
         **progress,
         checkpoint=checkpoint,
         rollout=rollout,
-        is_resumed=is_resumed,
         before=rollout.counters,
         samples=samples,
     )
-    if last is None:  # of another run: what goes on is all that this one has made
-        begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
-    first = 0 if last is None else rollout.epoch
-    return with_journal(spec, begin, first=first, trainer_lives=trainer_lives)
 
 
 def last_step(spec: RunSpec, *, trainer_lives: bool = False) -> int:
@@ -110,7 +121,7 @@ def last_step(spec: RunSpec, *, trainer_lives: bool = False) -> int:
     checkpoint = _last_checkpoint(spec, mends=not trainer_lives) or spec.checkpoint
     if checkpoint is None:
         return 0
-    step: int = json.loads(_read(checkpoint, PROGRESS_FILE))["step"]
+    step: int = json.loads(read_file(checkpoint, PROGRESS_FILE))["step"]
     return step
 
 
@@ -132,7 +143,7 @@ def _read_samples(
         )
         return None
     try:
-        return read_samples(_read(checkpoint, SAMPLES_FILE), rollout.samples_digest)
+        return read_samples(read_file(checkpoint, SAMPLES_FILE), rollout.samples_digest)
     except ValueError as error:
         raise ConfigError(
             "checkpoint", checkpoint.path, f"{SAMPLES_FILE} is damaged: {error}; take another one"
@@ -167,6 +178,21 @@ def _last_checkpoint(spec: RunSpec, *, mends: bool = True) -> ray.train.Checkpoi
         return None
 
 
+def kept_checkpoints(spec: RunSpec) -> list[tuple[int, ray.train.Checkpoint]]:
+    """The checkpoints that Ray Train keeps of a run's name, with the steps that each has trained.
+
+    Raises:
+        ConfigError: If one of them is none of a run.
+    """
+    path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
+    try:
+        result = ray.train.Result.from_path(path, spec.run.storage_filesystem)
+    except RuntimeError:  # there is no such folder, or no checkpoint in it
+        return []
+    kept = [checkpoint for checkpoint, _ in result.best_checkpoints or ()]
+    return [(json.loads(read_file(c, PROGRESS_FILE))["step"], c) for c in kept]
+
+
 def _mend_list(folder: ray.train.Checkpoint) -> None:
     """Put the copy of a run's list of checkpoints in the place of a list that was cut off."""
     file, copy = (f"{folder.path}/{name}" for name in (LIST_FILE, LIST_COPY_FILE))
@@ -180,16 +206,6 @@ def _mend_list(folder: ray.train.Checkpoint) -> None:
     except ValueError:
         logger.warning("%s was cut off; %s takes its place", file, LIST_COPY_FILE)
         folder.filesystem.copy_file(copy, file)
-
-
-def _read(checkpoint: ray.train.Checkpoint, name: str) -> bytes:
-    try:
-        with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/{name}") as file:
-            return bytes(file.read())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "checkpoint", checkpoint.path, f"is none of a run of ray_apr: it has no {name}"
-        ) from error
 
 
 @contextlib.contextmanager

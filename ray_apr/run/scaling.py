@@ -288,8 +288,7 @@ def as_scaled(spec: RunSpec, since: float) -> RunSpec:
     number = last_number(spec.folder, since)
     if number is None:
         return spec
-    engine = spec.rollout.engine
     if is_ordered(spec.folder, since):
-        engine = dataclasses.replace(engine, autoscaling=None)
-    rollout = dataclasses.replace(spec.rollout, num_replicas=number, engine=engine)
-    return dataclasses.replace(spec, rollout=rollout)
+        engine = dataclasses.replace(spec.rollout.engine, autoscaling=None)
+        spec = dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, engine=engine))
+    return spec.with_replicas(number)

@@ -7,6 +7,8 @@ in it changes any more, its name included.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,10 @@ class RunSpec(Sections):
             train=replace(train, param_dtype=of_train),
         )
 
+    def with_replicas(self, num_replicas: int) -> RunSpec:
+        """The same with another number of engines."""
+        return replace(self, rollout=replace(self.rollout, num_replicas=num_replicas))
+
     @property
     def max_failures(self) -> int:
         """How often the run goes on by itself after a failure; -1: any number of times."""
@@ -75,6 +81,19 @@ class RunSpec(Sections):
     def step_size(self) -> int:
         """Samples of one optimizer step."""
         return self.partial_rollout.step_size(self.train.batch_size)
+
+    @property
+    def batches(self) -> dict[str, Any]:
+        """How groups become batches: arguments of `Stock`, and of the `SampleBuffer` around it."""
+        return {
+            "batch_size": self.step_size,
+            "max_staleness": self.partial_rollout.max_staleness,
+            "on_stale": self.partial_rollout.on_stale,
+            "num_ranks": self.scaling.num_workers,
+            "micro_batch_tokens": self.train.micro_batch_tokens,
+            "mini_batches": self.train.mini_batches,
+            "packed": self.train.packs("cuda" if self.scaling.use_gpu else "cpu"),
+        }
 
     @property
     def folder(self) -> Path:
@@ -150,7 +169,8 @@ class RunSpec(Sections):
         return longest
 
     def describe(self) -> dict[str, Any]:
-        """The run's settings as plain values; the control token is left out."""
+        """The run's settings as plain values, and digests of the files of the user's objective; the
+        control token is left out."""
         sections = {
             name: dataclasses.asdict(getattr(self, name))
             for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
@@ -166,11 +186,17 @@ class RunSpec(Sections):
             for name in names:
                 if callable(sections[section][name]):
                     sections[section][name] = _name(sections[section][name])
+        digests = {
+            f"algorithm.{name}": digest
+            for name in _RULES["algorithm"]
+            if (digest := _digest(getattr(self.algorithm, name)))
+        }
         scaling = {"num_workers": self.scaling.num_workers, "use_gpu": bool(self.scaling.use_gpu)}
         code = {
             name: _name(getattr(self, name)) for name in ("reward", "environment", "group_filter")
         }
-        return {"model": self.model, **code, **sections, "scaling": scaling}
+        described = {"model": self.model, **code, **sections, "scaling": scaling}
+        return described | {"digests": digests}
 
 
 _RULES = {
@@ -186,3 +212,16 @@ def _name(code: object) -> str | None:
         return None
     named = code if hasattr(code, "__qualname__") else type(code)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def _digest(code: object) -> str | None:
+    """SHA-256 of the file that defines a function; None of what is no code or has no file."""
+    if not callable(code):
+        return None
+    try:
+        file = inspect.getsourcefile(code)
+    except TypeError:  # an object, or of a compiled module
+        return None
+    if file is None or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -22,6 +22,18 @@ _COLLECTIVE_TIMEOUT_S = 600
 is in one while it waits for its batch: all get theirs together, however long that takes."""
 
 
+def what_is_trained(spec: RunSpec) -> dict[str, Any]:
+    """Fields of `LearnerSpec` that follow from the spec of a run."""
+    return {
+        "model": spec.model,
+        "train": spec.train,
+        "algorithm": spec.algorithm,
+        "sampling": spec.rollout.sampling_params,
+        "max_response_tokens": spec.rollout.max_response_tokens,
+        "num_replicas": spec.rollout.num_replicas,
+    }
+
+
 def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
     """Return the ``TorchTrainer`` of a run.
 
@@ -33,15 +45,10 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     worker = WorkerSpec(
+        **what_is_trained(spec),
         run=spec.name,
-        model=spec.model,
-        train=spec.train,
-        algorithm=spec.algorithm,
         partial_rollout=spec.partial_rollout,
         evaluation=spec.evaluation,
-        sampling=spec.rollout.sampling_params,
-        max_response_tokens=spec.rollout.max_response_tokens,
-        num_replicas=spec.rollout.num_replicas,
         start_timeout_s=spec.rollout.engine.start_timeout_s,
         wire_dtype=dtype_on(spec.rollout.engine.device, spec.rollout.engine.dtype),
         takes_turns=spec.rollout.is_colocated,

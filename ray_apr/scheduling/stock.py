@@ -312,6 +312,20 @@ def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return figures
 
 
+def told_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a trainer is told of a step that it has trained.
+
+    Args:
+        rows: Of `sample_rows`.
+
+    Returns:
+        Figures of what rewards told beside their number (see `reward_figures`), and the turns of
+        the samples together.
+    """
+    turns: dict[str, float] = {"num_turns": sum(row["num_turns"] for row in rows)}
+    return turns | reward_figures([row["reward_metrics"] for row in rows])
+
+
 def sample_rows(grant: Grant) -> list[dict[str, Any]]:
     """A row of the run folder for each sample of a step that was trained.
 

@@ -355,7 +355,7 @@ class RunControl:
             answer_of(self._recorded, "recorder, to write a step's row", CALL_TIMEOUT_S)
             self._recorded = None
 
-    def checkpoint_written(self, step: int, taken_at: float) -> None:
+    def checkpoint_written(self, step: int, taken_at: float, oldest_epoch: int | None) -> None:
         """Note that the checkpoint of a step is durable: Ray Train's list has it, so that a run
         that goes on begins with it or with a later one.
 
@@ -364,7 +364,11 @@ class RunControl:
         Args:
             step: Steps that it has trained.
             taken_at: Unix time of its moment, in seconds.
+            oldest_epoch: Of the journal, that a checkpoint which is kept goes on with; None: those
+                before it stay, too.
         """
+        if oldest_epoch is not None:
+            self._worker.call("drop_journal_before", oldest_epoch)
         logger.info("the checkpoint of step %d is written", step)
         self.record_span("write", taken_at, unix_s(), actor="checkpoint")
 

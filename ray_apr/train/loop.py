@@ -19,38 +19,30 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import ray.train
 import ray.train.torch
-import torch
 import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
-from ray_apr.core.messages import SamplingParams
 from ray_apr.core.staleness import next_version
 from ray_apr.data.parts import Part
-from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.answers import failure_of
-from ray_apr.train.checkpoint import Progress, load_checkpoint
+from ray_apr.train.checkpoint import Progress
 from ray_apr.train.control import RunControl, sync_limit_s
-from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.gate import GateClient
-from ray_apr.train.logprobs import warm_up
+from ray_apr.train.learner import Learner, prepare_process
 from ray_apr.train.offload import Offload
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.residency import Alternating, AlwaysThere, Residency
 from ray_apr.train.saving import CheckpointWriter
 from ray_apr.train.span import Span
 from ray_apr.train.spec import WorkerSpec
-from ray_apr.train.step import check_batch, train_step
+from ray_apr.train.step import check_batch
 from ray_apr.train.tensors import compute_device
 from ray_apr.train.weight_check import WeightCheck
 from ray_apr.weights.gathered import GatheredWeights
@@ -73,24 +65,8 @@ def train_loop_per_worker(spec: WorkerSpec) -> None:
     Raises:
         APRError: What stopped the training.
     """
-    _seed(spec.train.seed)
-    _set_threads(spec)
+    prepare_process(spec, ray.train.get_context().get_local_world_size())
     _TrainLoop(spec).run()
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _set_threads(spec: WorkerSpec) -> None:
-    """Divide the cores among the engines and the train workers of this node, on CPU."""
-    num_threads = spec.train.num_threads
-    if num_threads is None:
-        sharers = ray.train.get_context().get_local_world_size() + spec.num_replicas
-        num_threads = max(1, len(os.sched_getaffinity(0)) // sharers)
-    torch.set_num_threads(num_threads)
 
 
 class _TrainLoop:
@@ -99,55 +75,39 @@ class _TrainLoop:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._train = spec.train
-        self._sampling = _with_all_ends(spec.sampling, spec.model)
         self._rank = ray.train.get_context().get_world_rank()
         self._started_at = spec.started_at
         self._gate = None if spec.gate is None else GateClient(spec.gate, self._rank)
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
         self._control = _make_control(spec) if self._rank == 0 else None
-        device = ray.train.torch.get_device()
-        self._reference = None
-        with self._span("load"):  # beside the engines, unless they share the device
-            self._model = build_model(spec.model, self._train, device)
-            self._optimizer = build_optimizer(self._model, self._train)
-            if spec.algorithm.needs_reference:
-                plain = replace(self._train, lora=None)  # adapters begin without any effect
-                self._reference = build_model(spec.model, plain, device)
-                self._reference.requires_grad_(False)
-        if self._train.compiles(device.type):
-            with self._span("compile"):
-                warm_up(
-                    self._model,
-                    device,
-                    self._train.micro_batch_tokens,
-                    packed=self._train.packs(device.type),
-                    entropy_gradients=spec.algorithm.entropy_coef > 0,
-                    sampling=self._sampling,
-                )
+        # loads beside the engines, unless they share the device
+        self._learner = Learner(spec, ray.train.torch.get_device(), self._span)
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
-            self._model, self._optimizer, self._control, source=spec.model
+            self._learner.model, self._learner.optimizer, self._control, source=spec.model
         )
-        self._progress = self._restore()
+        self._progress = self._learner.restore(spec.begin.checkpoint)
 
     def _make_residency(self) -> Residency:
         if not self._spec.takes_turns:
             return AlwaysThere()
-        models = [self._model] if self._reference is None else [self._model, self._reference]
-        return Alternating(Offload(models, self._optimizer), self._control, self._ranks)
+        learner = self._learner
+        models = [model for model in (learner.model, learner.reference) if model is not None]
+        return Alternating(Offload(models, learner.optimizer), self._control, self._ranks)
 
     def _make_publisher(self) -> WeightPublisher:
         partial_rollout, train = self._spec.partial_rollout, self._train
+        model = self._learner.model
         weights = GatheredWeights(
-            self._model,
+            model,
             bucket_mb=train.weight_bucket_mb,
             wire_dtype=self._spec.wire_dtype,
-            device=compute_device(self._model),
+            device=compute_device(model),
             ranks=self._ranks,
         )
         shares_device = self._residency.shares_device
@@ -159,17 +119,8 @@ class _TrainLoop:
             timeout_s=train.weight_sync_timeout_s,
             after_gather=self._residency.leave,
             meet=(lambda: dist.barrier(self._ranks)) if partial_rollout.drain else None,
-            check=WeightCheck(self._model, train) if train.weight_check_every else None,
+            check=WeightCheck(model, train) if train.weight_check_every else None,
         )
-
-    def _restore(self) -> Progress:
-        begin = self._spec.begin
-        if begin.checkpoint is None:
-            return Progress(step=0, policy_version=0)
-        with begin.checkpoint.as_directory() as folder:
-            progress = load_checkpoint(folder, self._model, self._optimizer)
-        logger.info("restored at step %d, version %d", progress.step, progress.policy_version)
-        return progress
 
     def run(self) -> None:
         """Train all steps that are left."""
@@ -218,16 +169,7 @@ class _TrainLoop:
         batch, wait_s = self._next_batch(rows)
         self._residency.enter()
         with self._span("train") as trained:
-            figures = train_step(
-                self._model,
-                self._optimizer,
-                batch,
-                self._spec.algorithm,
-                self._train,
-                sampling=self._sampling,
-                reference=self._reference,
-                max_response_tokens=self._spec.max_response_tokens,
-            )
+            figures = self._learner.train(batch)
         done = self._progress
         version = next_version(done.policy_version)
         self._progress = Progress(step=done.step + 1, policy_version=version)
@@ -301,14 +243,6 @@ class _TrainLoop:
             yield span
         if self._control is not None:
             self._control.record_span(what, span.start_s, span.end_s)
-
-
-def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
-    """The same with the model's own ends among the ids that end a response, where they matter."""
-    if not sampling.min_tokens:
-        return sampling
-    ends = {*sampling.stop_token_ids, *end_token_ids(model)}
-    return replace(sampling, stop_token_ids=tuple(sorted(ends)))
 
 
 def _wait_limit_s(spec: WorkerSpec) -> float:

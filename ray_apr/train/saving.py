@@ -20,7 +20,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, StarvedError, TrainError, one_line
-from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
+from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, read_rollout
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
@@ -85,6 +85,8 @@ class CheckpointWriter:
         self._under_way: Future[Any] | None = None
         self._step = 0
         """Of the last checkpoint."""
+        self._listed: set[str] = set()
+        """Paths of the checkpoints that Ray Train had last."""
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Report figures; they come after those of a checkpoint that is under way."""
@@ -179,9 +181,23 @@ class CheckpointWriter:
             if any(reported.checkpoint.path == path for reported in listed):
                 self._copy_list()
                 assert self._control is not None, "only rank 0 asks"
-                self._control.checkpoint_written(part.step, taken_at)
+                oldest = self._oldest_epoch([reported.checkpoint for reported in listed])
+                self._control.checkpoint_written(part.step, taken_at, oldest)
                 return
         raise TimeoutError
+
+    def _oldest_epoch(self, kept: Sequence[ray.train.Checkpoint]) -> int | None:
+        """The journal's first epoch that a checkpoint which Ray Train keeps goes on with; None
+        where it has removed none since the last time, so that nothing of the journal may go."""
+        paths = {checkpoint.path for checkpoint in kept}
+        removed, self._listed = self._listed - paths, paths
+        if not removed:
+            return None
+        try:
+            return min(read_rollout(checkpoint).epoch for checkpoint in kept)
+        except (APRError, OSError) as error:
+            logger.warning("files of the journal are not removed: %s", one_line(error))
+            return None
 
     def _copy_list(self) -> None:
         """Copy Ray Train's list, which it does not write until the next checkpoint is reported."""

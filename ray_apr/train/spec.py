@@ -1,4 +1,7 @@
-"""What a train worker is started with: one frozen value, the same for all of a run's."""
+"""What a train worker is started with: one frozen value, the same for all of a run's.
+
+What it needs to know for its steps alone is apart (`LearnerSpec`): that suffices to replay them.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,30 @@ from ray_apr.data.resumption import Begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """One train worker; handles and names are those of Ray actors."""
+class LearnerSpec:
+    """What is trained, and how."""
 
-    run: str
-    """Name of the run, which its metrics carry."""
     model: str
     """Folder or hub id."""
     train: TrainConfig
     algorithm: AlgorithmConfig
-    partial_rollout: PartialRolloutConfig
-    evaluation: EvaluationConfig | None
-    """None: nothing is evaluated."""
     sampling: SamplingParams
     """How the rollouts are drawn: the distribution that is trained."""
     max_response_tokens: int
     """Budget of a response, for the overlong punishment."""
     num_replicas: int
     """Engines, with which the cores of a node are divided on CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec(LearnerSpec):
+    """One train worker; handles and names are those of Ray actors."""
+
+    run: str
+    """Name of the run, which its metrics carry."""
+    partial_rollout: PartialRolloutConfig
+    evaluation: EvaluationConfig | None
+    """None: nothing is evaluated."""
     start_timeout_s: float
     """Limit for the engines to become ready, in seconds."""
     wire_dtype: DType

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,7 @@ def train_step(
     sampling: SamplingParams = _PLAIN,
     reference: nn.Module | None = None,
     max_response_tokens: int | None = None,
+    show_advantages: Callable[[torch.Tensor], None] | None = None,
 ) -> Figures:
     """Forward and backward over this rank's micro-batches, and the optimizer's steps.
 
@@ -78,6 +80,7 @@ def train_step(
             of the model included.
         reference: Like `model`, for the KL term; needed where ``algorithm.kl_coef > 0``.
         max_response_tokens: Budget of a response; needed for the overlong punishment.
+        show_advantages: Gets the advantages [B] of the whole batch, on the device.
 
     Returns:
         Figures of the step over all ranks, the same on each of them.
@@ -100,6 +103,8 @@ def train_step(
         model, reference, parts, algorithm, temperature=temperature, first_mini_batch=first
     )
     advantages_B = _advantages(batch, parts, frozen, algorithm, max_response_tokens, device)
+    if show_advantages is not None:
+        show_advantages(advantages_B)
     mean_weight = _mean_weight(parts, frozen, algorithm, device)
     kept_B = _kept(batch, algorithm).to(device)
     set_learning_rate(optimizer, learning_rate(train, batch.step))

@@ -118,6 +118,7 @@ class Control:
 
     def __init__(self) -> None:
         self.written: list[int] = []
+        self.oldest_epochs: list[int | None] = []
 
     def capture(self):
         progress = RolloutProgress(
@@ -125,8 +126,9 @@ class Control:
         )
         return lambda: (progress, samples_table([]))
 
-    def checkpoint_written(self, step, taken_at):
+    def checkpoint_written(self, step, taken_at, oldest_epoch):
         assert taken_at <= time.time()
+        self.oldest_epochs.append(oldest_epoch)
         self.written.append(step)
 
 
@@ -258,6 +260,28 @@ def test_one_checkpoint_at_a_time_is_under_way(folder, train):
     assert len(train.reports) == 2 and control.written == [1, 2]
     copy = Path(train.storage.experiment_fs_path) / LIST_COPY_FILE
     assert copy.read_text() == "2", "of the last one that is durable"
+
+
+def test_the_journal_goes_with_the_checkpoints_that_it_follows(folder, train):
+    """Before one is removed all of it stays: steps since the begin can be replayed."""
+    model, optimizer = build(folder)
+    control, epochs = Control(), iter((1, 2, 4))
+
+    def capture():
+        progress = RolloutProgress(
+            seed=0, num_prompts=4, position=2, pending=(), counters=Counters(), epoch=next(epochs)
+        )
+        return lambda: (progress, samples_table([]))
+
+    control.capture = capture
+    writer = CheckpointWriter(model, optimizer, control, source=str(folder))
+    for step in (1, 2, 3):
+        writer.save({}, Progress(step=step, policy_version=step))
+        writer.wait()
+        if step == 2:
+            del train.listed[0]  # as Ray Train does when the next one comes
+    writer.close()
+    assert control.oldest_epochs == [None, None, 2]
 
 
 def test_a_named_checkpoint_and_the_last_one_are_waited_for(folder, train, tmp_path):

@@ -15,7 +15,6 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from ray_apr.cli import main as cli
 from ray_apr.core.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.core.messages import SamplingParams
 from ray_apr.data.resumption import Begin, Counters, RolloutSummary
 from ray_apr.run import controller, progress
 from ray_apr.run.actors import Actors
@@ -270,14 +269,12 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     def fail(*_, **__):
         raise WeightSyncError("no engine")
 
-    monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
     loop._control, loop._residency, loop._started_at = control, AlwaysThere(), 0.0
     loop._progress = Progress(step=4, policy_version=4)
     loop._train = run_spec().train
     loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8)
-    loop._model = loop._optimizer = loop._reference = None
-    loop._sampling = SamplingParams()
+    loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
     loop._publisher = types.SimpleNamespace(after_step=fail)
     monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
     with pytest.raises(WeightSyncError):

@@ -250,12 +250,17 @@ def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
     assert waited_for == [("worker.capture",), "table", ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
 
 
-def test_a_durable_checkpoint_has_its_span(monkeypatch):
+def test_a_durable_checkpoint_has_its_span_and_lets_the_journal_before_the_kept_ones_go():
     rows: list[tuple] = []
+    asked: list[tuple] = []
+    worker = types.SimpleNamespace(call=lambda *call: asked.append(call))
     record = type("Call", (), {"remote": lambda _, kind, row: rows.append((kind, row))})()
     recorder = types.SimpleNamespace(record=record)
-    control = RunControl(buffer=None, worker=None, recorder=recorder, sync_timeout_s=5.0)
-    control.checkpoint_written(4, 1000.0)
-    ((kind, span),) = rows
+    control = RunControl(buffer=None, worker=worker, recorder=recorder, sync_timeout_s=5.0)
+    control.checkpoint_written(4, 1000.0, None)
+    assert asked == []
+    control.checkpoint_written(6, 2000.0, 3)
+    assert asked == [("drop_journal_before", 3)]
+    (kind, span), _ = rows
     assert kind == "timeline" and span.pop("end_s") > 1000.0
     assert span == {"actor": "checkpoint", "what": "write", "start_s": 1000.0}

@@ -67,7 +67,6 @@ class Writer:
 @pytest.fixture
 def loop(monkeypatch):
     """A train loop whose steps only count, and what it reported."""
-    monkeypatch.setattr(loop_module, "train_step", lambda *_, **__: {"loss": 1.0})
     loop = object.__new__(loop_module._TrainLoop)
     loop._control = types.SimpleNamespace(
         grant=lambda *_: None,
@@ -80,7 +79,7 @@ def loop(monkeypatch):
         algorithm=None, model="none", max_response_tokens=8, evaluation=None
     )
     loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
-    loop._model = loop._optimizer = loop._reference = loop._sampling = None
+    loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
     loop._residency = AlwaysThere()
     loop._gate, loop._row, loop._started_at = None, {}, 0.0
     loop._progress = Progress(step=0, policy_version=0)

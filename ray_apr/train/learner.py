@@ -1,0 +1,123 @@
+"""What is trained, on one rank: model, optimizer and reference, built, restored and taken further.
+
+Runs (`train.loop`) and replays of their steps (`train.replay`) have it from here, so that the same
+checkpoint and the same batches give the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import ray.train
+import torch
+
+from ray_apr.core.messages import SamplingParams
+from ray_apr.data.prompts import end_token_ids
+from ray_apr.scheduling.batch import RankBatch
+from ray_apr.train.checkpoint import Progress, load_checkpoint
+from ray_apr.train.figures import Figures
+from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.logprobs import warm_up
+from ray_apr.train.spec import LearnerSpec
+from ray_apr.train.step import train_step
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_process(spec: LearnerSpec, num_local: int) -> None:
+    """Seed this process, and divide the cores among the engines and the train workers of this node,
+    on CPU.
+
+    Args:
+        spec: What is trained.
+        num_local: Train workers of this node.
+    """
+    seed = spec.train.seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    num_threads = spec.train.num_threads
+    if num_threads is None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // (num_local + spec.num_replicas))
+    torch.set_num_threads(num_threads)
+
+
+class Learner:
+    """The model that is trained, with all that its steps need; all ranks make it together.
+
+    Args:
+        spec: What is trained.
+        device: Of this rank.
+        span: Shows how long a part of the start takes, by its name.
+    """
+
+    def __init__(
+        self,
+        spec: LearnerSpec,
+        device: torch.device,
+        span: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        train = spec.train
+        self._spec = spec
+        self._sampling = _with_all_ends(spec.sampling, spec.model)
+        self.reference = None
+        with span("load"):
+            self.model = build_model(spec.model, train, device)
+            self.optimizer = build_optimizer(self.model, train)
+            if spec.algorithm.needs_reference:
+                plain = replace(train, lora=None)  # adapters begin without any effect
+                self.reference = build_model(spec.model, plain, device)
+                self.reference.requires_grad_(False)
+        if train.compiles(device.type):
+            with span("compile"):
+                warm_up(
+                    self.model,
+                    device,
+                    train.micro_batch_tokens,
+                    packed=train.packs(device.type),
+                    entropy_gradients=spec.algorithm.entropy_coef > 0,
+                    sampling=self._sampling,
+                )
+
+    def restore(self, checkpoint: ray.train.Checkpoint | None) -> Progress:
+        """Take up the state of a checkpoint; all ranks together.
+
+        Args:
+            checkpoint: Of a run; None: it begins with the model as it was loaded.
+        """
+        if checkpoint is None:
+            return Progress(step=0, policy_version=0)
+        with checkpoint.as_directory() as folder:
+            progress = load_checkpoint(folder, self.model, self.optimizer)
+        logger.info("restored at step %d, version %d", progress.step, progress.policy_version)
+        return progress
+
+    def train(
+        self, batch: RankBatch, *, show_advantages: Callable[[torch.Tensor], None] | None = None
+    ) -> Figures:
+        """Take one step; all ranks together. See `train_step`."""
+        return train_step(
+            self.model,
+            self.optimizer,
+            batch,
+            self._spec.algorithm,
+            self._spec.train,
+            sampling=self._sampling,
+            reference=self.reference,
+            max_response_tokens=self._spec.max_response_tokens,
+            show_advantages=show_advantages,
+        )
+
+
+def _with_all_ends(sampling: SamplingParams, model: str) -> SamplingParams:
+    """The same with the model's own ends among the ids that end a response, where they matter."""
+    if not sampling.min_tokens:
+        return sampling
+    ends = {*sampling.stop_token_ids, *end_token_ids(model)}
+    return replace(sampling, stop_token_ids=tuple(sorted(ends)))

@@ -1,0 +1,82 @@
+"""``ray-apr replay``: which steps can be replayed, what is compared, what is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ray_apr.cli import main as cli
+from ray_apr.cli import replay as cli_replay
+from ray_apr.cli.replay import replay_json, replay_text
+from ray_apr.config import RolloutConfig
+from ray_apr.config.journal import JournalConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.rows import PromptRows
+from ray_apr.run.replaying import Replay, SampleAgain, StepAgain, replay_step
+from tests.run_specs import run_spec
+
+PROMPTS = PromptRows([{"prompt": "1+1="}])
+SAMPLE = SampleAgain(sample_id="e0-0-0", prompt="1+1=", response="2", reward=1.0, advantage=0.5)
+
+
+def replayed(**figures):
+    step = StepAgain(step=3, recorded={"loss": 0.1, "norm": float("nan")}, figures=figures)
+    return Replay(begins_at=2, num_ranks=1, steps=(step,), samples=(SAMPLE,))
+
+
+def test_the_smallest_difference_is_one():
+    same = replayed(loss=0.1, norm=float("nan"))
+    assert same.is_same
+    other = replayed(loss=0.1 + 1e-16, norm=float("nan"))
+    assert other.steps[0].different == ("loss",) and not other.is_same
+    assert not replayed(new=1.0).is_same, "of which the run has no row"
+
+
+@pytest.mark.parametrize(("loss", "code"), [(0.1, 0), (0.2, 1)])
+def test_the_exit_code_says_whether_it_is_the_same(monkeypatch, capsys, loss, code):
+    given = []
+    replay = replayed(loss=loss)
+    monkeypatch.setattr(cli_replay, "replay_run", lambda *args: given.append(args) or replay)
+    assert cli.main(["replay", "runs/mine", "--step", "3"]) == code
+    said = capsys.readouterr().out
+    assert ("DIFFERS" in said) == bool(code) and "1+1= → 2" in said and given[0][1] == 3
+    assert cli.main(["replay", "runs/mine", "--step", "3", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["same"] is not bool(code) and told["samples"][0]["advantage"] == 0.5
+    assert told == json.loads(replay_json(replay)) and replay_text(replay) in said
+
+
+def begun(tmp_path, spec, **changed):
+    """A run folder with one step and the settings of a spec."""
+    folder = tmp_path / "app"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 0.1}) + "\n")
+    described = json.loads(json.dumps(spec.describe(), default=str))
+    described["train"] |= changed
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+def spec_in(tmp_path, **replaced):
+    import ray.train
+
+    run = ray.train.RunConfig(name="app", storage_path=str(tmp_path))
+    return run_spec(run=run, **replaced)
+
+
+@pytest.mark.parametrize(
+    ("step", "changed", "enabled", "said"),
+    [
+        (4, {}, True, "metrics.jsonl has steps 0 to 0"),
+        (0, {"learning_rate": 7.0}, True, "train.learning_rate; put them back"),
+        (0, {}, False, "keeps no batches"),
+        (0, {}, True, "no checkpoint is kept that was taken before step 0"),
+    ],
+)
+def test_a_step_that_cannot_be_replayed_is_refused(tmp_path, step, changed, enabled, said):
+    spec = spec_in(tmp_path, rollout=RolloutConfig(journal=JournalConfig(enabled=enabled)))
+    begun(tmp_path, spec, **changed)
+    files = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=said):
+        replay_step(spec, PROMPTS, step)
+    assert sorted(tmp_path.rglob("*")) == files
