@@ -129,7 +129,7 @@ class Autoscaler:
 
 
 def make_autoscaler(
-    spec: RunSpec, recorder: Any, *, num_seen: int, start_s: float
+    spec: RunSpec, recorder: Any, num_seen: int, start_s: float
 ) -> Autoscaler | None:
     """What asks for the engines of a run; None where its settings do not say so.
 

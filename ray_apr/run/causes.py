@@ -39,6 +39,11 @@ def death_of(error: RayError) -> str:
     return next((line for line in lines if line.startswith(_DEATH)), one_line(error))
 
 
+def of_servers(error: Exception) -> APRError:
+    """An error of the servers' start that is none of ours, as one of ours."""
+    return APRError(f"servers: {error!r}").with_traceback(error.__traceback__)
+
+
 def write_error_log(file: Path, error: BaseException, cause: BaseException) -> bool:
     """Write the cause, and below it the tracebacks of all processes; whether that could be done."""
     parts = [f"{type(cause).__name__}: {one_line(cause)}\n", *_tracebacks(error)]

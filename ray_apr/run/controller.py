@@ -12,8 +12,8 @@
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
 buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
 the run folder, and `_Parts.close` leaves nothing behind; where it may, the run goes on by itself
-(`run.restarts`). If this process is killed, Ray ends the
-actors and the trainer, and the servers' lease (`serve.lease`) the servers.
+(`run.restarts`). If this process is killed, Ray ends the actors and the trainer, and the servers'
+lease (`serve.lease`) the servers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
-from ray_apr.run.causes import cause_of, death_of, write_error_log
+from ray_apr.run.causes import cause_of, death_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
 from ray_apr.run.final import (
     ERROR_LOG,
@@ -291,18 +291,13 @@ class _Parts:
                 started = self._evaluator.start.remote(self._begin.policy_version)
                 ray.get(started, timeout=_CALL_TIMEOUT_S)
             self._setup_s = time.monotonic() - self._made_at
+            num_seen = self._begin.num_rows
             self._scaling = start_scaling(
-                spec,
-                engine,
-                self._clients,
-                started_at=self._started_at,
-                closing=self._closing,
-                autoscaler=make_autoscaler(
-                    spec, self.recorder, num_seen=self._begin.num_rows, start_s=self._setup_s
-                ),
-            )
+                spec, engine, self._clients, started_at=self._started_at, closing=self._closing,
+                autoscaler=make_autoscaler(spec, self.recorder, num_seen, self._setup_s),
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
-            reason = cause_of(error) if isinstance(error, APRError) else _of_servers(error)
+            reason = cause_of(error) if isinstance(error, APRError) else of_servers(error)
             self._start_error = reason
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
@@ -403,8 +398,3 @@ class _Parts:
             self._actors.kill()
             if self._side is not None:
                 self._side.join()
-
-
-def _of_servers(error: Exception) -> APRError:
-    """An error of the servers' start that is none of ours, as one of ours."""
-    return APRError(f"servers: {error!r}").with_traceback(error.__traceback__)

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 
 from ray_apr.compat import ray as private
 from ray_apr.config.ranks import RankRange
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.parts import DEATHS
@@ -135,7 +136,7 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
         started_at: Unix time of the run's begin.
     """
     row = {
-        "time_s": round(time.time() - started_at, 4),
+        "time_s": round(unix_s() - started_at, 4),
         "step": step,
         "num_train_workers": spec.scaling.num_workers,
     }

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
@@ -174,6 +175,12 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
             f"the run was begun with other settings or code than there are now: "
             f"{', '.join(others)}; put them back as config.json has them (digests are SHA-256 of "
             "files of code)",
+        )
+    if RankRange.of(spec.scaling.num_workers).is_elastic:
+        raise ConfigError(
+            "scaling.num_workers",
+            spec.scaling.num_workers,
+            "steps of a run whose train workers come and go are not replayed; a fixed number is",
         )
     if spec.scaling.use_gpu and torch.cuda.device_count() < spec.scaling.num_workers:
         raise ConfigError(
