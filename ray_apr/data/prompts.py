@@ -173,7 +173,8 @@ def encode_dataset(
     name: str | None = None,
     num_prompts: int | None = None,
 ) -> list[ray.ObjectRef]:
-    """Encode every prompt as a Ray Data stage and return the Arrow tables by reference.
+    """Encode every prompt as a Ray Data stage and return the Arrow tables by reference, in the
+    order of the dataset: a run that goes on counts how many of them were handed out.
 
     Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
     last table, or its error.
@@ -202,7 +203,12 @@ def encode_dataset(
 
     encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
     encoded.set_name(name)
-    refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
+    options = encoded.context.execution_options  # the dataset's own ones, too
+    options.preserve_order, as_given = True, options.preserve_order
+    try:
+        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
+    finally:
+        options.preserve_order = as_given
     first = 0
     for ref in refs:
         table: pa.Table = ray.get(ref)

@@ -148,6 +148,22 @@ def test_a_prompt_that_cannot_be_encoded_is_no_traceback_of_ray_data(model):
         encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
 
 
+def test_prompts_keep_their_order_whichever_block_is_read_first(model, tmp_path):
+    def read(rows: dict) -> dict:
+        is_first, deadline = rows["id"][0] == 0, time.monotonic() + 60
+        while is_first and not list(tmp_path.iterdir()):  # the other block comes before it
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (tmp_path / f"{is_first}").touch()
+        return {"id": rows["id"], "prompt": [[1, 2, 3]] * len(rows["id"])}
+
+    rows = ray.data.range(10_000, override_num_blocks=2).map_batches(read, batch_size=None)
+    refs = encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
+    ids = [number for ref in refs for number in ray.get(ref)["id"].to_pylist()]
+    assert ids == list(range(10_000))
+    assert not rows.context.execution_options.preserve_order  # as the user has it
+
+
 def test_a_trial_of_ray_tune_is_known_and_its_host_is_outside(model, prompts):
     def trial():
         make(model, prompts)  # refuses nothing
