@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,11 +21,11 @@ from ray.exceptions import RayError
 
 from ray_apr.compat.ray import free_by_node
 from ray_apr.core.exceptions import one_line
+from ray_apr.run.room import count_places, resources_of_engine
 from ray_apr.run.scale_requests import ScaleAnswer, ScaleRequest
 from ray_apr.scheduling.autoscaling import Autoscaling, Mark
 
 if TYPE_CHECKING:
-    from ray_apr.config import RolloutConfig
     from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -154,30 +154,4 @@ def make_autoscaler(
         num_places=lambda: count_places(free_by_node(), wanted),
         num_steps=spec.train.steps,
         num_seen=num_seen,
-    )
-
-
-def resources_of_engine(rollout: RolloutConfig) -> dict[str, float]:
-    """What one engine reserves, on the device that is set."""
-    engine = rollout.engine
-    num_gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
-    wanted = {"CPU": engine.num_cpus_per_replica + num_gpus, "GPU": float(num_gpus)}
-    return {name: amount for name, amount in wanted.items() if amount}
-
-
-def count_places(free: Iterable[Mapping[str, float]], wanted: Mapping[str, float]) -> int:
-    """Engines that nodes have a place for, each one on a single node.
-
-    Args:
-        free: What each node has that nobody has reserved.
-        wanted: What an engine reserves; where that is nothing, there is a place for any number.
-
-    Example:
-        >>> count_places([{"CPU": 5.0, "GPU": 2.0}, {"CPU": 1.0}], {"CPU": 2.0, "GPU": 1.0})
-        2
-    """
-    if not wanted:
-        return 1 << 20
-    return sum(
-        min(int(node.get(name, 0.0) // amount) for name, amount in wanted.items()) for node in free
     )

@@ -33,6 +33,7 @@ from ray_apr.data.parts import DEATHS
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
+from ray_apr.run.room import num_that_fit, resources_of_engine, without
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -45,39 +46,6 @@ _SETTLE_S = 10.0
 """How long what the last parts held takes to become free, and a dead node to be known as dead."""
 _LOOK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
-
-
-def num_that_fit(
-    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
-) -> int:
-    """How many parts of one kind have room, at most `most`.
-
-    Args:
-        free: What each node has left.
-        wanted: What each part reserves; nothing: all of them have room.
-        most: No more are counted.
-    """
-    amounts = {name: amount for name, amount in wanted.items() if amount > 0}
-    if not amounts:
-        return most
-    room = sum(
-        int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in amounts.items()))
-        for node in free
-    )
-    return min(room, most)
-
-
-def without(
-    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], number: int
-) -> list[dict[str, float]]:
-    """What is left of each node once so many parts have taken theirs, node after node."""
-    left = [dict(node) for node in free]
-    for node in left:
-        taken = num_that_fit([node], wanted, number)
-        number -= taken
-        for name, amount in wanted.items():
-            node[name] = node.get(name, 0.0) - taken * amount
-    return left
 
 
 def num_of_workers(
@@ -99,13 +67,6 @@ def _free() -> list[dict[str, float]]:
     return sorted(nodes, key=lambda node: -node.get("CPU", 0.0))
 
 
-def _engine(spec: RunSpec) -> dict[str, float]:
-    """What one engine reserves."""
-    engine = spec.rollout.engine
-    gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
-    return {"CPU": engine.num_cpus_per_replica + gpus, "GPU": float(gpus)}
-
-
 def choose_ranks(spec: RunSpec) -> RunSpec:
     """The spec with the number of train workers that there is room for beside its engines; the
     least one where there is none, for which Ray Train then waits.
@@ -117,7 +78,7 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
         return spec
     deadline, room = time.monotonic() + _SETTLE_S, 0
     while room < ranks.most and time.monotonic() < deadline:
-        left = without(_free(), _engine(spec), spec.rollout.num_replicas)
+        left = without(_free(), resources_of_engine(spec.rollout), spec.rollout.num_replicas)
         room = num_of_workers(left, resources_of_worker(spec.scaling), ranks.most)
         if room < ranks.most:
             time.sleep(_LOOK_S)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ray_apr.config import AutoscalingConfig, EngineConfig, RolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run.autoscaling import Autoscaler, count_places, resources_of_engine
+from ray_apr.run.autoscaling import Autoscaler
+from ray_apr.run.room import count_places, resources_of_engine
 from ray_apr.run.scale_requests import ScaleAnswer
 from ray_apr.scheduling.autoscaling import (
     FAILURE_PAUSE_S,

@@ -15,7 +15,8 @@ from ray_apr.core.exceptions import ConfigError, RanksChange, TrainError
 from ray_apr.run import ranks as module
 from ray_apr.run.checks import check_resources
 from ray_apr.run.host import HostedRun
-from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_of_workers, num_that_fit, without
+from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_of_workers
+from ray_apr.run.room import num_that_fit, without
 from tests.run_specs import run_spec
 
 TRAIN = TrainConfig(batch_size=24, checkpoint_every=4)

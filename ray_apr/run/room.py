@@ -1,0 +1,60 @@
+"""How many parts of a run the nodes of a cluster have room for, each one on a single node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray_apr.config import RolloutConfig
+
+_ROUNDING = 1e-9
+"""Three times 0.1 have room in 0.3."""
+
+
+def resources_of_engine(rollout: RolloutConfig) -> dict[str, float]:
+    """What one engine reserves, on the device that is set."""
+    engine = rollout.engine
+    num_gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
+    wanted = {"CPU": engine.num_cpus_per_replica + num_gpus, "GPU": float(num_gpus)}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def count_places(free: Iterable[Mapping[str, float]], wanted: Mapping[str, float]) -> int:
+    """How many parts of one kind have room.
+
+    Args:
+        free: What each node has that nobody has reserved.
+        wanted: What a part reserves; where that is nothing, there is room for any number.
+
+    Example:
+        >>> count_places([{"CPU": 5.0, "GPU": 2.0}, {"CPU": 1.0}], {"CPU": 2.0, "GPU": 1.0})
+        2
+    """
+    amounts = {name: amount for name, amount in wanted.items() if amount > 0}
+    if not amounts:
+        return 1 << 20
+    return sum(
+        int(min(node.get(name, 0.0) / amount + _ROUNDING for name, amount in amounts.items()))
+        for node in free
+    )
+
+
+def num_that_fit(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
+) -> int:
+    """The same, at most `most`."""
+    return min(count_places(free, wanted), most)
+
+
+def without(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], number: int
+) -> list[dict[str, float]]:
+    """What is left of each node once so many parts have taken theirs, node after node."""
+    left = [dict(node) for node in free]
+    for node in left:
+        taken = num_that_fit([node], wanted, number)
+        number -= taken
+        for name, amount in wanted.items():
+            node[name] = node.get(name, 0.0) - taken * amount
+    return left
