@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.cloudpickle
 import ray.util
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from ray_apr.config import EvaluationConfig
 from ray_apr.core.clock import unix_s
@@ -167,8 +167,8 @@ class RunControl:
         def captured() -> tuple[RolloutProgress, pa.Table]:
             try:
                 taken, samples = captured_of(asked)
-            except DEATHS as error:  # the next one stands where this one stood: no step has begun
-                self._worker.follow(error)
+            except (*DEATHS, ObjectLostError) as error:  # the samples are in the worker's process
+                self._worker.follow(error)  # the next one stands there, too: no step has begun
                 taken, samples = captured_of(self._worker.call("capture"))
             progress = RolloutProgress.of(
                 taken.summary,

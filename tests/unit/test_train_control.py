@@ -7,7 +7,7 @@ import pickle
 import types
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, OwnerDiedError, RayError
 
 from ray_apr.config import EvaluationConfig
 from ray_apr.core.exceptions import SyncBrokenError
@@ -248,6 +248,33 @@ def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
         control.end_step(step, step + 1)
     assert captured() == ("progress", "table"), "which is not asked for again"
     assert waited_for == [("worker.capture",), "table", ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "error"),
+    [
+        (("worker.capture",), ActorDiedError()),
+        ("table", OwnerDiedError("0" * 56, None, "")),
+    ],
+)
+def test_a_worker_that_dies_before_its_samples_are_fetched_is_followed(monkeypatch, lost, error):
+    taken = types.SimpleNamespace(
+        summary=None, stats=None, state=None, samples=("table",), before=None, epoch=1
+    )
+    followed: list[BaseException] = []
+
+    def get(ref, timeout):
+        if ref == lost and not followed:
+            raise error
+        return taken if ref == ("worker.capture",) else ref
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(control_module.RolloutProgress, "of", lambda *_, **__: "progress")
+    worker = Actor("worker")
+    worker.follow = followed.append
+    control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
+    assert control.capture()() == ("progress", "table")
+    assert followed == [error]
 
 
 def test_a_durable_checkpoint_has_its_span_and_lets_the_journal_before_the_kept_ones_go():
