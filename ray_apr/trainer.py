@@ -19,6 +19,7 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.prompts import check_dataset
@@ -240,6 +241,7 @@ def make_spec(
     default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
     run = run_config or ray.train.RunConfig(name=default_name)
     model = check_model(model)
+    scaling = scaling_config or ray.train.ScalingConfig(num_workers=1)
     if evaluation_config is not None and not evaluates:
         remedy = "needs evaluation_prompts; give a dataset, or leave it out"
         raise ConfigError("evaluation_config", evaluation_config, remedy)
@@ -256,7 +258,8 @@ def make_spec(
         algorithm=algorithm_config or AlgorithmConfig(),
         evaluation=(evaluation_config or EvaluationConfig()) if evaluates else None,
         train=train_config or TrainConfig(),
-        scaling=scaling_config or ray.train.ScalingConfig(num_workers=1),
+        ranks=RankRange.of(scaling.num_workers),
+        scaling=scaling,
         run=run,
         checkpoint=_as_checkpoint(checkpoint),
         command=command,

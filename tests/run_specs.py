@@ -6,6 +6,7 @@ from typing import Any
 
 import ray.train
 
+from ray_apr.config.ranks import RankRange
 from ray_apr.run.spec import RunSpec
 
 
@@ -14,4 +15,5 @@ def run_spec(**replaced: Any) -> RunSpec:
     run = replaced.pop("run", ray.train.RunConfig(name="app"))
     scaling = replaced.pop("scaling", ray.train.ScalingConfig())
     parts = {"name": run.name, "model": "none", "run": run, "scaling": scaling}
+    parts["ranks"] = RankRange.of(scaling.num_workers)
     return RunSpec(**parts | replaced)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.settings import PromptsSettings, RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
-from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -100,7 +99,7 @@ def _objective(settings: RunSettings) -> str:
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
     engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
-    ranks = RankRange.of(scaling.num_workers)
+    ranks = scaling.ranks
     train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size

@@ -65,12 +65,17 @@ class ScalingSettings:
     """Ray CPUs that a train worker reserves."""
 
     def __post_init__(self) -> None:
-        ranks = RankRange.of(self.num_workers)
+        ranks = self.ranks
         if ranks.is_elastic:
             object.__setattr__(self, "num_workers", (ranks.least, ranks.most))
         interval_s = self.elastic_resize_monitor_interval_s
         _require_at_least("scaling.elastic_resize_monitor_interval_s", interval_s, 0)
         _require_at_least("scaling.num_cpus_per_worker", self.num_cpus_per_worker, 0)
+
+    @property
+    def ranks(self) -> RankRange:
+        """Least and most train workers."""
+        return RankRange.of(self.num_workers)
 
     @property
     def resources_per_worker(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ from ray_apr.core.checks import (
     whole,
     whole_or_none,
 )
+from ray_apr.core.exceptions import ConfigError
 
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -229,8 +230,11 @@ class TrainConfig:
 
     def takes_workers(self, num_workers: int) -> bool:
         """Whether so many train workers can divide a batch, and themselves into copies."""
-        size = self.batch_size // self.mini_batches
-        return size % num_workers == 0 and num_workers % (self.shard_ranks or 1) == 0
+        try:
+            self.check_workers(num_workers)
+        except ConfigError:
+            return False
+        return True
 
     def compiles(self, device: str) -> bool:
         """Whether layers are compiled on a device, ``"cpu"`` or ``"cuda"``."""

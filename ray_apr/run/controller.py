@@ -117,16 +117,13 @@ def run(
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)
             note_ranks(spec, begin.step, started_at)
-            described = dataclasses.replace(spec, scaling=asked.scaling).describe()
-            write_json(spec.folder / "config.json", described)
+            write_json(spec.folder / "config.json", spec.describe())
             if spec.command is not None:
                 spec.command.write(spec.folder)
             if begin != Begin():
                 show(resume_line(begin, spec.train.steps))
-            make = functools.partial(
-                _Parts, spec, prompts, held_out, begin, started_at, gate, show, asked
-            )
-            with lost_nodes_excused(asked):
+            make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)
+            with lost_nodes_excused(spec):
                 return _run_parts(make, spec, begin, started_at, signals, show)
 
         def pause(seconds: float) -> None:
@@ -190,7 +187,6 @@ class _Parts:
         started_at: Unix time of the run's begin.
         gate: Handle of the gate of its steps; None: it has none.
         show: Takes a line for a person.
-        asked: What the run is asked for, with least and most train workers.
     """
 
     def __init__(
@@ -202,10 +198,8 @@ class _Parts:
         started_at: float,
         gate: Any,
         show: Callable[[str], None],
-        asked: RunSpec,
     ) -> None:
         self.spec = spec
-        self._asked = asked
         self._gate = gate
         self._begin = begin
         self._started_at = started_at
@@ -258,7 +252,7 @@ class _Parts:
                 if self._start_error is not None:
                     raise self._start_error
             limit_s = self.spec.rollout.engine.start_timeout_s
-            watched = watched_ranks(self._asked, self.spec, lambda: self.side.buffer)
+            watched = watched_ranks(self.spec, lambda: self.side.buffer)
             with watched, placement_limit(limit_s):
                 return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)

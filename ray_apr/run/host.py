@@ -23,7 +23,6 @@ from ray import cloudpickle
 from ray.exceptions import RayError, TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import APRError, ConfigError, StarvedError, Stopped, one_line
 from ray_apr.run import controller
 from ray_apr.run.causes import cause_of
@@ -85,8 +84,7 @@ class HostedRun:
         self._show = progress or controller.logger.info
         self._num_lines = 0
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        ranks = RankRange.of(spec.scaling.num_workers)
-        if is_gated and ranks.is_elastic:
+        if is_gated and spec.ranks.is_elastic:
             raise ConfigError(
                 "scaling.num_workers",
                 spec.scaling.num_workers,
@@ -95,7 +93,7 @@ class HostedRun:
         gate = ray.remote(StepGate).options(
             num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
-        self._gate = gate.remote(ranks.most)
+        self._gate = gate.remote(spec.ranks.most)
         host = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_host)  # its process ends with it
         self._ended = host.options(scheduling_strategy=here).remote(
             self.spec, prompts, held_out, self._gate, is_gated, os.getcwd(), _variables()

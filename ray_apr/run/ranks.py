@@ -25,7 +25,6 @@ import ray
 from ray.exceptions import RayError
 
 from ray_apr.compat import ray as private
-from ray_apr.config.ranks import RankRange
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.data.datasource import READ_TASK_CPUS
@@ -73,7 +72,7 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
 
     Waits for: what the last parts held. Unblocked by: room for the most, or `_SETTLE_S`.
     """
-    ranks = RankRange.of(spec.scaling.num_workers)
+    ranks = spec.ranks
     if not ranks.is_elastic:
         return spec
     deadline, room = time.monotonic() + _SETTLE_S, 0
@@ -105,14 +104,14 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
 
 
 @contextlib.contextmanager
-def lost_nodes_excused(asked: RunSpec) -> Iterator[None]:
+def lost_nodes_excused(spec: RunSpec) -> Iterator[None]:
     """Where a run may have fewer train workers, let an error that comes with the death of a node be
     a change of their number.
 
     Raises:
         RanksChange: In the place of that error.
     """
-    if not RankRange.of(asked.scaling.num_workers).is_elastic:
+    if not spec.ranks.is_elastic:
         yield
         return
     before = _living_nodes()
@@ -145,23 +144,17 @@ def _lost_node(before: frozenset[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def watched_ranks(asked: RunSpec, spec: RunSpec, buffer: Callable[[], Any]) -> Iterator[None]:
+def watched_ranks(spec: RunSpec, buffer: Callable[[], Any]) -> Iterator[None]:
     """Have more train workers come where there is room for them.
 
     Args:
-        asked: What the run is asked for.
-        spec: With the number that there is.
+        spec: Of the run, with the number that there is.
         buffer: Gives the handle of the sample buffer.
     """
-    if not RankRange.of(asked.scaling.num_workers).is_elastic:
+    if not spec.ranks.is_elastic:
         yield
         return
-    watch = RankWatch(
-        asked,
-        spec.scaling.num_workers,
-        last_step=lambda: last_step(spec, trainer_lives=True),
-        buffer=buffer,
-    )
+    watch = RankWatch(spec, last_step=lambda: last_step(spec, trainer_lives=True), buffer=buffer)
     watch.start()
     try:
         yield
@@ -173,8 +166,7 @@ class RankWatch:
     """Ends the parts of a run once there is room for more train workers, after a checkpoint.
 
     Args:
-        asked: The spec of the run, with least and most.
-        number: Train workers that there are.
+        spec: Of the run, with the number of train workers that there is.
         last_step: Steps that the last checkpoint has trained.
         buffer: Gives the handle of the sample buffer, which tells the train workers.
         room: Gives how many further ones have room now, up to a number.
@@ -182,15 +174,14 @@ class RankWatch:
 
     def __init__(
         self,
-        asked: RunSpec,
-        number: int,
+        spec: RunSpec,
         *,
         last_step: Callable[[], int],
         buffer: Callable[[], Any],
         room: Callable[[int], int] | None = None,
     ) -> None:
-        self._spec = asked
-        self._number = number
+        self._spec = spec
+        self._number: int = spec.scaling.num_workers
         self._last_step = last_step
         self._buffer = buffer
         self._room = room or self._room_now
@@ -215,7 +206,7 @@ class RankWatch:
 
     def wanted(self) -> int:
         """Train workers that the run could have now; never fewer than it has."""
-        ranks = RankRange.of(self._spec.scaling.num_workers)
+        ranks = self._spec.ranks
         room = self._number + self._room(ranks.most - self._number)
         return max(n for n in (self._number, *ranks.counts(self._spec.train)) if n <= room)
 

@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
@@ -176,7 +175,7 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
             f"{', '.join(others)}; put them back as config.json has them (digests are SHA-256 of "
             "files of code)",
         )
-    if RankRange.of(spec.scaling.num_workers).is_elastic:
+    if spec.ranks.is_elastic:
         raise ConfigError(
             "scaling.num_workers",
             spec.scaling.num_workers,

@@ -18,6 +18,7 @@ import ray.train
 from ray_apr.config import Sections
 from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
 from ray_apr.config.engine import Device
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.run.command import Command
@@ -41,7 +42,11 @@ class RunSpec(Sections):
     group_filter: GroupFilter | None = None
     max_model_len: int | None = None
     """Longest prompt + response, in tokens; None: that of a model whose config is not here yet."""
+    ranks: RankRange
+    """Least and most train workers."""
     scaling: ray.train.ScalingConfig
+    """What they reserve, and their number; where it may change, that is chosen when the parts of
+    the run are made (`run.ranks`)."""
     run: ray.train.RunConfig
     """What the user gives Ray Train; `run_config` is what it gets."""
     checkpoint: ray.train.Checkpoint | None = None
@@ -191,7 +196,9 @@ class RunSpec(Sections):
             for name in _RULES["algorithm"]
             if (digest := _digest(getattr(self.algorithm, name)))
         }
-        scaling = {"num_workers": self.scaling.num_workers, "use_gpu": bool(self.scaling.use_gpu)}
+        least, most = dataclasses.astuple(self.ranks)
+        workers = (least, most) if self.ranks.is_elastic else most
+        scaling = {"num_workers": workers, "use_gpu": bool(self.scaling.use_gpu)}
         code = {
             name: _name(getattr(self, name)) for name in ("reward", "environment", "group_filter")
         }

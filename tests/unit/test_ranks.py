@@ -29,6 +29,13 @@ def elastic(least=1, most=4, **parts):
     return run_spec(scaling=scaling, **{"train": TRAIN, **parts})
 
 
+def with_number(number):
+    """A run that has so many train workers now, of 1 to 4."""
+    spec = elastic()
+    scaling = dataclasses.replace(spec.scaling, num_workers=number)
+    return dataclasses.replace(spec, scaling=scaling)
+
+
 @pytest.mark.parametrize("given", [0, "2", True, (2, 1), (0, 2), (1, 2, 3), (1.0, 2)])
 def test_a_number_that_is_none_is_refused(given):
     with pytest.raises(ConfigError, match=r"scaling\.num_workers"):
@@ -117,7 +124,7 @@ def test_more_ranks_come_after_a_checkpoint(monkeypatch):
     monkeypatch.setattr(module.ray, "get", lambda *_, **__: None)
     steps, buffer = iter([4, 4, 8]), Buffer()
     watch = RankWatch(
-        elastic(), 1, last_step=lambda: next(steps), buffer=lambda: buffer, room=lambda most: 1
+        with_number(1), last_step=lambda: next(steps), buffer=lambda: buffer, room=lambda most: 1
     )
     watch.start()
     assert buffer.told.wait(10)
@@ -130,7 +137,7 @@ def test_more_ranks_come_after_a_checkpoint(monkeypatch):
 @pytest.mark.parametrize(("number", "room", "wanted"), [(1, 0, 1), (2, 2, 4), (3, 0, 3), (1, 3, 4)])
 def test_a_run_never_gives_up_ranks_that_live(number, room, wanted):
     watch = RankWatch(
-        elastic(), number, last_step=int, buffer=Buffer, room=lambda most: min(room, most)
+        with_number(number), last_step=int, buffer=Buffer, room=lambda most: min(room, most)
     )
     assert watch.wanted() == wanted
 
