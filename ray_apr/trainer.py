@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,37 +10,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 
-from ray_apr.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    EvaluationConfig,
-    PartialRolloutConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.checks import check_resources, check_spec
-from ray_apr.run.command import Command
 from ray_apr.run.controller import run
 from ray_apr.run.host import HostedRun, is_captured
-from ray_apr.run.model import check_model, context_of
+from ray_apr.run.options import RunOptions
 from ray_apr.run.preflight import check_port
 from ray_apr.run.resume import find_begin
-from ray_apr.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     import ray.data
 
-    Prompts: TypeAlias = ray.data.Dataset | PromptRows
 
-
-class APRTrainer:
+class APRTrainer(RunOptions):
     """Train a language model on its own answers, asynchronously.
 
     Generation (vLLM in Ray Serve), reward and training (FSDP2 in a ``TorchTrainer``) run at the
@@ -85,51 +68,15 @@ class APRTrainer:
         >>> result = trainer.fit()                                       # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        prompts: Prompts,
-        reward: RewardFunction | None = None,
-        environment: Environment | None = None,
-        group_filter: GroupFilter | None = None,
-        evaluation_prompts: Prompts | None = None,
-        rollout_config: RolloutConfig | None = None,
-        partial_rollout_config: PartialRolloutConfig | None = None,
-        buffer_config: BufferConfig | None = None,
-        algorithm_config: AlgorithmConfig | None = None,
-        evaluation_config: EvaluationConfig | None = None,
-        train_config: TrainConfig | None = None,
-        scaling_config: ray.train.ScalingConfig | None = None,
-        run_config: ray.train.RunConfig | None = None,
-        checkpoint: str | Path | ray.train.Checkpoint | None = None,
-        command: Command | None = None,
-    ) -> None:
-        evaluates = evaluation_prompts is not None
-        self._prompts, self._held_out = prompts, evaluation_prompts
-        self._spec = spec = make_spec(
-            model=model,
-            reward=reward,
-            environment=environment,
-            group_filter=group_filter,
-            rollout_config=rollout_config,
-            partial_rollout_config=partial_rollout_config,
-            buffer_config=buffer_config,
-            algorithm_config=algorithm_config,
-            evaluation_config=evaluation_config,
-            train_config=train_config,
-            scaling_config=scaling_config,
-            run_config=run_config,
-            checkpoint=checkpoint,
-            command=command,
-            evaluates=evaluates,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spec, held_out = self.spec, self.evaluation_prompts
         rollout = spec.rollout
         check_spec(spec)
         check_port(rollout)
-        check_dataset(prompts, spec.model, rollout.prompt_column, rollout.replay_column)
-        if evaluation_prompts is not None:
-            check_dataset(evaluation_prompts, spec.model, rollout.prompt_column)
+        check_dataset(self.prompts, spec.model, rollout.prompt_column, rollout.replay_column)
+        if held_out is not None:
+            check_dataset(held_out, spec.model, rollout.prompt_column)
         if spec.remote_storage is None:
             find_begin(spec)
         if ray.is_initialized():
@@ -154,11 +101,6 @@ class APRTrainer:
             raise ConfigError("path", str(path), "holds no run to go on with")
         return trainer
 
-    @property
-    def spec(self) -> RunSpec:
-        """What the run is made of."""
-        return self._spec
-
     def check_cluster(self, resources: Mapping[str, float]) -> None:
         """Check that a cluster holds the run; where Ray runs already, this has been done.
 
@@ -168,7 +110,7 @@ class APRTrainer:
         Raises:
             ConfigError: If it does not.
         """
-        check_resources(self._spec.scaling, self._spec.rollout, resources)
+        check_resources(self.spec.scaling, self.spec.rollout, resources)
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
         """Run to the end and return Ray Train's result.
@@ -194,7 +136,7 @@ class APRTrainer:
             self.check_cluster(ray.cluster_resources())
         if is_captured():
             return self.start_in_host(progress=progress).fit()
-        return run(self._spec, *self._datasets(), progress=progress)
+        return run(self.spec, *self._datasets(), progress=progress)
 
     def start_in_host(
         self, *, progress: Callable[[str], None] | None = None, is_gated: bool = False
@@ -203,72 +145,11 @@ class APRTrainer:
         if not ray.is_initialized():
             ray.init()
         self.check_cluster(ray.cluster_resources())
-        return HostedRun(self._spec, *self._datasets(), progress=progress, is_gated=is_gated)
+        return HostedRun(self.spec, *self._datasets(), progress=progress, is_gated=is_gated)
 
     def _datasets(self) -> tuple[ray.data.Dataset, ray.data.Dataset | None]:
         prompts, held_out = (
             given.to_dataset() if isinstance(given, PromptRows) else given
-            for given in (self._prompts, self._held_out)
+            for given in (self.prompts, self.evaluation_prompts)
         )
         return prompts, held_out
-
-
-def make_spec(
-    *,
-    model: str,
-    evaluates: bool,
-    reward: RewardFunction | None = None,
-    environment: Environment | None = None,
-    group_filter: GroupFilter | None = None,
-    rollout_config: RolloutConfig | None = None,
-    partial_rollout_config: PartialRolloutConfig | None = None,
-    buffer_config: BufferConfig | None = None,
-    algorithm_config: AlgorithmConfig | None = None,
-    evaluation_config: EvaluationConfig | None = None,
-    train_config: TrainConfig | None = None,
-    scaling_config: ray.train.ScalingConfig | None = None,
-    run_config: ray.train.RunConfig | None = None,
-    checkpoint: str | Path | ray.train.Checkpoint | None = None,
-    command: Command | None = None,
-) -> RunSpec:
-    """What a run is made of, of the arguments of `APRTrainer`, before `run.checks` has seen it.
-
-    Raises:
-        ConfigError: If the model or the checkpoint is not there, or an evaluation has no prompts.
-    """
-    rollout = rollout_config or RolloutConfig()
-    partial_rollout = partial_rollout_config or PartialRolloutConfig()
-    default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
-    run = run_config or ray.train.RunConfig(name=default_name)
-    model = check_model(model)
-    scaling = scaling_config or ray.train.ScalingConfig(num_workers=1)
-    if evaluation_config is not None and not evaluates:
-        remedy = "needs evaluation_prompts; give a dataset, or leave it out"
-        raise ConfigError("evaluation_config", evaluation_config, remedy)
-    return RunSpec(
-        name=run.name or default_name,
-        model=model,
-        reward=reward,
-        environment=environment,
-        group_filter=group_filter,
-        max_model_len=rollout.engine.max_model_len or context_of(model),
-        rollout=rollout,
-        partial_rollout=partial_rollout,
-        buffer=buffer_config or BufferConfig(),
-        algorithm=algorithm_config or AlgorithmConfig(),
-        evaluation=(evaluation_config or EvaluationConfig()) if evaluates else None,
-        train=train_config or TrainConfig(),
-        ranks=RankRange.of(scaling.num_workers),
-        scaling=scaling,
-        run=run,
-        checkpoint=_as_checkpoint(checkpoint),
-        command=command,
-    )
-
-
-def _as_checkpoint(given: str | Path | ray.train.Checkpoint | None) -> Any:
-    if given is None or isinstance(given, ray.train.Checkpoint):
-        return given
-    if "://" not in str(given) and not Path(given).is_dir():
-        raise ConfigError("checkpoint", str(given), "no such folder")
-    return ray.train.Checkpoint(str(given))

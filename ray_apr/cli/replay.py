@@ -30,13 +30,18 @@ def replay_run(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         ConfigError: If the step cannot be replayed.
     """
     settings = settings_of_run(run_dir.expanduser().resolve(), overrides)
-    arguments = trainer_arguments(settings)
+    arguments, held_out = trainer_arguments(settings), settings.evaluation_prompts
+    prompts = read_prompts(settings.prompts)
+    from ray_apr.run.options import RunOptions
     from ray_apr.run.replaying import replay_step
-    from ray_apr.trainer import make_spec
 
-    spec = make_spec(**arguments, evaluates=settings.evaluation_prompts is not None)
+    spec = RunOptions(
+        prompts=prompts,
+        evaluation_prompts=None if held_out is None else read_prompts(held_out),
+        **arguments,
+    ).spec
     spec = spec.on_devices(has_gpus=bool(spec.scaling.use_gpu))
-    return replay_step(spec, read_prompts(settings.prompts), step)
+    return replay_step(spec, prompts, step)
 
 
 def replay_json(replay: Replay) -> str:

@@ -268,8 +268,8 @@ def test_a_text_environment_gives_prompts_and_rewards(model, tmp_path):
     spec = FakeSession.living[0].spec
     assert spec.reward is None
     assert spec.environment.prompt(3) == "below 10?"
-    assert len(algo._trainer._prompts) == 6
-    held_out = algo._trainer._held_out.slice(0, 9)
+    assert len(algo._trainer.prompts) == 6
+    held_out = algo._trainer.evaluation_prompts.slice(0, 9)
     assert [row["env_seed"] for row in held_out] == [6, 7, 8]
     algo.stop()
 

@@ -8,10 +8,10 @@ import json
 import pytest
 import ray.train
 
-from ray_apr import trainer as trainer_module
 from ray_apr.config import EvaluationConfig, RolloutConfig, Sections, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
+from ray_apr.run import options
 from ray_apr.run.checks import check_spec
 from ray_apr.run.folder import run_folder
 from ray_apr.trainer import APRTrainer
@@ -36,7 +36,7 @@ def make_trainer(model, **given):
 def test_the_name_of_a_run_is_made_once(model, monkeypatch):
     """It was read from the clock each time that it was asked for."""
     clock = iter([100.0, 200.0])
-    monkeypatch.setattr(trainer_module.time, "time", lambda: next(clock))
+    monkeypatch.setattr(options.time, "time", lambda: next(clock))
     spec = make_trainer(model).spec
     assert spec.name == spec.name == "apr-apr-100"
     assert spec.folder.name == spec.run_config.name == spec.name

@@ -1,0 +1,105 @@
+"""What a user gives to a run, and the spec that is made of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import ray.train
+
+from ray_apr.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    EvaluationConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from ray_apr.config.ranks import RankRange
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import Environment, GroupFilter, RewardFunction
+from ray_apr.data.rows import PromptRows
+from ray_apr.run.command import Command
+from ray_apr.run.model import check_model, context_of
+from ray_apr.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    import ray.data
+
+    Prompts: TypeAlias = ray.data.Dataset | PromptRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RunOptions:
+    """The arguments of `APRTrainer`, which says what they are; it checks the spec, too.
+
+    Raises:
+        ConfigError: If the model or the checkpoint is not there, an evaluation has no prompts, or
+            the number of train workers is none.
+    """
+
+    model: str
+    prompts: Prompts
+    reward: RewardFunction | None = None
+    environment: Environment | None = None
+    group_filter: GroupFilter | None = None
+    evaluation_prompts: Prompts | None = None
+    rollout_config: RolloutConfig | None = None
+    partial_rollout_config: PartialRolloutConfig | None = None
+    buffer_config: BufferConfig | None = None
+    algorithm_config: AlgorithmConfig | None = None
+    evaluation_config: EvaluationConfig | None = None
+    train_config: TrainConfig | None = None
+    scaling_config: ray.train.ScalingConfig | None = None
+    run_config: ray.train.RunConfig | None = None
+    checkpoint: str | Path | ray.train.Checkpoint | None = None
+    command: Command | None = None
+    spec: RunSpec = field(init=False)
+    """What the run is made of."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", self._make_spec())
+
+    def _make_spec(self) -> RunSpec:
+        rollout = self.rollout_config or RolloutConfig()
+        partial_rollout = self.partial_rollout_config or PartialRolloutConfig()
+        scaling = self.scaling_config or ray.train.ScalingConfig(num_workers=1)
+        default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
+        run = self.run_config or ray.train.RunConfig(name=default_name)
+        model, evaluation = check_model(self.model), self.evaluation_config
+        if evaluation is not None and self.evaluation_prompts is None:
+            remedy = "needs evaluation_prompts; give a dataset, or leave it out"
+            raise ConfigError("evaluation_config", evaluation, remedy)
+        if self.evaluation_prompts is not None:
+            evaluation = evaluation or EvaluationConfig()
+        return RunSpec(
+            name=run.name or default_name,
+            model=model,
+            reward=self.reward,
+            environment=self.environment,
+            group_filter=self.group_filter,
+            max_model_len=rollout.engine.max_model_len or context_of(model),
+            rollout=rollout,
+            partial_rollout=partial_rollout,
+            buffer=self.buffer_config or BufferConfig(),
+            algorithm=self.algorithm_config or AlgorithmConfig(),
+            evaluation=evaluation,
+            train=self.train_config or TrainConfig(),
+            ranks=RankRange.of(scaling.num_workers),
+            scaling=scaling,
+            run=run,
+            checkpoint=_as_checkpoint(self.checkpoint),
+            command=self.command,
+        )
+
+
+def _as_checkpoint(
+    given: str | Path | ray.train.Checkpoint | None,
+) -> ray.train.Checkpoint | None:
+    if given is None or isinstance(given, ray.train.Checkpoint):
+        return given
+    if "://" not in str(given) and not Path(given).is_dir():
+        raise ConfigError("checkpoint", str(given), "no such folder")
+    return ray.train.Checkpoint(str(given))
