@@ -11,6 +11,7 @@ Invariants, kept by `replay_step`:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.run.folder import read_rows
 from ray_apr.run.journals import journal_of, with_journal
+from ray_apr.run.ranks import RANKS_FILE
 from ray_apr.run.resume import begin_with, kept_checkpoints
 from ray_apr.run.training import what_is_trained
 from ray_apr.scheduling.stock import Stock, sample_rows, told_figures
@@ -92,7 +94,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class Batch:
     """The batch of a step."""
 
     rows: tuple[dict[str, Any], ...]
@@ -117,7 +119,8 @@ def replay_step(spec: RunSpec, prompts: PromptRows, step: int) -> Replay:
     recorded = _recorded(spec.folder, step)
     spec = _as_it_ran(spec)
     begin = _begin(spec, step)
-    batches = _batches(spec, begin, prompts, step)
+    spec = _with_ranks(spec, begin.step, step)
+    batches = batches_since(begin, spec, prompts, step)
     trained = train_again(
         Steps(
             learner=LearnerSpec(**what_is_trained(spec)),
@@ -175,19 +178,6 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
             f"{', '.join(others)}; put them back as config.json has them (digests are SHA-256 of "
             "files of code)",
         )
-    if spec.ranks.is_elastic:
-        raise ConfigError(
-            "scaling.num_workers",
-            spec.scaling.num_workers,
-            "steps of a run whose train workers come and go are not replayed; a fixed number is",
-        )
-    if spec.scaling.use_gpu and torch.cuda.device_count() < spec.scaling.num_workers:
-        raise ConfigError(
-            "scaling.num_workers",
-            spec.scaling.num_workers,
-            f"this machine has {torch.cuda.device_count()} GPUs; replay on one with as many as "
-            "the run had train workers",
-        )
     return spec.with_replicas(ran["rollout"]["num_replicas"])
 
 
@@ -241,8 +231,49 @@ def _begin(spec: RunSpec, step: int) -> Begin:
     return begin
 
 
-def _batches(spec: RunSpec, begin: Begin, prompts: PromptRows, step: int) -> list[_Batch]:
+def _with_ranks(spec: RunSpec, first: int, last: int) -> RunSpec:
+    """The spec with the train workers that trained some steps.
+
+    Args:
+        spec: Of the run.
+        first: Number of the first step; a checkpoint was taken before it.
+        last: Number of the last step.
+
+    Raises:
+        ConfigError: If not all of them had as many, or this machine has fewer GPUs.
+    """
+    begun = read_rows(spec.folder / RANKS_FILE)
+    # a step that was trained several times counts as its last time, as in `metrics.jsonl`
+    numbers = {
+        [row["num_train_workers"] for row in begun if row["step"] <= step][-1]
+        for step in range(first, last + 1)
+    }
+    if len(numbers) > 1:
+        raise ConfigError(
+            "--step",
+            last,
+            f"steps {first} to {last} had {' and '.join(map(str, sorted(numbers)))} train workers, "
+            "and no checkpoint is kept that was taken in between; name another one",
+        )
+    (number,) = numbers
+    if spec.scaling.use_gpu and torch.cuda.device_count() < number:
+        raise ConfigError(
+            "scaling.num_workers",
+            number,
+            f"this machine has {torch.cuda.device_count()} GPUs; replay on one with as many as "
+            "the step had train workers",
+        )
+    return dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, num_workers=number))
+
+
+def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -> list[Batch]:
     """The batches of the steps since a checkpoint, up to a step.
+
+    Args:
+        begin: The checkpoint, with what the journal has since then.
+        spec: Of the run, with the number of train workers that they are laid out for.
+        prompts: Those of the run.
+        step: Number of the last step.
 
     Raises:
         ConfigError: If prompts are others than those of the run.
@@ -281,7 +312,7 @@ def _batches(spec: RunSpec, begin: Begin, prompts: PromptRows, step: int) -> lis
         ranks = range(spec.scaling.num_workers)
         by_id = {sample.sample_id: sample for group in ticket.refs for sample in group}
         batches.append(
-            _Batch(
+            Batch(
                 rows=tuple(ticket.plan.rank_batch(rank, payload).to_row() for rank in ranks),
                 samples=tuple(by_id[meta.sample_id] for meta in ticket.plan.samples),
                 told=told_figures(sample_rows(stock.end_step(number))),

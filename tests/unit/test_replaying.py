@@ -13,7 +13,8 @@ from ray_apr.config import RolloutConfig
 from ray_apr.config.journal import JournalConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
-from ray_apr.run.replaying import Replay, SampleAgain, StepAgain, replay_step
+from ray_apr.run.folder import add_row
+from ray_apr.run.replaying import Replay, SampleAgain, StepAgain, _with_ranks, replay_step
 from tests.run_specs import run_spec
 
 PROMPTS = PromptRows([{"prompt": "1+1="}])
@@ -80,3 +81,18 @@ def test_a_step_that_cannot_be_replayed_is_refused(tmp_path, step, changed, enab
     with pytest.raises(ConfigError, match=said):
         replay_step(spec, PROMPTS, step)
     assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "number"), [(0, 3, 2), (4, 7, 1), (8, 9, 3), (6, 8, None), (0, 9, None)]
+)
+def test_a_step_has_the_train_workers_that_trained_it_last(tmp_path, first, last, number):
+    spec = spec_in(tmp_path)
+    spec.folder.mkdir()
+    for step, num_workers in ((0, 2), (4, 1), (8, 2), (8, 3)):
+        add_row(spec.folder / "ranks.jsonl", {"step": step, "num_train_workers": num_workers})
+    if number is None:
+        with pytest.raises(ConfigError, match=r"train workers, and no checkpoint is kept"):
+            _with_ranks(spec, first, last)
+    else:
+        assert _with_ranks(spec, first, last).scaling.num_workers == number
