@@ -360,7 +360,7 @@ class _Parts:
             summary: RolloutSummary | None = self._ask(side.worker.stop.remote(), "rollout worker")
             stats: BufferStats | None = self._ask(side.buffer.stats.remote(), "sample buffer")
             steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
-            final = final_figures(spec, summary, stats, steps, side.begin.before)
+            final = final_figures(side.spec_now, summary, stats, steps, side.begin.before)
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             write_final(spec.folder, final, error)

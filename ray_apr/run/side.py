@@ -91,6 +91,11 @@ class RolloutSide:
         self._watch = threading.Thread(target=self._follow, name="watch-rollout", daemon=True)
         self._watch.start()
 
+    @property
+    def spec_now(self) -> RunSpec:
+        """The spec with the engines that there are now."""
+        return as_scaled(self._spec, self._made_at)
+
     def start(self) -> None:
         """Start the rollout loops: the engines run.
 
@@ -198,7 +203,7 @@ class RolloutSide:
             if self._closing.is_set():
                 return
             self._generation += 1
-            self._actors.num_replicas = as_scaled(self._spec, self._made_at).rollout.num_replicas
+            self._actors.num_replicas = self.spec_now.rollout.num_replicas
             self.begin = dataclasses.replace(begin, before=before)
             self.buffer, self.worker = self._actors.make_pipeline(
                 self._prompts, self.begin, self._recorder, generation=self._generation

@@ -124,7 +124,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts.recorder = actors["recorder"]
     parts._side = types.SimpleNamespace(
         buffer=actors["buffer"], worker=actors["worker"], begin=Begin(),
-        stop_watching=lambda: None, join=lambda: None,
+        stop_watching=lambda: None, join=lambda: None, spec_now=parts.spec.with_replicas(3),
     )  # fmt: skip
     return parts
 
@@ -157,6 +157,7 @@ def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_pa
     assert '"status": "failed"' in text and '"ledger_error": null' in text
     assert '"error": "APRError: the rollout worker died: killed"' in text
     assert '"samples_trained": 12' in text
+    assert '"num_replicas": 3' in text, "as many engines as there were at the end"
 
 
 def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, tmp_path):

@@ -187,6 +187,11 @@ def test_engines_that_were_not_there_yet_did_not_idle(make_run: Callable[..., Pa
     assert ratio == pytest.approx(1 - 12 / (6 + 2 * 6)), "one engine until 16 s, then two"
 
 
+def test_the_page_counts_engines_and_train_workers(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(num_replicas=1, num_train_workers=2)).html_path.read_text()
+    assert "1 engine, 2 train workers" in text
+
+
 @pytest.mark.parametrize("key", EXPECTED)
 def test_each_figure(make_run: Callable[..., Path], key: str) -> None:
     assert summarize(load_run(make_run()))[key] == EXPECTED[key]

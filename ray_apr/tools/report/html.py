@@ -84,6 +84,11 @@ def number(value: Any, form: str = ",.0f", unit: str = "") -> str:
     return _UNKNOWN if value is None else f"{value:{form}}{unit}"
 
 
+def _counted(count: int | None, what: str) -> str:
+    """Some of a kind: 1 engine, 2 engines."""
+    return f"{number(count)} {what}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float | None) -> str:
     """Format seconds: 8.3 s, 4 min 05 s, 2 h 03 min."""
     if seconds is None:
@@ -104,8 +109,8 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     reward, of_steps = _reward(s)
     balanced = {None: _UNKNOWN, 0: "balanced"}.get(error, f"off by {error}")
     return [
-        ("Mode", str(s["mode"] or _UNKNOWN), f"{number(s['num_replicas'])} engines, "
-         f"{number(s['num_train_workers'])} train workers", False),
+        ("Mode", str(s["mode"] or _UNKNOWN), f"{_counted(s['num_replicas'], 'engine')}, "
+         f"{_counted(s['num_train_workers'], 'train worker')}", False),
         ("Optimizer steps", number(s["steps"]), f"policy version {number(s['policy_version'])}",
          False),
         ("Reward", reward, of_steps, False),
