@@ -139,7 +139,7 @@ class Evaluator:
     async def scale(self, num_engines: int) -> None:
         """Have so many engines from now on; see `RolloutClient.scale`. Requests that come back from
         those that leave go on elsewhere."""
-        assert self._client is not None
+        self._client = self._client or self._make_client()  # Ray may have started it again
         await self._client.scale(num_engines)
 
     async def wait_until_idle(self) -> None:

@@ -226,7 +226,7 @@ class Actors:
             config=spec.evaluation,
             model=spec.model,
             make_prompts=lambda: held_out_prompts(_fetched(tables)),
-            make_client=self._client_maker(),
+            make_client=self._client_maker(counts=True),
             make_scorer=lambda: Scorer(reward, rollout, environment),
             recorder=recorder,
             turns=turn_rules(environment, rollout.max_turns),
@@ -234,14 +234,23 @@ class Actors:
             max_restarts=-1,
         )
 
-    def _client_maker(self, **limits: Any) -> Callable[[], Any]:
-        """What makes a client of the servers inside an actor; it carries nothing else there."""
+    def _client_maker(self, *, counts: bool = False, **limits: Any) -> Callable[[], Any]:
+        """What makes a client of the servers inside an actor; it carries nothing else there.
+
+        Args:
+            counts: Whether Serve is asked how many there are: for an actor that Ray starts again,
+                which nobody tells.
+            limits: Of the client.
+        """
         name, rollout = self._spec.name, self._rollout
 
         def make_client() -> Any:
             from ray_apr.serve.client import ServeRolloutClient
+            from ray_apr.serve.handle import num_of_engines
 
-            return ServeRolloutClient(name, rollout, **limits)
+            number = (num_of_engines(name) if counts else 0) or rollout.num_replicas
+            config = dataclasses.replace(rollout, num_replicas=number)
+            return ServeRolloutClient(name, config, **limits)
 
         return make_client
 

@@ -21,6 +21,13 @@ def engine_names(num_engines: int) -> tuple[str, ...]:
     return tuple(f"engine-{i}" for i in range(num_engines))
 
 
+def num_of_engines(app_name: str) -> int:
+    """Engines that Serve has for an application now; 0 where there is no such application."""
+    app = serve.status().applications.get(app_name)
+    deployed = () if app is None else app.deployments
+    return sum(name in deployed for name in engine_names(len(deployed)))
+
+
 class EngineHandle:
     """The line to one engine, whichever replica has it at the time.
 

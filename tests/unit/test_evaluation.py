@@ -327,3 +327,11 @@ def test_the_first_version_that_is_synced_past_a_multiple_is_due():
 def test_senseless_settings_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"evaluation.{name}"):
         EvaluationConfig(**{name: value})
+
+
+async def test_one_that_was_started_again_hears_of_engines_that_come_or_go(make):
+    """known fault: it had no client yet, and the request for engines was undone."""
+    engine = ScriptedEngine()
+    evaluator, _ = make(engine, at_start=False)
+    await evaluator.scale(3)
+    assert (await engine.weight_group_state()).num_workers == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ from ray_apr.run.scale_requests import (
     withdraw,
 )
 from ray_apr.run.scaling import EngineScaling, as_scaled
+from ray_apr.serve import handle
+from ray_apr.serve.handle import num_of_engines
 from tests.run_specs import run_spec
 
 
@@ -287,6 +290,14 @@ def test_a_restart_begins_with_the_engines_that_there_were(folder, monkeypatch):
         file.write('{"half a li')
     assert as_scaled(spec, since=10.0).rollout.num_replicas == 4
     assert as_scaled(spec, since=30.0) is spec, "a command that goes on has settings of its own"
+
+
+def test_serve_knows_how_many_engines_there_are(monkeypatch):
+    deployed = {"engine-0": None, "engine-1": None, "RolloutIngress": None}
+    apps = {"run": types.SimpleNamespace(deployments=deployed)}
+    status = types.SimpleNamespace(applications=apps)
+    monkeypatch.setattr(handle.serve, "status", lambda: status)
+    assert (num_of_engines("run"), num_of_engines("other")) == (2, 0)
 
 
 def test_a_restart_rests_where_the_number_was_ordered(folder, monkeypatch):
