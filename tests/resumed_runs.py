@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import ray.train
 
+from ray_apr.data.journal import JournalFolder
+from ray_apr.data.replay import Epoch, replay
+from ray_apr.data.resumption import Begin
 from ray_apr.tools.verify import verify
+from tests.processes import MARK, kill_all
 from tests.whole_runs import ONE_OF_EACH, start_run
 
 BATCH = 32
@@ -22,10 +27,21 @@ SMALL = (
 )  # fmt: skip
 """The arithmetic example in small steps, on one engine and one train worker."""
 _END_S = 300.0
+_BY_THE_CLOCK = (
+    "inflight", "held", "buffered", "tokens_generated", "tokens_discarded", "samples_interrupted",
+    "samples_resumed", "waiting_for", "weight_check_gap", "weight_check_k3",
+)  # fmt: skip
+"""Figures of a step, beside durations, that depend on when somebody looked: at the rollout side,
+which tells its state once in a while, and at the weights."""
 
 
 def run_once(
-    folder: Path, env: dict[str, str], *overrides: str, stop_at: int | None, kill: int
+    folder: Path,
+    env: dict[str, str],
+    *overrides: str,
+    stop_at: int | None = None,
+    kill: int = signal.SIGINT,
+    kills_all: bool = False,
 ) -> str:
     """Run, from where the run of this folder stands, to a step or to the end.
 
@@ -36,6 +52,7 @@ def run_once(
         stop_at: Number of the step's line after which the signal is sent, once Ray Train knows of
             a checkpoint if it is to be killed; None: to the end.
         kill: The signal.
+        kills_all: Whether all other processes of the run are killed -9 at once, too.
 
     Returns:
         What the command said.
@@ -50,6 +67,8 @@ def run_once(
             if kill == signal.SIGKILL and not _has_checkpoint(folder / "run"):
                 continue
             process.send_signal(kill)
+            if kills_all:
+                kill_all(env[MARK])
             break
     try:
         rest, _ = process.communicate(timeout=_END_S)
@@ -90,6 +109,28 @@ def check_run(folder: Path, *, steps: int, resumes: int) -> dict[str, Any]:
         "tokens_trained": final["tokens_trained"],
         "staleness_max": max(row["staleness"] or 0 for row in samples),
     }
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """Figures of each step of a run in which no clock has a part."""
+    return [
+        {n: v for n, v in row.items() if not n.endswith("_s") and n not in _BY_THE_CLOCK}
+        for row in _rows(folder / "metrics.jsonl")
+    ]
+
+
+def journaled_samples(folder: Path) -> tuple[pa.Table, dict[int, tuple[str, ...]]]:
+    """All samples of a run that keeps all of its journal, but those of groups that were dropped,
+    and the ids of the groups of each step; it has not been gone on with without its journal."""
+    journal = JournalFolder.of(str(folder / "journal"), None)
+    epochs = [
+        Epoch(tuple(journal.frames(n, "worker")), tuple(journal.frames(n, "buffer")))
+        for n in journal.epochs()
+    ]
+    assert journal.epochs()[0] == 0, "the run keeps all checkpoints, and with them its journal"
+    end = replay(Begin(), epochs, {}, trainer_lives=False)
+    assert end.replayed is not None
+    return end.samples, dict(end.replayed.plan)
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.scheduling.batch import RankBatch, build_rank_batches
 
 torch.set_num_threads(1)  # models this small only lose by more
-multiprocessing.set_forkserver_preload(["ray_apr.train.checkpoint", "ray_apr.train.step"])
+multiprocessing.set_forkserver_preload(["ray_apr.train.checkpoint", "ray_apr.train.learner"])
 
 
 def make_samples(

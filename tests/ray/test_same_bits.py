@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import kill_all, marked_environment
-from tests.resumed_runs import check_run, run_once
+from tests.resumed_runs import check_run, figures, journaled_samples, run_once
 from tests.whole_runs import CONFIG, command
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(420)]
@@ -61,14 +61,30 @@ def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, train
     assert trained_weights(tmp_path, env, *turns) == trained_in_sync
 
 
+@pytest.mark.timeout(600)
 def test_a_sync_run_that_was_killed_trains_the_same_bits_as_one_that_was_not(tmp_path, marked):
     _, env = marked
-    settings = (*ONE_BY_ONE, "mode=sync", "train.steps=8", "train.checkpoint_every=1")
+    keep = "train.num_checkpoints_to_keep=8"  # and with them the journal
+    settings = (*ONE_BY_ONE, "mode=sync", "train.steps=8", "train.checkpoint_every=1", keep)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    run_once(whole, env, *settings, stop_at=None, kill=signal.SIGINT)
+    run_once(whole, env, *settings)
     run_once(killed, env, *settings, stop_at=2, kill=signal.SIGKILL)
-    run_once(killed, env, *settings, stop_at=None, kill=signal.SIGINT)
+    run_once(killed, env, *settings)
     check_run(killed / "run", steps=8, resumes=1)
     assert last_weights(killed) == last_weights(whole)
+    assert figures(killed / "run") == figures(whole / "run")
+    assert trained(killed / "run") == trained(whole / "run")
+
+
+def trained(folder: Path) -> dict[int, list[tuple[object, ...]]]:
+    """The samples of each step of a run: ids, tokens, log-probs, versions, rewards."""
+    table, plan = journaled_samples(folder)
+    columns = ("token_ids", "logprobs", "segment_versions", "segment_lengths", "reward")
+    by_group: dict[str, list[tuple[object, ...]]] = {}
+    for row in table.sort_by("sample_id").to_pylist():
+        values = (row["sample_id"], *(row[name] for name in columns))
+        by_group.setdefault(row["group_id"], []).append(values)
+    assert len(plan) == 8 and all(by_group[group] for groups in plan.values() for group in groups)
+    return {step: [s for group in groups for s in by_group[group]] for step, groups in plan.items()}
