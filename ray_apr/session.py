@@ -139,7 +139,7 @@ class TrainingSession:
             saved = self._run.result().checkpoint
             assert saved is not None, "a run ends with one"
         else:
-            storage = f"{self._spec.checkpoint_path.rstrip('/')}/{self._spec.name}"
+            storage = self._spec.checkpoints_folder
             saved = Checkpoint(f"{storage}/{name}", self._spec.run.storage_filesystem)
         saved.to_directory(str(folder))
 

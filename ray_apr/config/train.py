@@ -129,6 +129,10 @@ class TrainConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     num_checkpoints_to_keep: int = 2
+    """Checkpoints that stay at most: the newest ones."""
+    hours_to_keep_checkpoints: float | None = None
+    """Of these, those that are older go when one is added; the newest always stays. None: no limit
+    of their age."""
     report_every: int = 10
     """Steps between reports to Ray Train, and through it to Ray Tune; the last step is always
     reported, and the run folder has every step. 1 reports each step: Ray Train's controller takes
@@ -166,6 +170,8 @@ class TrainConfig:
             at_least(s, self, 0, "weight_check_every")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
+        if self.hours_to_keep_checkpoints is not None:
+            positive(s, self, "hours_to_keep_checkpoints")
         transport = self.weight_transport
         require(
             callable(transport) or ":" in str(transport) or transport in get_args(WeightTransport),

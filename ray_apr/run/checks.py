@@ -30,6 +30,7 @@ def check_spec(spec: RunSpec) -> None:
     _check_context(spec.rollout, context_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
     check_restarts(spec.run, spec.train.checkpoint_every)
+    check_retention(spec.run, spec.train.hours_to_keep_checkpoints)
 
 
 def _check_code(spec: RunSpec) -> None:
@@ -145,3 +146,15 @@ def check_restarts(run: ray.train.RunConfig, checkpoint_every: int) -> None:
                 "must be 0: all parts of a run begin again together; set max_failures, which "
                 "counts failures of any part",
             )
+
+
+def check_retention(run: ray.train.RunConfig, hours_to_keep: float | None) -> None:
+    """Check that checkpoints that stay for their score are not to go for their age."""
+    checkpoints = run.checkpoint_config or ray.train.CheckpointConfig()
+    score = checkpoints.checkpoint_score_attribute
+    if hours_to_keep is not None and score is not None:
+        raise ConfigError(
+            "train.hours_to_keep_checkpoints",
+            hours_to_keep,
+            f"the best checkpoints by {score} stay however old they are; leave out one of the two",
+        )

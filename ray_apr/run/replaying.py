@@ -218,7 +218,8 @@ def _begin(spec: RunSpec, step: int) -> Begin:
             "--step",
             step,
             f"{missing}; name a later one, and in the next run keep more checkpoints "
-            "(train.num_checkpoints_to_keep), with which their journal stays",
+            "(train.num_checkpoints_to_keep, train.hours_to_keep_checkpoints), with which their "
+            "journal stays",
         )
     begin = with_journal(spec, begin, first=first)
     if begin.replayed is None or step not in begin.replayed.plan:

@@ -160,7 +160,7 @@ def _last_checkpoint(spec: RunSpec, *, mends: bool = True) -> ray.train.Checkpoi
     Raises:
         ResourceError: If that cannot be known of a run that has begun.
     """
-    path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
+    path = spec.checkpoints_folder
     try:
         if mends:
             _mend_list(ray.train.Checkpoint(path, spec.run.storage_filesystem))
@@ -184,7 +184,7 @@ def kept_checkpoints(spec: RunSpec) -> list[tuple[int, ray.train.Checkpoint]]:
     Raises:
         ConfigError: If one of them is none of a run.
     """
-    path = f"{spec.checkpoint_path.rstrip('/')}/{spec.name}"
+    path = spec.checkpoints_folder
     try:
         result = ray.train.Result.from_path(path, spec.run.storage_filesystem)
     except RuntimeError:  # there is no such folder, or no checkpoint in it

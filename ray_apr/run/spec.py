@@ -23,6 +23,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
+from ray_apr.run.retention import AgedCheckpoints
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
 """Fields of Ray Train's `FailureConfig` that start train workers again; Ray before 2.60 has not all
@@ -111,6 +112,11 @@ class RunSpec(Sections):
         return self.remote_storage or str(self.folder.parent)
 
     @property
+    def checkpoints_folder(self) -> str:
+        """Where the run's own checkpoints are, with Ray Train's list of them."""
+        return f"{self.checkpoint_path.rstrip('/')}/{self.name}"
+
+    @property
     def remote_storage(self) -> str | None:
         """Where Ray Train writes, if that is no folder of a file system."""
         storage = str(self.run.storage_path or "")
@@ -126,21 +132,27 @@ class RunSpec(Sections):
 
     @property
     def run_config(self) -> ray.train.RunConfig:
-        """What Ray Train gets: where it keeps how many checkpoints, and that it starts no train
-        worker again, which would have other weights and steps than buffer and servers: all parts
-        begin again together (`run.restarts`)."""
-        checkpoints = self.run.checkpoint_config or ray.train.CheckpointConfig()
-        if checkpoints.num_to_keep is None:
-            keep = self.train.num_checkpoints_to_keep
-            checkpoints = dataclasses.replace(checkpoints, num_to_keep=keep)
+        """What Ray Train gets: where it keeps how many checkpoints for how long, and that it starts
+        no train worker again, which would have other weights and steps than buffer and servers: all
+        parts begin again together (`run.restarts`)."""
         known = {field.name for field in dataclasses.fields(ray.train.FailureConfig)}
         return dataclasses.replace(
             self.run,
             name=self.name,
             storage_path=self.checkpoint_path,
-            checkpoint_config=checkpoints,
+            checkpoint_config=self._checkpoints_to_keep,
             failure_config=ray.train.FailureConfig(**{n: 0 for n in RESTARTS if n in known}),
         )
+
+    @property
+    def _checkpoints_to_keep(self) -> ray.train.CheckpointConfig:
+        checkpoints = self.run.checkpoint_config or ray.train.CheckpointConfig()
+        number = checkpoints.num_to_keep or self.train.num_checkpoints_to_keep
+        hours = self.train.hours_to_keep_checkpoints
+        if hours is None:
+            return dataclasses.replace(checkpoints, num_to_keep=number)
+        kept = ray.train.Checkpoint(self.checkpoints_folder, self.run.storage_filesystem)
+        return AgedCheckpoints(number, hours=hours, storage=kept.filesystem, folder=kept.path)
 
     @property
     def torch_backend(self) -> str | None:

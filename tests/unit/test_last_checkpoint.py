@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,10 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from ray_apr.config import TrainConfig
-from ray_apr.core.exceptions import ResourceError
+from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, PROGRESS_FILE
-from ray_apr.run.resume import find_begin, last_step
+from ray_apr.run.checks import check_retention
+from ray_apr.run.resume import find_begin, kept_checkpoints, last_step
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import write_checkpoint
 
@@ -29,11 +33,14 @@ def spec_of(folder: Path):
     return run_spec(run=run, train=TrainConfig(steps=9, seed=3))
 
 
-async def write_listed(folder: Path, *steps: int, num_to_keep: int | None = None) -> None:
+async def write_listed(
+    folder: Path, *steps: int, num_to_keep: int | None = None, hours: float | None = None
+) -> None:
     """Write checkpoints, and have Ray Train's list take each."""
     storage = StorageContext(str(folder), "run")
-    config = ray.train.CheckpointConfig(num_to_keep=num_to_keep)
-    manager = CheckpointManager(config, storage)
+    train = TrainConfig(num_checkpoints_to_keep=num_to_keep or 99, hours_to_keep_checkpoints=hours)
+    spec = dataclasses.replace(spec_of(folder), train=train)
+    manager = CheckpointManager(spec.run_config.checkpoint_config, storage)
     for step in steps:
         path = Path(storage.build_checkpoint_path_from_name(f"checkpoint_{step}"))
         write_checkpoint(path)
@@ -107,6 +114,56 @@ async def test_a_list_that_was_cut_off_is_taken_from_its_copy(tmp_path, caplog):
 
 async def test_the_newest_checkpoints_stay(tmp_path):
     await write_listed(tmp_path, 2, 4, 6, num_to_keep=2)
-    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint_?"))
-    assert kept == ["checkpoint_4", "checkpoint_6"]
+    assert kept_steps(tmp_path) == [4, 6]
     assert last_step(spec_of(tmp_path)) == 6
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoints have a folder; it is those of Ray Train's list."""
+    steps = sorted(int(p.name.partition("_")[2]) for p in (folder / "run").glob("checkpoint_?"))
+    assert [step for step, _ in kept_checkpoints(spec_of(folder))] == steps
+    return steps
+
+
+def age(folder: Path, step: int, hours: float) -> None:
+    """Have a checkpoint be so old."""
+    at = time.time() - 3600 * hours
+    os.utime(folder / "run" / f"checkpoint_{step}" / PROGRESS_FILE, (at, at))
+
+
+async def test_checkpoints_that_are_too_old_go_when_one_is_added(tmp_path):
+    await write_listed(tmp_path, 1, 2, 3, num_to_keep=4, hours=2)
+    for step, hours in ((1, 5.0), (2, 2.1), (3, 1.9)):
+        age(tmp_path, step, hours)
+    assert kept_steps(tmp_path) == [1, 2, 3]
+    await write_listed(tmp_path, 4, num_to_keep=4, hours=2)  # as a run that goes on
+    assert kept_steps(tmp_path) == [3, 4]
+    await write_listed(tmp_path, 5, 6, 7, num_to_keep=4, hours=2)
+    assert kept_steps(tmp_path) == [4, 5, 6, 7]  # by number
+
+
+async def test_the_newest_checkpoint_stays_however_old_it_is(tmp_path):
+    await write_listed(tmp_path, 2, hours=1)
+    age(tmp_path, 2, 48.0)
+    assert last_step(spec_of(tmp_path)) == 2
+    await write_listed(tmp_path, 4, hours=1)
+    assert kept_steps(tmp_path) == [4]
+
+
+async def test_checkpoints_whose_age_cannot_be_told_stay(tmp_path, caplog):
+    await write_listed(tmp_path, 2, 4, num_to_keep=3, hours=1)
+    for step in (2, 4):
+        age(tmp_path, step, 9.0)
+    spec = dataclasses.replace(spec_of(tmp_path), train=TrainConfig(hours_to_keep_checkpoints=1))
+    config = spec.run_config.checkpoint_config
+    assert config.num_to_keep == 1
+    (tmp_path / "run" / LIST_FILE).write_text("{")
+    assert config.num_to_keep == 2 and "do not go by age this time" in caplog.text
+
+
+def test_an_age_beside_a_score_is_refused():
+    best = ray.train.CheckpointConfig(checkpoint_score_attribute="reward_mean")
+    check_retention(ray.train.RunConfig(checkpoint_config=best), None)
+    check_retention(ray.train.RunConfig(), 1.0)
+    with pytest.raises(ConfigError, match=r"to_keep_checkpoints = 1\.0: the best checkpoints"):
+        check_retention(ray.train.RunConfig(checkpoint_config=best), 1.0)
