@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 import pyarrow as pa
+import ray
 
 from ray_apr.config import BufferConfig, PartialRolloutConfig, RolloutConfig
 from ray_apr.core.exceptions import RewardError
@@ -164,8 +165,8 @@ async def until(condition) -> None:
 
 def without_ray(monkeypatch) -> RayMetrics:
     """Let the worker run without Ray and a tokenizer, and retry at once; returns its metrics."""
-    monkeypatch.setattr(sessions_module.ray, "put", lambda value: value)
-    monkeypatch.setattr(sessions_module.ray, "get", lambda value: value)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)  # this process goes on

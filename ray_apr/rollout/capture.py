@@ -19,6 +19,7 @@ import ray
 from ray_apr.core.sample import Sample
 from ray_apr.data.resumption import Counters, RolloutSummary
 from ray_apr.data.saved_samples import samples_table
+from ray_apr.data.store import put
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.scheduling.intake import SchedulerState
@@ -88,4 +89,4 @@ def _table(
     lost.
     """
     held: list[Sequence[Sample]] = ray.get(list(refs))
-    return ray.put(samples_table(live, (*held, *waiting)))
+    return put(samples_table(live, (*held, *waiting)))

@@ -15,6 +15,7 @@ from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.parts import PartName, nth_name
 from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
+from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import turn_rules
@@ -268,7 +269,7 @@ def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerS
     progress = begin.rollout
     if progress is None or begin.samples is None:
         return None
-    samples = ray.put(begin.samples)
+    samples = put(begin.samples)
 
     def make_state(prompt_of: Callable[[str], Prompt]) -> SchedulerState:
         live, handed_over = groups_of(_fetched(samples), prompt_of)

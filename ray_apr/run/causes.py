@@ -10,9 +10,16 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from ray_apr.core.exceptions import APRError, TrainError, one_line
+from ray_apr.data.store import of_full_store
 from ray_apr.run.folder import put_text
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,8 @@ def cause_of(error: BaseException) -> APRError:
     if ours is not None:
         return ours
     first = leaves[0]
+    if isinstance(first, (ObjectStoreFullError, OutOfDiskError)):
+        return of_full_store(first)
     if isinstance(first, RayActorError):
         return TrainError(f"training failed: a process of it died: {death_of(first)}")
     return TrainError(f"training failed: {type(first).__name__}: {one_line(first)}")

@@ -9,13 +9,21 @@ import time
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfDiskError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_apr.cli import main as cli
-from ray_apr.core.exceptions import APRError, StarvedError, Stopped, TrainError, WeightSyncError
+from ray_apr.core.exceptions import (
+    APRError,
+    ResourceError,
+    StarvedError,
+    Stopped,
+    TrainError,
+    WeightSyncError,
+)
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.resumption import Begin, Counters, RolloutSummary
+from ray_apr.data.store import put
 from ray_apr.run import controller, progress
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
@@ -97,6 +105,22 @@ def test_the_death_of_an_actor_is_told_by_its_reason():
     for error in (died, of_a_worker):
         said = "training failed: a process of it died: The actor is dead because of a signal."
         assert str(cause_of(error)) == said
+
+
+def test_a_full_object_store_is_told_with_what_helps(monkeypatch):
+    """The rollout worker raised Ray's error as its own, in which nobody is told what to do."""
+    full = OutOfDiskError("Local disk is full")
+
+    def no_room(value):
+        raise full
+
+    monkeypatch.setattr("ray.put", no_room)
+    with pytest.raises(ResourceError, match=r"object store is full.*make room.*--resume") as raised:
+        put(b"a group")
+    of_a_read_task = group_error(rank0=OfAWorker(of_a_task(full)))
+    for error in (raised.value, of_a_read_task):
+        assert str(cause_of(error)) == str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 class Handle:
