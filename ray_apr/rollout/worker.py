@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _STOP_PAUSE_S = 0.5
 _STOP_TRIES = 40
+_AT_ONCE = 256
+"""Calls that begin between two turns of the event loop, so that thousands hold nothing else up."""
 
 
 class RolloutWorker(WeightSyncs):
@@ -305,8 +307,10 @@ class RolloutWorker(WeightSyncs):
             actions = self._scheduler.tick(self._poison.next_prompt)
             for live in actions.reset:
                 tasks.create_task(sessions.reset(live), name=f"reset-{live.sample_id}")
-            for live in actions.start:
+            for number, live in enumerate(actions.start, start=1):
                 tasks.create_task(sessions.generate(live), name=f"sample-{live.sample_id}")
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             self._notes.of_admitted(actions.admit)
             self._figures.note_dropped(actions.dropped)
             await sessions.abort(actions.abort)

@@ -43,6 +43,9 @@ from ray_apr.serve.mailbox import STREAM_S, Outcome
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""
+_AT_ONCE = 256
+"""Outcomes that are handed out between two turns of the event loop: a sync may end thousands of
+requests at a time, and those who get them have work to do."""
 _LISTEN_S = 2.0
 """A replica says at once that it streams; one that is silent for so long is asked whether it is."""
 _SILENT_S = 600.0
@@ -147,8 +150,10 @@ class Exchange:
                         if outcomes is None:  # an older stream was cut off with them
                             lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
                             self._fail(owed, lost)
-                        for request_id, outcome in outcomes or ():
+                        for number, (request_id, outcome) in enumerate(outcomes or (), start=1):
                             self._end(request_id, outcome)
+                            if number % _AT_ONCE == 0:
+                                await asyncio.sleep(0)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             if isinstance(broken, NoEngineError):
                 broken = EngineDiedError(f"{replica_id} is gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -273,3 +274,25 @@ async def test_outcomes_of_a_client_that_is_gone_are_not_kept(monkeypatch):
     assert [request_id for request_id, _ in found] == ["2"]
     mailboxes.expect("other", 1)
     assert list(mailboxes._boxes) == ["other"]
+
+
+async def test_thousands_of_outcomes_leave_the_event_loop_to_others_in_between(client, servers):
+    futures = [client.post("a", generate_request(f"{i}")) for i in range(1000)]
+    await servers["a"].until_submitted(1000)
+    done: list[int] = []
+
+    async def look() -> None:
+        while len(done) < 1000:
+            turns.append(len(done))
+            await asyncio.sleep(0)
+
+    turns: list[int] = []
+    for future in futures:
+        future.add_done_callback(lambda _: done.append(1))
+    looking = asyncio.create_task(look())
+    for i in range(1000):
+        servers["a"].end(f"{i}")
+    await asyncio.wait_for(looking, 5)
+    assert servers["a"].pieces == [1000]
+    steps = {later - earlier for earlier, later in itertools.pairwise(turns)}
+    assert max(steps) <= 256 and turns[-1] >= 512, "not all at once"
