@@ -242,7 +242,7 @@ class _Part:
             raise TrainError(
                 f"the checkpoint of step {self.step} could not be written to "
                 f"{self._storage.experiment_fs_path}/{name}: {_reason(error)}; make room or mend "
-                "the storage: the run can go on with the checkpoint before"
+                "the storage, then go on with the run (--resume): the checkpoint before is whole"
             ) from error
         self.written.set_result(kept.path)
         return kept
