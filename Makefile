@@ -46,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes soak fuzz-http check-deploy check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes soak load fuzz-http check-deploy check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -79,6 +79,9 @@ resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it
 
 soak: $(DEV) ## a run of two hours with churn, kills and slow rewards: does anything grow?
 	@exec $(PY) benchmarks/soak.py $(ARGS)
+
+load: $(DEV) ## full disk, full object store, slow network, 20,000 samples in flight (as root)
+	@exec $(PY) benchmarks/load.py $(ARGS)
 
 fuzz-http: $(DEV) ## 2,000 cases of Schemathesis against the HTTP API (installs it apart)
 	@$(PY) -m pip install -qq --upgrade --target .cache/schemathesis "$(SCHEMATHESIS)"

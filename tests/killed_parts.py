@@ -81,16 +81,16 @@ class KilledRun:
         """Seconds of the run at which each step that its folder has was trained."""
         return [row["time_s"] for row in read_rows(self.folder / "run" / "metrics.jsonl")]
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until the folder has so many steps.
+    def wait_for_step(self, step: int, limit_s: float = STEP_LIMIT_S) -> None:
+        """Wait until the folder has so many steps; for `limit_s` for each of them.
 
         Raises:
             AssertionError: If none comes for too long, or the command ends.
         """
-        deadline, reached = time.monotonic() + STEP_LIMIT_S, 0
+        deadline, reached = time.monotonic() + limit_s, 0
         while (now := len(self.times)) < step:
             if now > reached:
-                reached, deadline = now, time.monotonic() + STEP_LIMIT_S
+                reached, deadline = now, time.monotonic() + limit_s
             assert self._process is not None and time.monotonic() < deadline, self.tail
             assert self._process.poll() is None, self.tail
             time.sleep(_POLL_S)

@@ -61,15 +61,11 @@ class ScriptedBackend:
         length = min(request.max_tokens, self._random.randint(1, self._longest))
         call = self._calls[request.request_id] = _Call(length)
         try:
-            while self._is_paused and not call.is_aborted:  # noqa: ASYNC110  (it lives by ticks)
-                await asyncio.sleep(TICK_S)
+            await self._until_resumed(call)
             if self._is_broken or self._version < request.min_policy_version:
                 raise EngineUnavailableError(f"{self.replica_id} has no weights")
             call.is_inside = True
-            while len(call.made) < call.length and not call.is_aborted:
-                await asyncio.sleep(TICK_S)
-                if not self._is_frozen and not call.is_aborted:
-                    call.made.append((self._version, self._draw()))
+            await self._make(call)
         finally:
             del self._calls[request.request_id]
         self._tokens += len(call.made)
@@ -87,6 +83,17 @@ class ScriptedBackend:
             finish_reason=FinishReason.ABORT if call.is_aborted else FinishReason.STOP,
             replica_id=self.replica_id,
         )
+
+    async def _until_resumed(self, call: _Call) -> None:
+        while self._is_paused and not call.is_aborted:  # noqa: ASYNC110  (it lives by ticks)
+            await asyncio.sleep(TICK_S)
+
+    async def _make(self, call: _Call) -> None:
+        """Make the tokens of a call, until it is whole or aborted."""
+        while len(call.made) < call.length and not call.is_aborted:
+            await asyncio.sleep(TICK_S)
+            if not self._is_frozen and not call.is_aborted:
+                call.made.append((self._version, self._draw()))
 
     def _draw(self) -> int:
         return self._random.randrange(FIRST_ID, self._num_ids)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from tests.processes import MARK, processes_below, processes_of
-from tests.whole_runs import ANY_PORT
+from tests.whole_runs import ANY_PORT, START_LIMIT_S
 
 _ADDRESS = "127.0.0.2"
 """Not that of the first node, so that a driver finds its own one."""
@@ -21,12 +22,22 @@ class SecondNode:
         address: Of the cluster, whose first node runs.
         env: With the mark of the cluster's processes.
         num_cpus: Of the node.
+        own_address: Of the node.
+        inside: Command that runs another one where the node is to be, such as in a namespace.
     """
 
-    def __init__(self, address: str, env: dict[str, str], *, num_cpus: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        env: dict[str, str],
+        *,
+        num_cpus: int,
+        own_address: str = _ADDRESS,
+        inside: Sequence[str] = (),
+    ) -> None:
         self._command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}",
-            f"--node-ip-address={_ADDRESS}", f"--num-cpus={num_cpus}", *ANY_PORT,
+            *inside, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}",
+            f"--node-ip-address={own_address}", f"--num-cpus={num_cpus}", *ANY_PORT,
         ]  # fmt: skip
         self._env = env
         self._of_first = self._all_raylets()
@@ -38,7 +49,7 @@ class SecondNode:
             self._command, env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
-    def wait_until_started(self, limit_s: float = 120.0) -> None:
+    def wait_until_started(self, limit_s: float = START_LIMIT_S) -> None:
         """Wait for the end of its start.
 
         Raises:

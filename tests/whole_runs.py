@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from tests.processes import MARK, kill_all, processes_of
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
 ONE_OF_EACH = ("rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: false}")
 """Settings of a run with one engine and one train worker."""
+START_LIMIT_S = 240.0
+"""Of a cluster, on a machine that does much else."""
 RAYS_OWN = (
     "JobSupervisor", "_StatsActor", "_AutoscalingCoordinatorActor", "_UsageCollectionActor",
     "TrainStateActor",
@@ -78,21 +80,28 @@ def ray_cli(env: dict[str, str], *args: str, timeout: float = 120) -> subprocess
 
 
 @contextmanager
-def running_cluster(env: dict[str, str], *, num_cpus: int = 8) -> Iterator[tuple[str, str]]:
-    """Start a cluster with a marked environment; yields its address and its dashboard's."""
+def running_cluster(
+    env: dict[str, str],
+    *,
+    num_cpus: int = 8,
+    address: str = "127.0.0.1",
+    options: Sequence[str] = (),
+) -> Iterator[tuple[str, str]]:
+    """Start a cluster with a marked environment, on an address of this machine, and with further
+    options of its node; yields its address with the port, and its dashboard's."""
     port, dashboard = free_port(), free_port()
     env = {**env, "RAY_AUTH_MODE": "disabled"}
     # not pytest's folder, whose path is too long for Ray's sockets
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         started = ray_cli(
             env, "start", "--head", f"--port={port}", f"--num-cpus={num_cpus}",
-            "--node-ip-address=127.0.0.1", "--include-dashboard=true",
+            f"--node-ip-address={address}", "--include-dashboard=true",
             "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
-            *ANY_PORT,
+            *ANY_PORT, *options, timeout=START_LIMIT_S,
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
         try:
-            yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+            yield f"{address}:{port}", f"http://127.0.0.1:{dashboard}"
         finally:
             kill_all(env[MARK])  # `ray stop` would stop every cluster of this machine
 
