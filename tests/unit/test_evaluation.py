@@ -160,7 +160,7 @@ async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, 
         "evaluation-0-1-0": [EngineUnavailableError("gone") for _ in range(10_000)],
     }
     evaluator, _ = make(engine, at_start=False)
-    evaluator._rollout = RolloutConfig(max_request_failures=2, engine={"stall_timeout_s": 0.1})
+    evaluator._rollout = RolloutConfig(max_request_failures=2, engine={"stall_timeout_s": 1.0})
     await evaluator.start(0)
     before = await evaluator.progress()
     row = await evaluator.evaluate(0)
