@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ from tests.processes import kill_all, marked_environment, wait_until_none
 from tests.scripted_runs import SCRIPTED, judge, spans, step_s
 from tests.second_node import SecondNode
 from tests.slow_link import DEVICE, HERE, THERE, NoLineError, line_to_namespace
+from tests.small_disk import NoDiskError, fill, small_disk
 from tests.whole_runs import running_cluster
 
 DISK_BYTES = 32 << 20
@@ -72,13 +71,9 @@ CPUS_OF_NODE, CPUS_OF_PART = 4, 3
 _LIMIT_S = 400.0
 
 
-class Unable(Exception):
-    """This machine cannot do a trial; the reason."""
-
-
 def full_disk(what: str, folder: Path, mark: str, env: dict[str, str]) -> dict[str, Any]:
     """Fill the disk under a run until no `what` finds room, make room, and go on."""
-    with mounted(folder):
+    with small_disk(folder, DISK_BYTES):
         every = f"train.checkpoint_every={CHECKPOINT_EVERY[what]}"
         run = KilledRun(folder, mark, env, (*SCRIPTED, "train.steps=40", every))
         run.start()
@@ -94,31 +89,6 @@ def full_disk(what: str, folder: Path, mark: str, env: dict[str, str]) -> dict[s
         if found["exit_code_after"]:
             return found | {"ok": False, "log": run.tail}
         return found | judge(folder / "run", 40, found["exit_code"] == 1 and bool(errors))
-
-
-@contextlib.contextmanager
-def mounted(folder: Path) -> Iterator[None]:
-    """Mount a small file system on a folder."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if os.geteuid() != 0:
-        raise Unable("only root mounts a file system")
-    if subprocess.run(mount, check=False).returncode:
-        raise Unable("no tmpfs can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(file: Path, left_bytes: int) -> None:
-    """Take all room of a file's disk but for so many bytes."""
-    with file.open("wb", buffering=0) as ballast:
-        try:
-            while True:
-                ballast.write(bytes(4096))
-        except OSError as full:
-            assert full.errno == errno.ENOSPC, full
-        ballast.truncate(ballast.tell() - left_bytes)
 
 
 def full_store(threshold: float, folder: Path, mark: str, env: dict[str, str]) -> dict[str, Any]:
@@ -158,10 +128,7 @@ def over_network(
     steps = 30
     env = env | {"RAY_AUTH_MODE": "disabled", "GLOO_SOCKET_IFNAME": DEVICE}
     with contextlib.ExitStack() as stack:
-        try:
-            to_node = stack.enter_context(line_to_namespace(**line))
-        except NoLineError as error:
-            raise Unable(str(error)) from error
+        to_node = stack.enter_context(line_to_namespace(**line))
         cluster = running_cluster(env, num_cpus=CPUS_OF_NODE, address=HERE, options=(NO_DASHBOARD,))
         address, _ = stack.enter_context(cluster)
         inside = ("ip", "netns", "exec", to_node.namespace)
@@ -207,7 +174,7 @@ def one_case(case: Case) -> dict[str, Any]:
         env |= {"RAY_TMPDIR": name, "RAY_raylet_start_wait_time_s": "240"}
         try:
             found = case(folder, mark, env)
-        except Unable as reason:
+        except (NoDiskError, NoLineError) as reason:
             return {"skipped": str(reason)}
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             found = {"ok": False, "error": str(error)[-4000:]}

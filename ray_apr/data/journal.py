@@ -10,8 +10,9 @@ Invariants, kept by `Journal`:
       to the disk: what the system does not write, because it dies too, is lost.
     * A frame holds the figures of the moment at which its notes were taken, so that tokens and
       counts fit together.
-    * A file that cannot be written ends the epoch's journal, never the run: what follows is lost if
-      a part dies before the next checkpoint.
+    * A file that cannot be written ends the epoch's journal, and an empty file says so: with a
+      trainer that lives nobody goes on with it, as what it had trained since is not told. The run
+      ends only where not even that file can be made.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.fs
 
+from ray_apr.core.exceptions import ResourceError, one_line
 from ray_apr.core.sample import Sample, Segment
 from ray_apr.data.saved_samples import SCHEMA, samples_table
 
@@ -41,6 +43,8 @@ FRAME_SCHEMA = SCHEMA.append(pa.field("base", pa.int32()))
 _HEAD = struct.Struct("<4sII")
 """Magic, length of the body in bytes, its CRC-32."""
 _MAGIC = b"APRJ"
+_FRAMES, _BROKEN = ".frames", ".broken"
+"""Endings of the files of an epoch: its frames, and that not all of them could be written."""
 _NOTES = b"notes"
 WORKER_GATHER_S = 0.03
 """Groups that become whole together are written together."""
@@ -81,11 +85,16 @@ class JournalFolder:
 
     def epochs(self) -> list[int]:
         """Numbers of the epochs that it has files of, in order."""
-        return sorted({epoch for epoch, _, _ in self._files()})
+        files = (*self._files(_FRAMES), *self._files(_BROKEN))
+        return sorted({epoch for epoch, _, _ in files})
+
+    def broken_epochs(self) -> list[int]:
+        """Those of which one side could not write all that it noted, in order."""
+        return sorted({epoch for epoch, _, _ in self._files(_BROKEN)})
 
     def frames(self, epoch: int, writer: Writer) -> Iterator[Frame]:
         """What one side wrote in an epoch, up to where it was cut off."""
-        for number, _, path in sorted(f for f in self._files() if f[1] == writer):
+        for number, _, path in sorted(f for f in self._files(_FRAMES) if f[1] == writer):
             if number != epoch:
                 continue
             with self.filesystem.open_input_file(path) as file:
@@ -94,7 +103,7 @@ class JournalFolder:
 
     def drop_before(self, epoch: int) -> None:
         """Remove the files of earlier epochs."""
-        for number, _, path in self._files():
+        for number, _, path in (*self._files(_FRAMES), *self._files(_BROKEN)):
             if number < epoch:
                 self.filesystem.delete_file(path)
 
@@ -113,19 +122,28 @@ class JournalFolder:
         self.filesystem.create_dir(self.path)
         name = f"{self.path}/{epoch:06d}-{writer}"
         try:
-            with self.filesystem.open_append_stream(f"{name}.frames") as file:
+            with self.filesystem.open_append_stream(f"{name}{_FRAMES}") as file:
                 file.write(data)
         except NotImplementedError:  # of an object store
-            with self.filesystem.open_output_stream(f"{name}-{part:08d}.frames") as file:
+            with self.filesystem.open_output_stream(f"{name}-{part:08d}{_FRAMES}") as file:
                 file.write(data)
 
-    def _files(self) -> list[tuple[int, str, str]]:
+    def mark_broken(self, epoch: int, writer: Writer) -> None:
+        """Say that an epoch's file lacks what was to come, by an empty file, which takes no room.
+
+        Raises:
+            OSError: If that cannot be done.
+        """
+        self.filesystem.create_dir(self.path)
+        self.filesystem.open_output_stream(f"{self.path}/{epoch:06d}-{writer}{_BROKEN}").close()
+
+    def _files(self, ending: str) -> list[tuple[int, str, str]]:
         """Epoch, writer and path of each file, in the order in which they were written."""
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
         for info in self.filesystem.get_file_info(selector):
-            if info.base_name.endswith(".frames"):
-                epoch, writer = info.base_name.removesuffix(".frames").split("-")[:2]
+            if info.base_name.endswith(ending):
+                epoch, writer = info.base_name.removesuffix(ending).split("-")[:2]
                 found.append((int(epoch), writer, info.path))
         return sorted(found)
 
@@ -223,6 +241,7 @@ class Journal:
         self.epoch = self._file_epoch = epoch
         self._part = 0
         self._is_broken = False
+        self._failure: ResourceError | None = None
         self._writing: asyncio.Task[None] | None = None
         self._in_file = asyncio.Lock()
 
@@ -279,10 +298,15 @@ class Journal:
         """Wait until what is noted by now is written.
 
         Waits for: the file system. Unblocked by: its answer.
+
+        Raises:
+            ResourceError: If it is not, and who reads the journal cannot be told.
         """
         self.soon()
         if self._writing is not None:
             await asyncio.shield(self._writing)
+        if self._failure is not None:
+            raise self._failure
 
     async def _write_soon(self) -> None:
         """Write what was noted, a moment later.
@@ -314,11 +338,25 @@ class Journal:
                 data = _encoded(header | notes, samples)
                 self._folder.append(epoch, self._writer, self._part, data)
             except OSError as error:
-                logger.error(
-                    "the journal in %s stops until the next checkpoint; what is done until then is "
-                    "lost if a part dies; make room there: %s",
-                    self._folder.path,
-                    error,
-                )
-                self._is_broken = True
+                self._break(epoch, error)
             self._part += 1
+
+    def _break(self, epoch: int, error: OSError) -> None:
+        """Write no more of an epoch, and say so to those who read it; where that cannot be said
+        either, they would take it for whole, and `flush` raises from now on."""
+        assert self._folder is not None
+        self._is_broken = True
+        path = self._folder.path
+        try:
+            self._folder.mark_broken(epoch, self._writer)
+        except OSError as last:
+            self._failure = ResourceError(
+                f"the journal in {path} cannot be written: {one_line(last)}; make room there or "
+                "mend its file system, then go on with the run (--resume)"
+            )
+        logger.error(
+            "the journal in %s stops until the next checkpoint; if rollout worker or buffer dies "
+            "before that, the run ends; make room there: %s",
+            path,
+            error,
+        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.core.exceptions import ConfigError, ResourceError, RolloutError, one_line
 from ray_apr.data.journal import JournalFolder
 from ray_apr.data.replay import Epoch, replay
 from ray_apr.data.resumption import Begin, sampled_with
@@ -68,12 +68,19 @@ def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool
 
     Raises:
         ResourceError: If the journal cannot be read.
+        RolloutError: If the trainer lives, and what it did is not all in the journal.
     """
     folder = journal_of(spec)
     if folder is None:
         return begin
     try:
         numbers = folder.epochs()
+        if trainer_lives and any(epoch >= first for epoch in folder.broken_epochs()):
+            raise RolloutError(
+                f"the journal in {folder.path} could not be written to its end, so that rollout "
+                "worker and buffer cannot begin again beside the trainer; make room there, then go "
+                "on with the run (--resume)"
+            )
         epochs = (
             Epoch(tuple(folder.frames(n, "worker")), tuple(folder.frames(n, "buffer")))
             for n in itertools.dropwhile(lambda n: n < first, numbers)

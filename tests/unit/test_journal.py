@@ -164,11 +164,14 @@ async def test_a_journal_that_cannot_be_written_stops_until_the_next_epoch(
     is_full[0] = False
     journal.note_samples(group, sample_of(segment(0, 10, 5)))
     await journal.flush()
-    assert not folder.epochs(), "a file with a hole says nothing true"
+    assert not list(folder.frames(0, "worker")), "a file with a hole says nothing true"
+    assert folder.epochs() == folder.broken_epochs() == [0]
     assert caplog.text.count("stops until the next checkpoint") == 1
     journal.begin_epoch(1)
     journal.note_samples(group, sample_of(segment(0, 10, 7)))
     await journal.flush()
+    assert folder.epochs() == [0, 1] and folder.broken_epochs() == [0]
+    folder.drop_before(1)
     assert folder.epochs() == [1]
 
 
@@ -314,6 +317,35 @@ async def test_what_was_not_written_is_lost_and_counted(folder, trainer_lives):
             made = sum(status.tokens_generated for status in summary.engines)
             assert summary.ledger.generated == made
             assert run.engine.tokens_generated == ledger.generated
+
+
+@pytest.mark.parametrize("full", [("worker",), ("buffer",), ("worker", "buffer")])
+async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(
+    folder, monkeypatch, full
+):
+    append, is_full = JournalFolder.append, [False]
+
+    def try_to(self, epoch, writer, *rest):
+        if is_full[0] and writer in full:
+            raise OSError(28, "No space left on device")
+        append(self, epoch, writer, *rest)
+
+    monkeypatch.setattr(JournalFolder, "append", try_to)
+    killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
+    async with killed as run:
+        await run.train(3)
+        await run.run.worker._notes.flush()
+        is_full[0] = True
+        await run.train(3)
+    is_full[0] = False
+    assert killed.num_lost >= 0
+    killed.batches = {step: groups for step, groups in killed.batches.items() if step < 3}
+    async with killed as run:
+        await run.train(6)
+        summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
+        assert (run.run.worker._before.ledger + summary.ledger + stats.ledger).error == 0
+    trained = Counter(group for groups in killed.batches.values() for group in groups)
+    assert set(trained.values()) == {1}
 
 
 async def test_tokens_of_versions_that_do_not_come_again_are_given_up(folder, tmp_path):
