@@ -110,6 +110,7 @@ class ScriptedEngine:
         turn_length: Tokens of a turn, which ends by STOP before the response has its length.
         auto: Tokens that every running request makes at each turn of the event loop; 0 waits for
             `advance`.
+        turn_s: How long such a turn takes at least.
         policy_version: Version of the weights at the start.
         num_replicas: Replicas that `status` shows; a session stays on one of them.
         clock: Seconds, for the status.
@@ -129,6 +130,7 @@ class ScriptedEngine:
         default_length: int = 4,
         turn_length: int | None = None,
         auto: int = 0,
+        turn_s: float = 0.0,
         policy_version: int = 0,
         num_replicas: int = 1,
         clock: Callable[[], float] | None = None,
@@ -150,7 +152,7 @@ class ScriptedEngine:
         self.score: Callable[[str, Sequence[int]], tuple[float, ...]] = _minus_one_each
         self._expected: tuple[int, Sequence[Sequence[int]]] = (-1, ())
         self._scores: list[WeightScores] = []
-        self._auto = auto
+        self._auto, self._turn_s = auto, turn_s
         self._num_replicas = num_replicas
         self._clock = clock or FakeClock()
         self._running: dict[str, _Call] = {}
@@ -179,7 +181,7 @@ class ScriptedEngine:
         try:
             while self._auto and not call.done.done():
                 await self._resumed.wait()
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._turn_s)
                 self._decode(request_id, self._auto)
             reason = await call.done
         finally:
@@ -363,6 +365,7 @@ class MortalEngines(ScriptedEngine):
         poison: Prompts, as token ids, that kill their engine once they have more response tokens
             than this.
         restart_s: How long an engine is gone.
+        forgets: Whether it has the base model then, until the next weights arrive.
 
     Attributes:
         living: Engines that take requests.
@@ -377,6 +380,7 @@ class MortalEngines(ScriptedEngine):
         *,
         poison: Mapping[tuple[int, ...], int] | None = None,
         restart_s: float = 0.02,
+        forgets: bool = False,
         **given: Any,
     ) -> None:
         super().__init__(auto=1, num_replicas=num_engines, **given)
@@ -384,12 +388,17 @@ class MortalEngines(ScriptedEngine):
         self.num_deaths = self.num_lost = self.most_dead = 0
         self._poison = dict(poison or {})
         self._restart_s = restart_s
+        self._forgets = forgets
+        self._has_base: set[str] = set()
         self._calls_of: dict[str, dict[str, asyncio.Future[Generation]]] = {}
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a prompt on a living engine; a session is on one."""
         self._check()
-        engine = self.living[sum(request.session_id.encode()) % len(self.living)]
+        ready = [engine for engine in self.living if engine not in self._has_base]
+        if not ready:
+            raise EngineUnavailableError("no rollout server has the weights")
+        engine = ready[sum(request.session_id.encode()) % len(ready)]
         call = asyncio.ensure_future(self._generate(request))
         self._calls_of.setdefault(engine, {})[request.request_id] = call
         try:
@@ -410,6 +419,8 @@ class MortalEngines(ScriptedEngine):
         """End an engine."""
         self.living.remove(engine)
         self.num_deaths += 1
+        if self._forgets and self.policy_version:
+            self._has_base.add(engine)
         self.most_dead = max(self.most_dead, self._num_replicas - len(self.living))
         for call in self._calls_of.pop(engine, {}).values():
             call.cancel()
@@ -424,7 +435,24 @@ class MortalEngines(ScriptedEngine):
     async def status(self, *, drain: bool = True) -> list[ServerStatus]:
         """One status for each engine that lives."""
         self._check()
-        return [s for s in await super().status(drain=drain) if s.replica_id in self.living]
+        return [
+            dataclasses.replace(s, policy_version=0) if s.replica_id in self._has_base else s
+            for s in await super().status(drain=drain)
+            if s.replica_id in self.living
+        ]
+
+    async def weight_group_state(self) -> WeightGroupState:
+        """All engines; none in the group where none lives."""
+        self._check()
+        return await super().weight_group_state()
+
+    async def receive_weights(
+        self, policy_version: int, notice: bytes = b"", *, resume: bool = False
+    ) -> None:
+        """Take a new version on those that live."""
+        self._check()
+        self._has_base -= set(self.living)
+        await super().receive_weights(policy_version, notice, resume=resume)
 
     def _check(self) -> None:
         if not self.living:

@@ -49,7 +49,7 @@ class EngineUnavailableError(RolloutError):
 
 
 class NoEngineError(EngineUnavailableError):
-    """No rollout server runs; to ask again would not help."""
+    """No rollout server runs, and those that are started again have not come yet."""
 
 
 class EngineDiedError(EngineUnavailableError):

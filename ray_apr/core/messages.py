@@ -258,6 +258,12 @@ class ServerStatus:
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""
 
+    def takes_requests(self, policy_version: int) -> bool:
+        """Whether it takes requests that are to run under a version or a newer one; one that is
+        paused will, as it is in a sync or sleeps."""
+        is_current = self.weights_valid and self.policy_version >= policy_version
+        return not self.is_stalled and (self.is_paused or is_current)
+
     @property
     def idle_s(self) -> float:
         """Time without a request while not paused, as far as spans have been closed."""

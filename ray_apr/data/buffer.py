@@ -9,6 +9,8 @@ Invariants, kept by `SampleBuffer`:
       one that died says the same. The end of a step may be told twice; it counts once.
     * A wait for a batch ends when nothing has moved for its limit, however long it takes; who runs
       into it learns what has not, and what the rollout side is waiting for.
+    * Where no engine has the weights, the trainer that waits for its batch is told to send them
+      again: each rank at the same place of its stream, as all of them take part.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
 from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
-from ray_apr.core.group import GroupMeta, SampleMeta
+from ray_apr.core.group import SampleMeta
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.movement import Movement, Moves
 from ray_apr.data.resumption import Counters, Replayed
+from ray_apr.data.shown import show_evicted, show_trained
 from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, sample_rows, told_figures
 
 
@@ -98,6 +101,8 @@ class SampleBuffer:
         self._changed = asyncio.Condition()
         self._begun: set[int] = set()
         """Ranks whose streams have got a batch since the trainer began."""
+        self._again: tuple[int, ...] = ()
+        """Versions that engines have lost since then, and whose weights were asked for."""
         self._failure: APRError | None = None
         self._closed = False
         self._cursor = 0
@@ -172,6 +177,7 @@ class SampleBuffer:
             grant = self._stock.granted
             if grant is None or (grant.step, grant.policy_version) != (step, policy_version):
                 self._begun.clear()
+                self._again = ()
                 self._grant(step, policy_version)
             await self._choose()
         await self._journal.flush()
@@ -180,16 +186,33 @@ class SampleBuffer:
         self._stock.grant(step, policy_version, time.monotonic())
         self._note_grant()
 
-    async def take(self, rank: int, last_step: int | None) -> BatchTicket | None:
+    async def send_again(self, policy_version: int) -> bool:
+        """The rollout side says that no engine has the weights of a version any more, which it had.
+
+        Returns:
+            Whether the trainer is told; it sends weights by itself where it waits for no batch.
+        """
+        async with self._changed:
+            grant = self._stock.granted
+            if grant is None or grant.groups:
+                return False
+            self._again += (policy_version,)
+            self._touch()
+            return True
+
+    async def take(
+        self, rank: int, last_step: int | None, again: tuple[int, ...] = ()
+    ) -> BatchTicket | None:
         """Hand out the granted batch to the stream of `rank`.
 
         Args:
             rank: The reader.
             last_step: Step that this reader got last; None for a new reader.
+            again: Versions that this reader was told to send again, of its whole stream.
 
         Returns:
-            A ticket; one without a plan at the end of the stream; None if the reader should call
-            again because the wait reached ``poll_timeout_s``.
+            A ticket; one of nothing at the end of the stream; None if the reader should call again
+            because the wait reached ``poll_timeout_s``.
 
         Raises:
             StarvedError: If the batch is not complete, and neither tokens nor rewards nor engines
@@ -197,16 +220,19 @@ class SampleBuffer:
             ResourceError: If the reader of a stream that has begun is new: its process has died.
             APRError: What stopped the rollout side.
         """
-        if last_step is None and rank in self._begun:
+        if last_step is None and not again and rank in self._begun:
             raise ResourceError(
                 f"the process that read the batches of train worker {rank} has died (out of "
                 "memory?), and with it a batch; the logs of its node say why"
             )
+        if len(again) > len(self._again):  # another buffer has told it, and others not yet
+            self._again = again
 
         def ready() -> bool:
             grant = self._stock.granted
             new = grant is not None and bool(grant.groups) and grant.step != last_step
-            return self._closed or self._failure is not None or new
+            is_over = self._closed or self._failure is not None
+            return is_over or new or len(again) < len(self._again)
 
         async with self._changed:
             try:
@@ -220,6 +246,8 @@ class SampleBuffer:
             if self._closed:
                 return BatchTicket()
             self._begun.add(rank)
+            if len(again) < len(self._again):
+                return BatchTicket(send_again=self._again[len(again)])
             ticket = self._stock.hand_out()
         await self._journal.flush()
         return ticket
@@ -257,7 +285,7 @@ class SampleBuffer:
             if next_policy_version is not None:
                 self._grant(step + 1, next_policy_version)
             await self._choose()
-        self._show_trained(rows)
+        show_trained(self._metrics, rows)
         await self._journal.flush()
         return figures
 
@@ -342,25 +370,10 @@ class SampleBuffer:
         if not has_batch:
             self._note_batch()
         self._touch()
-        for group in evicted:
-            self._metrics.add("apr_buffer_evicted_samples", len(group.samples))
-            self._metrics.add("apr_rollout_discarded_tokens", group.num_generated, reason="stale")
         if evicted:
-            rows = [_dropped_row(group) for group in evicted]
+            rows = show_evicted(self._metrics, evicted)
             self._journal.note(gone=rows)
             await self._recorder.record_many.remote("dropped", rows)
-
-    def _show_trained(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Count the samples of a step that was trained."""
-        metrics = self._metrics
-        masked = sum(row["num_masked_tokens"] for row in rows)
-        metrics.add("apr_buffer_masked_tokens", masked)
-        metrics.add("apr_rollout_discarded_tokens", masked, reason="masked")
-        metrics.add("apr_buffer_trained_tokens", sum(r["num_generated"] for r in rows) - masked)
-        for row in rows:
-            metrics.observe("apr_buffer_trained_response_tokens", row["num_generated"])
-            if row["staleness"] is not None:
-                metrics.observe("apr_buffer_trained_staleness_steps", row["staleness"])
 
     def _is_starved(self) -> bool:
         """Fail if the granted batch is waited for and nothing has moved for too long."""
@@ -383,12 +396,3 @@ class SampleBuffer:
         self._cursor += 1
         self._metrics.set("apr_buffer_samples", self._stock.num_waiting)
         self._changed.notify_all()
-
-
-def _dropped_row(group: GroupMeta) -> dict[str, Any]:
-    return {
-        "group_id": group.group_id,
-        "reason": "stale",
-        "policy_version": group.oldest_version,
-        "num_generated": group.num_generated,
-    }

@@ -3,6 +3,7 @@
 Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
 `SampleBuffer.take` until the trainer has granted the step, and only then is the batch chosen. What
 is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
+A row without a batch says that the trainer is to send its weights again (`SEND_AGAIN`).
 
 Ray Data starts a read task again whose process has died. Its stream would begin anew, and a step be
 lost: the buffer refuses that, and the run ends with the reason. A buffer that dies is followed by
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 READ_TASK_CPUS = 0.01
 """CPUs of each rank's read task: where all others are taken, it would never start."""
+SEND_AGAIN = "send_again"
+"""Column of a row without a batch: the version that engines have lost."""
 _CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.5
 
@@ -63,7 +66,8 @@ class SampleBufferDatasource(Datasource):
 
 
 def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
-    """Yield a table of one row for each step, until the buffer is closed.
+    """Yield a table of one row for each step, and for each time that weights are to be sent again,
+    until the buffer is closed.
 
     Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch.
     Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit.
@@ -72,9 +76,14 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
     part = Part(buffer, "sample buffer")
     limit_s = poll_timeout_s + _CALL_TIMEOUT_S
     last_step: int | None = None
+    again: tuple[int, ...] = ()
     while True:
-        ticket: BatchTicket | None = part.ask("take", rank, last_step, limit_s=limit_s)
+        ticket: BatchTicket | None = part.ask("take", rank, last_step, again, limit_s=limit_s)
         if ticket is None:
+            continue
+        if ticket.send_again is not None:
+            again += (ticket.send_again,)
+            yield pa.table({SEND_AGAIN: [ticket.send_again]})
             continue
         if ticket.plan is None:
             return

@@ -5,12 +5,16 @@ Invariants, kept by `EngineWatch`:
       tokens that have come from it.
     * Tokens that a worker got which was here before are none of this one's.
     * An engine that has left keeps what it said last: nothing that was asked earlier replaces it.
+    * That no engine runs is an error once they have not come again for `start_limit_s`, or are gone
+      again and again while no version is trained; until then it is a wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +31,18 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.scheduling.limits import Limits
 from ray_apr.scheduling.routing import AdaptiveLimit
+from ray_apr.scheduling.suspects import CONVICTED
 
 logger = logging.getLogger(__name__)
 
 _END_PAUSE_S = 0.5
 _END_TRIES = 40
 """Times that calls are aborted until no more tokens come of them."""
+_ANY_S = 5.0
+"""Longest that a call waits for an engine to come again; the caller calls again."""
+_MOST_OUTAGES = 2 * CONVICTED
+"""Times that all engines may be gone without a new version between: one prompt may end them
+`CONVICTED` times."""
 
 
 class EngineWatch:
@@ -43,10 +53,17 @@ class EngineWatch:
         recorder: Handle of the recorder; gets the spans.
         metrics: Gets the gauges.
         is_adaptive: Whether the limits adapt.
+        start_limit_s: How long no engine may run; 0 where none can be started beside the trainer.
     """
 
     def __init__(
-        self, limits: Limits, recorder: Any, metrics: Metrics, *, is_adaptive: bool
+        self,
+        limits: Limits,
+        recorder: Any,
+        metrics: Metrics,
+        *,
+        is_adaptive: bool,
+        start_limit_s: float = 0.0,
     ) -> None:
         self._scheduled = limits
         self._recorder = recorder
@@ -68,8 +85,18 @@ class EngineWatch:
         """Seconds of all requests in engines."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
         self._is_silent = False
+        self._start_limit_s = start_limit_s
+        self._any_run = asyncio.Event()
+        """Whether an engine runs, as far as is known."""
+        self._any_run.set()
+        self._none_since = 0.0
+        self._num_outages = 0
+        """Times that none ran since the last new version."""
+        self._running: Sequence[ServerStatus] = ()
+        """What those said that answered last."""
         self.num_changes = 0
-        """Times that engines came, went, paused, resumed or got new weights."""
+        """Times that engines came, went, paused, resumed or got new weights, and that they were
+        looked for while none ran: their start has a limit of its own."""
 
     @property
     def statuses(self) -> tuple[ServerStatus, ...]:
@@ -110,9 +137,12 @@ class EngineWatch:
         statuses: Sequence[ServerStatus] = ()
         before = -1
         for _ in range(_END_TRIES):
-            await client.abort(None)
-            await asyncio.sleep(_END_PAUSE_S)
-            statuses = await client.status(drain=False)
+            try:
+                await client.abort(None)
+                await asyncio.sleep(_END_PAUSE_S)
+                statuses = await client.status(drain=False)
+            except NoEngineError:  # nothing comes from the dead
+                statuses = ()
             now = sum(status.tokens_generated for status in statuses)
             if now == before:
                 break
@@ -136,24 +166,80 @@ class EngineWatch:
             Ids of the replicas that answered; none where one that lives is too slow to.
 
         Raises:
-            NoEngineError: If no replica is there.
+            NoEngineError: See `check_any`.
         """
         try:
             statuses = await client.status()
-        except NoEngineError:
-            raise
+        except NoEngineError as error:
+            self._running = ()
+            self.check_any(error)
+            return set()
         except RolloutError as error:  # no answer for now; Serve replaces what never answers
+            self._found_any()
             if not self._is_silent:
                 logger.warning("the engines' figures are missing: %s", one_line(error))
             self._is_silent = True
             return set()
         self._is_silent = False
+        self._found_any()
+        self._running = statuses
         statuses = [status for status in statuses if status.replica_id not in self._left]
         self._note_changes(statuses)
         if self._is_adaptive:
             self._adapt(client, statuses)
         await self._record(statuses)
         return {status.replica_id for status in statuses}
+
+    def _found_any(self) -> None:
+        if not self._any_run.is_set():
+            logger.warning("an engine runs after %.0f s", time.monotonic() - self._none_since)
+            self._any_run.set()
+
+    def check_any(self, error: NoEngineError) -> None:
+        """Note that no engine runs.
+
+        Args:
+            error: What says so.
+
+        Raises:
+            NoEngineError: If that has been so for too long, or too often.
+        """
+        now = time.monotonic()
+        if self._any_run.is_set():
+            self._any_run.clear()
+            self._none_since = now
+            self._num_outages += 1
+            logger.warning("%s; they are waited for", one_line(error))
+        self.num_changes += 1
+        if not self._start_limit_s:
+            raise error
+        if now - self._none_since >= self._start_limit_s:
+            raise NoEngineError(
+                f"{one_line(error)}, and none has come within {self._start_limit_s:g} s "
+                "(rollout.engine.start_timeout_s)"
+            )
+        if self._num_outages > _MOST_OUTAGES:
+            raise NoEngineError(
+                f"{one_line(error)}, for the {self._num_outages}th time without a step between"
+            )
+
+    async def wait_for_any(self) -> None:
+        """Wait until an engine runs, for a while.
+
+        Waits for: `read`, which finds one. Unblocked by: that, or `_ANY_S`.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._any_run.wait(), _ANY_S)
+
+    def on_version(self) -> None:
+        """The engines have a new version."""
+        self._num_outages = 0
+
+    def lack(self, policy_version: int) -> bool:
+        """Whether engines run, and none of them takes requests of a version: those that Serve has
+        started again have the base model."""
+        running = [s for s in self._running if not s.is_stalled]
+        return bool(running) and not any(s.takes_requests(policy_version) for s in running)
 
     async def let_go(self, statuses: Sequence[ServerStatus]) -> None:
         """Take the last statuses of engines that have left."""

@@ -16,7 +16,12 @@ import re
 import time
 from collections.abc import Callable
 
-from ray_apr.core.exceptions import UserCodeError, one_line
+from ray_apr.core.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    UserCodeError,
+    one_line,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +104,12 @@ class Outage:
         self._num_tries += 1
         self._waiting.add(sample_id)
         self._seen.add(sample_id)
+
+    def before(self, reason: APRError) -> APRError:
+        """Why the run ends; of engines that are gone, with what samples met with first."""
+        if isinstance(reason, EngineUnavailableError) and self.reason:
+            return type(reason)(f"{self.reason.rstrip('.')}; then {reason}")
+        return reason
 
     def ended(self, sample_id: str) -> None:
         """A sample has got an engine, or is gone."""

@@ -4,7 +4,7 @@ Invariants, kept by `Poison`:
     * The death of an engine is laid to the calls that ran there (`EngineDiedError`), and to no
       others: an engine that cannot be had, a pause or an abort counts for nothing.
     * Samples that an engine died under soon after they had begun, or twice, leave the last engine
-      to others: the run would end with it. They take it when nothing else runs for a while.
+      to others: all would wait for its start. They take it when nothing else runs for a while.
     * Where a prompt begins anew, two deaths of those before are laid to each of its samples.
     * A prompt that is set aside is handed out no more, in whatever epoch, also where the run is
       gone on with. Its group is dropped whole.
@@ -147,10 +147,7 @@ class Poison:
         except RolloutError as error:
             raise EngineUnavailableError(str(error)) from error
         version = self._scheduler.policy_version
-        return sum(
-            not s.is_stalled and (s.is_paused or (s.weights_valid and s.policy_version >= version))
-            for s in statuses
-        )
+        return sum(status.takes_requests(version) for status in statuses)
 
     def convict(self, live: LiveSample, error: Exception) -> RolloutError | None:
         """Set the prompt of a sample aside, and drop its groups.

@@ -320,6 +320,7 @@ class Sessions:
             # no fault of the sample; how long the trainer waits for a batch is the limit
             self.outage.failed(sample_id, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
+            await self._engines.wait_for_any()  # to make requests of long samples takes time
             self._retry(live)
             return
         prompt, limit = live.group.group_id.partition("~")[0], self._config.max_request_failures

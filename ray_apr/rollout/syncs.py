@@ -7,6 +7,8 @@ Invariants, kept by `WeightSyncs`:
     * `_on_weights` follows each sync that succeeds, before its `finish_sync` returns.
     * Engines come and go between two syncs: what a sync has found at its begin is there until its
       end.
+    * A sync that finds no engine waits for those that are started again, in calls of a limited
+      time; one whose engines are all gone breaks off, to be tried again.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from collections.abc import Mapping, Sequence
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError
-from ray_apr.core.messages import ServerStatus, WeightGroup, WeightGroupState, WeightScores
+from ray_apr.core.messages import WeightGroup, WeightGroupState, WeightScores
 from ray_apr.core.protocols import RolloutClient
+from ray_apr.rollout.engines import EngineWatch
 from ray_apr.weights.sync import SyncTimes, WeightSync
 
 _DRAIN_CALL_S = 20.0
@@ -45,16 +48,16 @@ class WeightSyncs:
         self._is_syncing = False
         """From the question who is there until the last engine goes on; a sync that is tried again
         is one sync."""
+        self._is_asked = False
+        """Whether the trainer was told to send its weights again, and has not yet."""
         self._turns = asyncio.Condition()
         """Held while engines come and go."""
         self._client: RolloutClient
+        self._engines: EngineWatch
+        """Made by the class that has this one as its base."""
 
     async def _on_weights(self, policy_version: int) -> None:
         """Called once the engines have the weights of a version, and run."""
-        raise NotImplementedError
-
-    async def _on_left(self, statuses: Sequence[ServerStatus]) -> None:
-        """Called with the last statuses of engines that have left."""
         raise NotImplementedError
 
     def _open_syncs(self, client: RolloutClient) -> None:
@@ -68,15 +71,26 @@ class WeightSyncs:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def weight_group_state(self) -> WeightGroupState:
+    async def weight_group_state(self) -> WeightGroupState | None:
         """Which replicas run, and whether just these are in the weight group; a sync begins.
 
         Waits for: the engines' start. Unblocked by: that; the train worker that asks has a limit.
+
+        Returns:
+            None if none runs yet: the caller calls again.
+
+        Raises:
+            NoEngineError: If none has come for too long.
         """
         await self._engines_run.wait()
         async with self._turns:
             self._is_syncing = True
-        return await self._client.weight_group_state()
+        try:
+            return await self._client.weight_group_state()
+        except NoEngineError as error:
+            self._engines.check_any(error)
+            await self._engines.wait_for_any()
+            return None
 
     async def scale(self, num_engines: int) -> None:
         """Have so many engines from now on; see `RolloutClient.scale`.
@@ -101,7 +115,7 @@ class WeightSyncs:
                     left = await self._client.scale(num_engines)
             except TimeoutError as error:
                 raise RolloutError(f"the engines did not answer within {_CHANGE_S:g} s") from error
-            await self._on_left(left)
+            await self._engines.let_go(left)
 
     async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Let these replicas join the group that weights arrive by."""
@@ -151,8 +165,6 @@ class WeightSyncs:
             self._draining = None
             try:
                 draining.result()
-            except NoEngineError:
-                raise
             except RolloutError as error:
                 raise SyncBrokenError(f"engines could not be paused: {error}") from error
         return draining.done()
@@ -172,6 +184,7 @@ class WeightSyncs:
         async with self._turns:
             self._is_syncing = False
             self._turns.notify_all()
+        self._is_asked = False
         return dataclasses.asdict(times)
 
     async def note_weights(self, policy_version: int) -> dict[str, float]:
@@ -181,7 +194,10 @@ class WeightSyncs:
 
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have the engines score sequences once they have the weights of a version."""
-        await self._client.expect_scores(policy_version, sequences)
+        try:
+            await self._client.expect_scores(policy_version, sequences)
+        except NoEngineError as error:
+            raise SyncBrokenError(str(error)) from error
 
     async def weight_scores(self) -> list[WeightScores]:
         """What the engines have scored since `expect_scores`."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
@@ -23,7 +23,6 @@ from ray_apr.core.exceptions import (
     EngineUnavailableError,
     RolloutError,
 )
-from ray_apr.core.messages import ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
@@ -151,7 +150,11 @@ class RolloutWorker(WeightSyncs):
         self._main: asyncio.Task[None] | None = None
         self._metrics = Metrics(run)
         self._engines = EngineWatch(
-            self._scheduler, recorder, self._metrics, is_adaptive=partial_rollout.is_adaptive
+            self._scheduler,
+            recorder,
+            self._metrics,
+            is_adaptive=partial_rollout.is_adaptive,
+            start_limit_s=0.0 if rollout.is_colocated else rollout.engine.start_timeout_s,
         )
         self._notes = Notes(
             journal,
@@ -284,10 +287,7 @@ class RolloutWorker(WeightSyncs):
             is_ours = isinstance(error, APRError)
             logger.error("the rollout worker stops: %r", error, exc_info=None if is_ours else error)
             reason = error if isinstance(error, APRError) else RolloutError(repr(error))
-            if isinstance(reason, EngineUnavailableError) and self._sessions.outage.reason:
-                met = self._sessions.outage.reason.rstrip(".")
-                reason = EngineUnavailableError(f"{met}; then {reason}")
-            await self._buffer.fail.remote(reason)
+            await self._buffer.fail.remote(self._sessions.outage.before(reason))
 
     # -- loops -----------------------------------------------------------------------------------
 
@@ -363,12 +363,19 @@ class RolloutWorker(WeightSyncs):
         """
         while not self._stopping.is_set():
             await self._figures.show(self._client)
+            await self._see_to_weights()
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
             try:
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
+
+    async def _see_to_weights(self) -> None:
+        """Have the trainer send its weights again, once, where no engine has them any more."""
+        version = self._scheduler.policy_version
+        if not (self._is_syncing or self._is_asked) and self._engines.lack(version):
+            self._is_asked = await self._buffer.send_again.remote(version)
 
     async def drop_journal_before(self, epoch: int) -> None:
         """Remove what no checkpoint that is kept goes on with."""
@@ -378,14 +385,12 @@ class RolloutWorker(WeightSyncs):
         """Go on under a new version."""
         if policy_version >= self._goes_on_at:
             self._has_weights.set()
+        if policy_version > self._scheduler.policy_version:
+            self._engines.on_version()
         self._scheduler.on_version(policy_version)
         if self._partial_rollout.restarts:
             self._notes.of_cuts()
         self._wake.set()
-
-    async def _on_left(self, statuses: Sequence[ServerStatus]) -> None:
-        """Keep the last figures of engines that have left."""
-        await self._engines.let_go(statuses)
 
 
 def _freeze_heap() -> None:

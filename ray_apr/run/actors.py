@@ -200,7 +200,9 @@ class Actors:
                 _fetched(tables), seed=seed, position=position, pending=pending
             ),
             make_client=self._client_maker(
-                max_inflight=max_inflight, weight_sync_timeout_s=spec.train.weight_sync_timeout_s
+                max_inflight=max_inflight,
+                weight_sync_timeout_s=spec.train.weight_sync_timeout_s,
+                policy_version=begin.of_engines,
             ),
             make_scorer=lambda: Scorer(reward, rollout, environment),
             buffer=buffer,

@@ -62,7 +62,8 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         )
         for r in range(spec.scaling.num_workers)
     }
-    limit_s = _COLLECTIVE_TIMEOUT_S + math.ceil(sync_limit_s(spec.train.weight_sync_timeout_s))
+    start_s, sync_s = spec.rollout.engine.start_timeout_s, spec.train.weight_sync_timeout_s
+    limit_s = _COLLECTIVE_TIMEOUT_S + math.ceil(sync_limit_s(sync_s, start_s))
     return TorchTrainer(
         functools.partial(train_loop_per_worker, worker),
         torch_config=TorchConfig(backend=spec.torch_backend, timeout_s=limit_s),

@@ -1,4 +1,4 @@
-"""Placement: which replica gets a request, and how many each one may have.
+"""Placement: which replicas take requests, which of them gets one, and how many each may have.
 
 Invariants, kept by `Placement`:
     * No replica gets more requests than its limit while another one has room.
@@ -13,13 +13,49 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+from ray_apr.core.exceptions import EngineUnavailableError
+from ray_apr.core.messages import ServerStatus
 
 _SLACK = 0.125
 """How much fuller, as a share of its limit, the usual replica may be than the emptiest one."""
 _NUM_HOMES = 1 << 20
 """Samples and groups whose replica is remembered; the least recently used is forgotten first."""
+
+
+def that_take(
+    running: Mapping[str, ServerStatus], policy_version: int, leaving: Collection[str] = ()
+) -> dict[str, str]:
+    """The replica of each engine that takes requests.
+
+    One that was started (again) has the base model until the next sync, and one that is paused may
+    be in the midst of it.
+
+    Args:
+        running: Status of each engine that lives, by its name.
+        policy_version: Newest version that is known to be with engines.
+        leaving: Engines that get no more requests.
+
+    Raises:
+        EngineUnavailableError: If there is none.
+    """
+    newest = max([policy_version, *(status.policy_version for status in running.values())])
+    living = {
+        engine: status
+        for engine, status in running.items()
+        if engine not in leaving and not status.is_stalled
+    }
+    ready = {
+        engine: status.replica_id
+        for engine, status in living.items()
+        if status.is_paused or status.policy_version >= newest
+    }
+    if not ready:
+        lacks = f"has the weights of version {newest}" if living else "makes any token"
+        raise EngineUnavailableError(f"no rollout server {lacks}")
+    return ready
 
 
 class Placement:

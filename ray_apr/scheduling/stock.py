@@ -31,9 +31,11 @@ from ray_apr.scheduling.shelf import Shelf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTicket:
-    """The batch of one step; `plan` is None when the stream has ended."""
+    """The batch of one step, or what comes before it; without either the stream has ended."""
 
     plan: BatchPlan | None = None
+    send_again: int | None = None
+    """Policy version that no engine has any more: all ranks send their weights before the batch."""
     refs: tuple[Any, ...] = ()
     """ObjectRef of each group's samples, in the plan's order."""
 

@@ -44,7 +44,7 @@ from ray_apr.core.messages import (
     WeightScores,
 )
 from ray_apr.core.protocols import PauseMode
-from ray_apr.scheduling.routing import Placement
+from ray_apr.scheduling.routing import Placement, that_take
 from ray_apr.serve.departure import Departure
 from ray_apr.serve.errors import of_living, ours
 from ray_apr.serve.exchange import Exchange
@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 _CONTROL_TIMEOUT_S = 60.0
 _LEARN_AGAIN_S = 5.0
 """Pause of the question whether an engine that got no requests can take some now."""
+_NONE_S = 0.5
+"""For so long none takes any, after the answer that none does: many requests may wait."""
 
 
 class ServeRolloutClient:
@@ -66,6 +68,7 @@ class ServeRolloutClient:
         config: Number of replicas at the start, and time limits.
         max_inflight: Most requests of one replica, until `set_limits` says otherwise.
         weight_sync_timeout_s: Limit for the replicas to receive weights.
+        policy_version: Version that the servers had last.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class ServeRolloutClient:
         *,
         max_inflight: int = 1024,
         weight_sync_timeout_s: float = 120.0,
+        policy_version: int = 0,
     ) -> None:
         self._app_name = app_name
         self._engines = {n: EngineHandle(app_name, n) for n in engine_names(config.num_replicas)}
@@ -90,13 +94,14 @@ class ServeRolloutClient:
         """When they were learned; if never, they have to be before the next request."""
         self._asking: asyncio.Task[None] | None = None
         """Asks the others again."""
+        self._none_until, self._why_none = -math.inf, ""
         self._exchange = Exchange(self._engines)
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight
         self._members: frozenset[str] = frozenset()
         """Replicas that have joined the weight group."""
-        self._policy_version = 0
+        self._policy_version = policy_version
         """Newest version that is known to be with the servers."""
         self._placed: dict[str, str] = {}
         """Engine of each request under way."""
@@ -180,20 +185,14 @@ class ServeRolloutClient:
         async with self._learning:
             if self._learned_at != -math.inf and not again:
                 return
-            running = await self._statuses(drain=False)
-            # one that Serve has started (again) has the base model until the next sync, and one
-            # that is paused may be in the midst of it
-            newest = max([self._policy_version, *(s.policy_version for s in running.values())])
-            taken = running.keys() - self._departure.engines.keys()
-            living = {n: s for n, s in running.items() if n in taken and not s.is_stalled}
-            ready = {
-                engine: status.replica_id
-                for engine, status in living.items()
-                if status.is_paused or status.policy_version >= newest
-            }
-            if not ready:
-                lacks = f"has the weights of version {newest}" if living else "makes any token"
-                raise EngineUnavailableError(f"no rollout server {lacks}")
+            if not again and time.monotonic() < self._none_until:
+                raise EngineUnavailableError(self._why_none)
+            try:
+                running = await self._statuses(drain=False)
+                ready = that_take(running, self._policy_version, self._departure.engines)
+            except RolloutError as error:
+                self._none_until, self._why_none = time.monotonic() + _NONE_S, str(error)
+                raise
             self._set_ready(ready)
 
     def _set_ready(self, ready: dict[str, str]) -> None:

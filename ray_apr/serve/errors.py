@@ -33,10 +33,7 @@ async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
 
 def none_runs(what: str) -> NoEngineError:
     """The error of a call that no rollout server is there for."""
-    return NoEngineError(
-        f"{what}: no rollout server runs. Their logs say why they ended; a run with several "
-        "(rollout.num_replicas) outlives one of them"
-    )
+    return NoEngineError(f"{what}: no rollout server runs; their logs say why they ended")
 
 
 def translated(error: BaseException, what: str) -> APRError:

@@ -23,7 +23,7 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
 from ray_apr.data.parts import DEATHS, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
-from ray_apr.train.answers import CALL_TIMEOUT_S, answer_of, captured_of, has_failed
+from ray_apr.train.answers import CALL_TIMEOUT_S, answer_of, captured_of, failure_of, has_failed
 from ray_apr.train.once import once
 
 if TYPE_CHECKING:
@@ -60,10 +60,11 @@ _IF_ANY = ("weight_sync_s", "weight_gather_s", "generation_stopped_s")
 """Left out at 0, which says that there was none."""
 
 
-def sync_limit_s(sync_timeout_s: float) -> float:
+def sync_limit_s(sync_timeout_s: float, start_timeout_s: float) -> float:
     """Longest that a weight sync of this limit may take until it fails by itself, in seconds: what
-    it may try again in, and the three waits of its last try."""
-    return 4 * (sync_timeout_s + CALL_TIMEOUT_S)
+    it may try again in, and the three waits of its last try; and in either the start of engines
+    that are all gone."""
+    return 4 * (sync_timeout_s + CALL_TIMEOUT_S) + 2 * start_timeout_s
 
 
 class RunControl:
@@ -74,6 +75,7 @@ class RunControl:
         worker: The rollout worker.
         recorder: Handle of the recorder.
         sync_timeout_s: Limit of one weight sync.
+        start_timeout_s: Limit of the start of engines, which a sync waits for where none runs.
         evaluator: Handle of the evaluator; None evaluates nothing.
         evaluation: When it evaluates.
         run: Name of the run, which its metrics carry.
@@ -88,6 +90,7 @@ class RunControl:
         worker: Part,
         recorder: Any,
         sync_timeout_s: float,
+        start_timeout_s: float = 0.0,
         evaluator: Any = None,
         evaluation: EvaluationConfig | None = None,
         run: str = "",
@@ -98,6 +101,7 @@ class RunControl:
         self._worker = worker
         self._recorder = recorder
         self._sync_timeout_s = sync_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._evaluator = evaluator
         self._evaluation = evaluation
         self._evaluating: Any = None
@@ -117,13 +121,13 @@ class RunControl:
     @property
     def sync_limit_s(self) -> float:
         """Longest that a sync takes, with all its tries, before it fails by itself."""
-        return sync_limit_s(self._sync_timeout_s)
+        return sync_limit_s(self._sync_timeout_s, self._start_timeout_s)
 
     @property
     def retry_limit_s(self) -> float:
         """How long after its begin a sync that broke off may be tried again: also one whose first
-        try ended by the limit."""
-        return self._sync_timeout_s + CALL_TIMEOUT_S
+        try ended by the limit, and one that had to wait for engines."""
+        return self._sync_timeout_s + CALL_TIMEOUT_S + self._start_timeout_s
 
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
@@ -300,11 +304,21 @@ class RunControl:
             self.is_draining = False
 
     def _group_state(self, timeout_s: float) -> WeightGroupState:
+        """Who is there, once anybody is.
+
+        Waits for: engines, where none runs. Unblocked by: one that runs, the rollout worker, which
+        has a limit for that, or a failure of the run.
+        """
         what = ", whose servers are to say who is there"
-        state: WeightGroupState = self._worker.ask(
-            "weight_group_state", limit_s=timeout_s, what=what
-        )
-        return state
+        while True:
+            state: WeightGroupState | None = self._worker.ask(
+                "weight_group_state", limit_s=timeout_s, what=what
+            )
+            if state is not None:
+                return state
+            failure = failure_of(self._buffer)
+            if failure is not None:
+                raise failure
 
     def _of_sync(self, ref: Any, whom: str, timeout_s: float) -> Any:
         """An answer of a sync; a worker that dies breaks it off, and another one may do it."""

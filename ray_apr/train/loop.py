@@ -12,6 +12,8 @@ Invariants:
       every rank checks the tokens that it trains against the staleness bound again.
     * The policy version rises by one with each batch, whatever its mini-batches and epochs, on all
       ranks together.
+    * Where a rank's stream says that engines have lost the weights, so do those of all others,
+      before the same step: all of them send the weights again, under the same version.
     * An error of one rank ends its process, and Ray Train ends the others.
 """
 
@@ -29,6 +31,7 @@ import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
 from ray_apr.core.staleness import next_version
+from ray_apr.data.datasource import SEND_AGAIN
 from ray_apr.data.parts import Part
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.answers import failure_of
@@ -200,17 +203,26 @@ class _TrainLoop:
         self._row = row
 
     def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
-        """Wait for this rank's row of the step; returns it and the seconds waited."""
-        with self._span("wait") as waited:
-            row = next(rows, None)
-        if row is None:
-            raise StarvedError(
-                f"the stream of rank {self._rank} ended before step {self._progress.step}: the "
-                "sample buffer was closed"
-            )
+        """Wait for this rank's row of the step, and send weights again where engines have lost
+        them; returns the row and the seconds waited."""
+        wait_s = 0.0
+        while True:
+            with self._span("wait") as waited:
+                row = next(rows, None)
+            wait_s += waited.duration_s
+            if row is None:
+                raise StarvedError(
+                    f"the stream of rank {self._rank} ended before step {self._progress.step}: "
+                    "the run ends, or the process that read it has died"
+                )
+            if SEND_AGAIN not in row:
+                break
+            with self._span("sync"):
+                lost_version = int(row[SEND_AGAIN])
+                self._publisher.send_again(lost_version, self._progress.policy_version)
         batch = RankBatch.from_row(row)
         check_batch(batch, self._progress, self._spec.partial_rollout.max_staleness)
-        return batch, waited.duration_s
+        return batch, wait_s
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
         """Rows of this rank, each a mapping of column to list or number.
@@ -251,7 +263,8 @@ def _wait_limit_s(spec: WorkerSpec) -> float:
     a rank that dies ends the others' wait at once."""
     if spec.partial_rollout.drain:
         return _DRAIN_LIMIT_S
-    engines_s = spec.start_timeout_s + sync_limit_s(spec.train.weight_sync_timeout_s)
+    limit_s = sync_limit_s(spec.train.weight_sync_timeout_s, spec.start_timeout_s)
+    engines_s = spec.start_timeout_s + limit_s
     return 2 * engines_s + (0.0 if spec.evaluation is None else spec.evaluation.timeout_s)
 
 
@@ -262,6 +275,7 @@ def _make_control(spec: WorkerSpec) -> RunControl:
         worker=Part(spec.worker, "rollout worker", lambda: failure_of(buffer)),
         recorder=spec.recorder,
         sync_timeout_s=spec.train.weight_sync_timeout_s,
+        start_timeout_s=spec.start_timeout_s,
         evaluator=spec.evaluator,
         evaluation=spec.evaluation,
         run=spec.run,

@@ -90,9 +90,13 @@ class WeightPublisher:
         self._check = check
         self._is_connected = False
         self._pending: _Pending | None = None
+        self._sent_version = -1
+        """The newest version that was gathered for a sync, on every rank."""
 
     def publish(self, policy_version: int, *, timeout_s: float) -> None:
         """Sync now, and wait until the servers have the weights.
+
+        Waits for: the sync under way. Unblocked by: its end, or the limit of all of its tries.
 
         Args:
             policy_version: Version of the weights.
@@ -101,7 +105,22 @@ class WeightPublisher:
         Raises:
             WeightSyncError: If they did not get them.
         """
+        self._join(must_end=True)
         self._send(policy_version, self._gather(policy_version), timeout_s)
+
+    def send_again(self, lost_version: int, policy_version: int) -> None:
+        """Sync now, as no engine has the weights any more; on every rank alike.
+
+        Args:
+            lost_version: What they had; nothing is done where a newer one was sent since.
+            policy_version: Version of the weights.
+
+        Raises:
+            WeightSyncError: If the servers did not get them.
+        """
+        if self._sent_version <= lost_version:
+            self._meet()
+            self.publish(policy_version, timeout_s=self._timeout_s)
 
     def after_step(
         self, num_steps: int, policy_version: int, *, is_last: bool
@@ -147,6 +166,7 @@ class WeightPublisher:
         self._sender.close()
 
     def _gather(self, policy_version: int) -> Span:
+        self._sent_version = policy_version
         with Span() as gathered:
             self._sender.gather()
             if self._check is not None:

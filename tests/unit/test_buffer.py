@@ -143,6 +143,43 @@ async def test_a_reader_that_ray_data_starts_again_is_refused():
     assert (await buffer.take(0, 0)).plan.step == 1
 
 
+async def test_every_rank_is_told_once_to_send_its_weights_again_before_the_batch():
+    buffer, _ = make(num_ranks=2)
+    assert not await buffer.send_again(0), "no trainer waits"
+    await buffer.grant(0, 0)
+    waiting = asyncio.create_task(buffer.take(0, None))
+    await asyncio.sleep(0)
+    assert await buffer.send_again(0)
+    assert (await waiting).send_again == 0
+    for name in "ab":
+        await put(buffer, name, 0)
+    assert not await buffer.send_again(0), "the trainer has its batch, and sends after the step"
+    assert (await buffer.take(0, None, (0,))).plan.step == 0
+    ticket = await buffer.take(1, None)
+    assert (ticket.send_again, ticket.plan) == (0, None)
+    assert (await buffer.take(1, None, (0,))).plan.step == 0
+    await buffer.ack(0, 1)
+    assert await buffer.send_again(1)
+    for rank in (0, 1):
+        assert (await buffer.take(rank, 0, (0,))).send_again == 1
+
+
+async def test_a_buffer_that_follows_tells_all_ranks_what_the_last_one_told_some():
+    buffer, _ = make(num_ranks=2)
+    await buffer.grant(3, 3)
+    assert await buffer.take(0, 2, (2, 3)) is None
+    assert (await buffer.take(1, 2, (2,))).send_again == 3
+    assert await buffer.take(1, 2, (2, 3)) is None
+
+
+async def test_a_trainer_that_begins_again_is_told_nothing_of_before():
+    buffer, _ = make()
+    await buffer.grant(3, 3)
+    assert await buffer.send_again(3)
+    await buffer.grant(2, 2)
+    assert await buffer.take(0, None) is None
+
+
 async def test_the_rollout_side_follows_counts_that_cannot_be_lost():
     buffer, _ = make(poll_timeout_s=5.0)
     state = await buffer.watch(-1)

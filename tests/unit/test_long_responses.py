@@ -262,9 +262,9 @@ def test_a_starved_trainer_learns_what_has_not_moved(monkeypatch):
     run_in_virtual_time(monkeypatch, work)
 
 
-def test_a_run_whose_only_engine_stalled_ends_with_that(monkeypatch):
+def test_a_run_whose_only_engine_stalled_and_does_not_come_again_ends_with_that(monkeypatch):
     async def work() -> None:
-        rollout = config(engine={"stall_timeout_s": 100.0})
+        rollout = config(engine={"stall_timeout_s": 100.0, "start_timeout_s": 500.0})
         with slow_engines(
             monkeypatch, RolloutConfig(**rollout), tokens_per_s=SPEED, lengths=lambda _: LONG
         ) as (serve, client):
@@ -274,7 +274,8 @@ def test_a_run_whose_only_engine_stalled_ends_with_that(monkeypatch):
                 await asyncio.sleep(200.0)
                 serve.replicas[0].llm.is_hung = True
                 with pytest.raises(
-                    EngineUnavailableError, match=r"made no token for 100 s.*no rollout server"
+                    EngineUnavailableError,
+                    match=r"made no token for 100 s.*no rollout server .* within 500 s",
                 ):
                     await run.step(0)
             assert await check_ledger(run) >= 8 * 190 * SPEED, "all that had come out is kept"

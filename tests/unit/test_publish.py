@@ -129,6 +129,20 @@ def test_with_overlap_the_trainer_goes_on_and_one_sync_is_under_way_at_a_time():
     assert control.sent == [1, 2] and sender.gathered == 2
 
 
+def test_weights_that_engines_have_lost_are_sent_again_unless_newer_ones_were_sent_since():
+    control = Control(arrives=False)
+    for publisher, sender in (make(control, overlaps=True), make(None, overlaps=True)):
+        publisher.after_step(1, 1, is_last=False)
+        threading.Timer(0.1, control.arrived.set).start()
+        publisher.send_again(1, 1)  # ranks alike, once the sync before has ended
+        assert sender.gathered == 2
+        publisher.send_again(0, 1)
+        assert sender.gathered == 2
+        publisher.send_again(1, 2)  # of a run that does not sync after each step
+        assert sender.gathered == 3
+    assert control.sent == [1, 1, 2]
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_the_error_of_an_overlapped_sync_reaches_the_trainer(last):
     control = Control(error=WeightSyncError("a replica is gone"))

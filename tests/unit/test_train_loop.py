@@ -6,7 +6,8 @@ import types
 import pytest
 
 from ray_apr.config import TrainConfig
-from ray_apr.core.exceptions import TrainError
+from ray_apr.core.exceptions import StarvedError, TrainError
+from ray_apr.data.datasource import SEND_AGAIN
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.residency import AlwaysThere
@@ -103,6 +104,18 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
     assert loop._writer.is_closed
+
+
+def test_a_row_without_a_batch_has_the_weights_sent_again_before_the_step(loop, row, monkeypatch):
+    monkeypatch.undo()
+    loop._rank, loop._progress, sent = 0, PROGRESS, []
+    loop._spec.partial_rollout = types.SimpleNamespace(max_staleness=3)
+    loop._publisher.send_again = lambda lost, version: sent.append((lost, version))
+    rows = iter([{SEND_AGAIN: 3}, {SEND_AGAIN: 3}, row.to_row()])
+    batch, _ = loop._next_batch(rows)
+    assert (batch.step, sent) == (4, [(3, 3), (3, 3)])
+    with pytest.raises(StarvedError, match=r"ended before step 4.*that read it has died"):
+        loop._next_batch(rows)
 
 
 def test_a_loop_behind_a_gate_does_what_is_ordered(loop):

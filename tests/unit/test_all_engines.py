@@ -1,0 +1,157 @@
+"""A run outlives the death of all its engines at one moment (rollout/engines.py, syncs.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ray_apr.core.exceptions import NoEngineError, RolloutError
+from ray_apr.core.metrics import Metrics
+from ray_apr.rollout import engines as engines_module
+from ray_apr.rollout import worker as worker_module
+from ray_apr.rollout.engines import EngineWatch
+from ray_apr.train import control as control_module
+from ray_apr.train.control import RunControl
+from tests.fakes import MortalEngines, ScriptedEngine
+from tests.rollout_run import Handle, Recorder, running, until, without_ray
+
+LONG = 1500
+"""Tokens of a response that does not end before its engine is killed."""
+NONE = NoEngineError("status: no rollout server runs")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(worker_module, "_HEARTBEAT_S", 0.02)
+
+
+def kill_all(engines: MortalEngines) -> None:
+    for engine in tuple(engines.living):
+        engines.kill(engine)
+
+
+async def batch_of(run, step, last_step, again=()):
+    """Take the batch of a granted step as a trainer does that sends its weights when it is told
+    to; returns its samples, and what it was told."""
+    while True:
+        ticket = await run.buffer.take(0, last_step, again)
+        if ticket is None:
+            continue
+        if ticket.send_again is None:
+            await run.buffer.ack(step)
+            return [sample for group in ticket.refs for sample in group], again
+        again += (ticket.send_again,)
+        await run.worker.weight_group_state()
+        await run.sync(ticket.send_again)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("is_sync", [False, True])
+async def test_engines_that_all_die_get_the_weights_again_and_keep_the_tokens_of_before(
+    num_engines, is_sync
+):
+    """The trainer waited for a batch, and the engines for weights, until the run ended."""
+    engines = MortalEngines(num_engines, default_length=LONG, restart_s=0.2, forgets=True)
+    settings = {"max_staleness": 0} if is_sync else {"max_staleness": 2}
+    sizes = {"num_replicas": num_engines, "max_response_tokens": LONG}
+    async with running(engines, rollout=sizes, oversampling_factor=1.0, **settings) as run:
+        await run.step(0)
+        await run.sync(1)
+        told: tuple[int, ...] = ()
+        for step in (1, 2):
+            await until(lambda: len(engines.running) == 4)
+            kill_all(engines)
+            await run.buffer.grant(step, step)
+            samples, told = await batch_of(run, step, step - 1, told)
+            assert len(samples) == 4
+            await run.sync(step + 1)
+        assert told == (1, 2), "each time, once"
+    assert engines.num_lost >= 8, "calls that ran"
+    await run.check_ledger(run.summary)
+
+
+async def test_a_run_whose_engines_do_not_come_again_ends_with_the_reason():
+    engines = MortalEngines(2, default_length=LONG, restart_s=60.0)
+    sizes = {"num_replicas": 2, "max_response_tokens": LONG, "engine": {"start_timeout_s": 0.4}}
+    async with running(engines, rollout=sizes, max_staleness=1) as run:
+        await until(lambda: len(engines.running) >= 4)
+        kill_all(engines)
+        await asyncio.sleep(0.1)
+        assert await run.buffer.failure() is None
+        with pytest.raises(NoEngineError, match=r"is dead; then .*within 0\.4 s.*start_timeout_s"):
+            await run.step(0)
+        with pytest.raises(NoEngineError, match=r"within 0\.4 s"):
+            await run.worker.weight_group_state()
+
+
+async def test_a_sync_that_finds_no_engine_is_asked_again_until_one_runs(monkeypatch):
+    monkeypatch.setattr(engines_module, "_ANY_S", 0.05)
+    engines = MortalEngines(1, restart_s=0.2)
+    async with running(engines, max_staleness=1) as run:
+        await run.step(0)
+        kill_all(engines)
+        assert await run.worker.weight_group_state() is None
+        while (state := await run.worker.weight_group_state()) is None:
+            pass
+        assert state.num_workers == 1
+
+
+async def test_a_worker_that_begins_where_no_engine_runs_takes_nothing_over():
+    engines = MortalEngines(1)
+    kill_all(engines)
+    watch = watch_of()
+    assert await watch.take_over(engines, {"engine-0": 7}) == 0
+
+
+def watch_of(**given):
+    limits = SimpleNamespace(max_inflight=8, is_starved=False)
+    return EngineWatch(limits, Handle(Recorder()), Metrics("a-run"), is_adaptive=False, **given)
+
+
+async def test_colocated_engines_have_no_time_to_come_again():
+    with pytest.raises(NoEngineError, match="no rollout server runs"):
+        watch_of(start_limit_s=0.0).check_any(NONE)
+
+
+async def test_engines_that_are_all_gone_again_and_again_without_a_step_end_the_run():
+    watch, engines = watch_of(start_limit_s=60.0), MortalEngines(1, restart_s=0.0)
+    with pytest.raises(NoEngineError, match="for the 11th time without a step between"):
+        for number in range(1, 99):
+            kill_all(engines)
+            await watch.read(engines)
+            await asyncio.sleep(0.005)
+            await watch.read(engines)
+            if number == 5:
+                watch.on_version()
+    assert number == 16
+
+
+@pytest.mark.parametrize(
+    ("version", "is_paused", "lacks"), [(3, False, True), (4, False, False), (3, True, False)]
+)
+async def test_engines_lack_a_version_unless_one_has_it_or_is_in_a_sync(version, is_paused, lacks):
+    watch, engine = watch_of(), ScriptedEngine(policy_version=version, num_replicas=2)
+    assert not watch.lack(4), "nothing is known"
+    engine.is_paused = is_paused
+    await watch.read(engine)
+    assert watch.lack(4) == lacks
+
+
+# -- the trainer's side ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_rank_0_asks_again_who_is_there_unless_the_run_has_failed(monkeypatch, has_failed):
+    answers = [None, None, SimpleNamespace(is_whole=True)]
+    worker = SimpleNamespace(ask=lambda verb, **_: answers.pop(0))
+    failure = RolloutError("no judge") if has_failed else None
+    monkeypatch.setattr(control_module, "failure_of", lambda buffer: failure)
+    control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
+    if has_failed:
+        with pytest.raises(RolloutError, match="no judge"):
+            control.is_group_whole()
+    else:
+        assert control.is_group_whole() and not answers
