@@ -221,10 +221,12 @@ class SampleBuffer:
             APRError: What stopped the rollout side.
         """
         if last_step is None and not again and rank in self._begun:
-            raise ResourceError(
+            error = ResourceError(
                 f"the process that read the batches of train worker {rank} has died (out of "
                 "memory?), and with it a batch; the logs of its node say why"
             )
+            await self.fail(error)  # Ray Data ends its stream as if there were no more batches
+            raise error
         if len(again) > len(self._again):  # another buffer has told it, and others not yet
             self._again = again
 
