@@ -78,7 +78,7 @@ def build_rollout_app(
         max_constructor_retry_count=2,
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=5.0,
+        health_check_period_s=2.0,
         health_check_timeout_s=60.0,
         ray_actor_options={
             "num_cpus": config.engine.num_cpus_per_replica,
