@@ -137,6 +137,13 @@ class KilledRun:
             self.node.start()
         return True
 
+    def kill_all(self, kind: str) -> int:
+        """Kill -9 all processes of a kind at one moment; returns how many there were."""
+        pids = self.pids(kind)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
     def end(self, limit_s: float) -> int:
         """Wait for the end; returns the exit code."""
         assert self._process is not None and self._reader is not None
