@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
 
-from tests.engine_kills import Timeline, kill_a_core
+from ray_apr.run.folder import read_rows
+from tests.engine_kills import kill_a_core, sync_of
 from tests.processes import kill_all, marked_environment, processes_of
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import command, fail_by_killing, running_cluster, start_run
@@ -30,8 +30,6 @@ ON_GPUS = (
     "rollout.engine.kwargs={max_num_seqs: 64, enforce_eager: true, gpu_memory_utilization: 0.2,"
     " kv_cache_memory_bytes: 2000000000}",
 )  # fmt: skip
-VICTIMS = {"RayTrainWorker": 1, "ServeReplica": 1, "EngineCore": 20}
-"""After how many steps each is killed: the first sync forms the weight group, or there are some."""
 
 
 def used_memory() -> int:
@@ -51,28 +49,19 @@ def check_memory_is_free(before: int, *marks: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_killed_part_ends_its_run_and_frees_the_gpus(tmp_path):
-    """Three runs at once, each on both GPUs and on a cluster of its own: starts take minutes."""
-    marked = {victim: marked_environment() for victim in VICTIMS}
+def test_a_killed_train_worker_ends_its_run_and_frees_the_gpus(tmp_path):
+    mark, env = marked_environment()
     before, seen = used_memory(), []
-
-    def lose(victim: str, address: str) -> None:
-        folder = tmp_path / str(list(VICTIMS).index(victim))  # no command may have its name
-        folder.mkdir()
-        final = fail_by_killing(
-            victim, folder, address, marked[victim][1], *ON_GPUS, after_steps=VICTIMS[victim],
-            before=lambda: seen.append(used_memory()),
-        )  # fmt: skip
-        if VICTIMS[victim] > 1:
-            assert max(engine["policy_version"] for engine in final["engines"]) > 1
-
-    with ThreadPoolExecutor(len(VICTIMS)) as pool, ExitStack() as living:
-        for mark, _ in marked.values():
-            living.callback(kill_all, mark)
-        clusters = [living.enter_context(running_cluster(env)) for _, env in marked.values()]
-        list(pool.map(lose, VICTIMS, [address for address, _ in clusters]))
-        assert min(seen) > before + 1000, "engine and trainer were there"
-        check_memory_is_free(before, *(mark for mark, _ in marked.values()))
+    try:
+        with running_cluster(env) as (address, _):
+            fail_by_killing(
+                "RayTrainWorker", tmp_path, address, env, *ON_GPUS,
+                before=lambda: seen.append(used_memory()),
+            )  # fmt: skip
+            assert min(seen) > before + 1000, "engine and trainer were there"
+            check_memory_is_free(before, mark)
+    finally:
+        kill_all(mark)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -85,17 +74,18 @@ def test_an_engine_killed_inside_of_a_broadcast_does_not_hang_the_trainer(tmp_pa
         with running_cluster(env) as (address, _):
             env |= {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
             many = ("train.weight_bucket_mb=0.1", f"model={model}")  # a thousand broadcasts a sync
-            run = start_run(tmp_path, env, *ON_GPUS, *many)
+            run = start_run(tmp_path, env, *ON_GPUS, *many, log=tmp_path / "log.txt")
             kill = kill_a_core(mark, tmp_path / "run", after_step=3, delay_s=0.05, num_engines=1)
-            killed = time.monotonic()
-            said, _ = run.communicate(timeout=240)
-            ended_s = time.monotonic() - killed
+            deadline, metrics = time.monotonic() + 240, tmp_path / "run" / "metrics.jsonl"
+            reached = len(read_rows(metrics))
+            while len(read_rows(metrics)) < reached + 5 and time.monotonic() < deadline:
+                time.sleep(0.5)
+            run.send_signal(signal.SIGTERM)
+            run.wait(90)
         final = json.loads((tmp_path / "run" / "final.json").read_text())
-        assert (run.returncode, final["status"], final["ledger_error"]) == (1, "failed", 0), said
-        spans = Timeline(tmp_path / "run").new_spans()
-        last = {span["actor"]: span for span in spans if span["what"] == "sync"}
-        assert last["weights"]["end_s"] < last["trainer"]["start_s"], f"it missed the sync: {kill}"
-        assert ended_s < 60, f"{final['error']}: the limit of a sync is 30 s"
+        assert (run.returncode, final["status"], final["ledger_error"]) == (143, "stopped", 0)
+        assert len(read_rows(metrics)) >= reached + 5, "it goes on with the engine that follows"
+        assert sync_of(kill, tmp_path / "run") is not None, f"it missed the sync: {kill}"
         check_memory_is_free(before, mark)
     finally:
         kill_all(mark)
