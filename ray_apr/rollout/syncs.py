@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError
@@ -91,6 +92,14 @@ class WeightSyncs:
             self._engines.check_any(error)
             await self._engines.wait_for_any()
             return None
+
+    async def _see_to_weights(self, buffer: Any, policy_version: int) -> None:
+        """Have the trainer send its weights again, once, where no engine has them any more.
+
+        Waits for: the buffer. Unblocked by: its answer or its death.
+        """
+        if not (self._is_syncing or self._is_asked) and self._engines.lack(policy_version):
+            self._is_asked = await buffer.send_again.remote(policy_version)
 
     async def scale(self, num_engines: int) -> None:
         """Have so many engines from now on; see `RolloutClient.scale`.

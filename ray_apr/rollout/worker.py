@@ -363,19 +363,13 @@ class RolloutWorker(WeightSyncs):
         """
         while not self._stopping.is_set():
             await self._figures.show(self._client)
-            await self._see_to_weights()
+            await self._see_to_weights(self._buffer, self._scheduler.policy_version)
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
             try:
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
             except TimeoutError:
                 continue
-
-    async def _see_to_weights(self) -> None:
-        """Have the trainer send its weights again, once, where no engine has them any more."""
-        version = self._scheduler.policy_version
-        if not (self._is_syncing or self._is_asked) and self._engines.lack(version):
-            self._is_asked = await self._buffer.send_again.remote(version)
 
     async def drop_journal_before(self, epoch: int) -> None:
         """Remove what no checkpoint that is kept goes on with."""
