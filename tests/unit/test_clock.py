@@ -21,7 +21,7 @@ ALLOWED = {
     "core/clock.py: time.time": "read once in a process",
     "run/controller.py: time.time": "begin of the run, as processes that start next read it",
     "run/scale_requests.py: time.time_ns": "part of a file's name",
-    "trainer.py: time.time": "name of a run",
+    "run/options.py: time.time": "name of a run",
 }
 """Where the system's clock is read, and what for."""
 WALL_CLOCK = {
