@@ -14,7 +14,6 @@ RAY = PrivateNames(
     distributions=("ray",),
     tested="2.58 to 2.60",
     names={
-        "available_resources_per_node": "ray._private.state",
         "Deployment": "ray.serve.deployment",
         "DeploymentHandle": "ray.serve.handle",
         "DeploymentBroadcastResponse": "ray.serve.handle",
@@ -34,13 +33,12 @@ RAY = PrivateNames(
         "create_nccl_communicator": _NCCL,
     },
     members={
-        "available_resources_per_node": "()",
         "Deployment": "options(name,version,_internal)",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
-        "GlobalState": "get_draining_nodes available_resources_per_node",
+        "GlobalState": "get_draining_nodes available_resources_per_node node_table",
         "StorageContext": "storage_filesystem experiment_fs_path "
         "build_checkpoint_path_from_name(checkpoint_name) "
         "persist_current_checkpoint(checkpoint,checkpoint_dir_name)",
@@ -64,11 +62,14 @@ def collective_backend(name: str) -> Any:
 
 
 def free_by_node() -> list[dict[str, float]]:
-    """What each node has that nobody has reserved, but for nodes that are drained."""
+    """What each living node has that nobody has reserved, those with most CPUs first; without nodes
+    that are drained, where Ray starts nothing."""
     state = RAY.get("state")
     drained = state.get_draining_nodes()
+    alive = {node["NodeID"] for node in state.node_table() if node["Alive"]}
     free: dict[str, dict[str, float]] = state.available_resources_per_node()
-    return [dict(has) for node, has in free.items() if node not in drained]
+    nodes = [dict(has) for node, has in free.items() if node in alive and node not in drained]
+    return sorted(nodes, key=lambda node: -node.get("CPU", 0.0))
 
 
 def kept_deployment(deployment: Any, version: str) -> Any:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from ray_apr.compat import ray as private
+from ray_apr.compat.ray import free_by_node
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.data.datasource import READ_TASK_CPUS
@@ -58,14 +58,6 @@ def num_of_workers(
     return number
 
 
-def _free() -> list[dict[str, float]]:
-    """What each living node has left, those with most CPUs first."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    by_node = private.available_resources_per_node()
-    nodes = [dict(resources) for node, resources in by_node.items() if node in alive]
-    return sorted(nodes, key=lambda node: -node.get("CPU", 0.0))
-
-
 def choose_ranks(spec: RunSpec) -> RunSpec:
     """The spec with the number of train workers that there is room for beside its engines; the
     least one where there is none, for which Ray Train then waits.
@@ -77,7 +69,7 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
         return spec
     deadline, room = time.monotonic() + _SETTLE_S, 0
     while room < ranks.most and time.monotonic() < deadline:
-        left = without(_free(), resources_of_engine(spec.rollout), spec.rollout.num_replicas)
+        left = without(free_by_node(), resources_of_engine(spec.rollout), spec.rollout.num_replicas)
         room = num_of_workers(left, resources_of_worker(spec.scaling), ranks.most)
         if room < ranks.most:
             time.sleep(_LOOK_S)
@@ -202,7 +194,7 @@ class RankWatch:
             self._thread.join(timeout=_CALL_TIMEOUT_S)
 
     def _room_now(self, most: int) -> int:
-        return num_of_workers(_free(), resources_of_worker(self._spec.scaling), most)
+        return num_of_workers(free_by_node(), resources_of_worker(self._spec.scaling), most)
 
     def wanted(self) -> int:
         """Train workers that the run could have now; never fewer than it has."""

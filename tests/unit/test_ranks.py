@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 
 import pytest
 import ray.train
 
+from ray_apr.compat.ray import RAY, free_by_node
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.ranks import RankRange
@@ -104,6 +106,17 @@ def test_read_tasks_have_room_beside_train_workers():
     assert num_of_workers([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 1
     assert num_of_workers([{"CPU": 1.1}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 2
     assert num_of_workers([], {"CPU": 1.0}, 2) == 0
+
+
+def test_dead_and_drained_nodes_have_no_room(monkeypatch):
+    cpus = {"small": 1.0, "drained": 8.0, "dead": 8.0, "big": 4.0}
+    state = types.SimpleNamespace(
+        get_draining_nodes=lambda: {"drained": 0},
+        node_table=lambda: [{"NodeID": name, "Alive": name != "dead"} for name in cpus],
+        available_resources_per_node=lambda: {name: {"CPU": n} for name, n in cpus.items()},
+    )
+    monkeypatch.setattr(type(RAY), "get", lambda self, name: state)
+    assert free_by_node() == [{"CPU": 4.0}, {"CPU": 1.0}]
 
 
 class Buffer:
