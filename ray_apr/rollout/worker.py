@@ -305,13 +305,13 @@ class RolloutWorker(WeightSyncs):
         while not self._stopping.is_set():
             self._wake.clear()
             actions = self._scheduler.tick(self._poison.next_prompt)
+            self._notes.of_admitted(actions.admit)  # before any call of theirs has an outcome
             for live in actions.reset:
                 tasks.create_task(sessions.reset(live), name=f"reset-{live.sample_id}")
             for number, live in enumerate(actions.start, start=1):
                 tasks.create_task(sessions.generate(live), name=f"sample-{live.sample_id}")
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
-            self._notes.of_admitted(actions.admit)
             self._figures.note_dropped(actions.dropped)
             await sessions.abort(actions.abort)
             await self._report_unfinished()
