@@ -42,18 +42,15 @@ def that_take(
         EngineUnavailableError: If there is none.
     """
     newest = max([policy_version, *(status.policy_version for status in running.values())])
-    living = {
-        engine: status
-        for engine, status in running.items()
-        if engine not in leaving and not status.is_stalled
-    }
+    staying = {engine: status for engine, status in running.items() if engine not in leaving}
     ready = {
         engine: status.replica_id
-        for engine, status in living.items()
-        if status.is_paused or status.policy_version >= newest
+        for engine, status in staying.items()
+        if status.takes_requests(newest)
     }
     if not ready:
-        lacks = f"has the weights of version {newest}" if living else "makes any token"
+        is_any = any(not status.is_stalled for status in staying.values())
+        lacks = f"has the weights of version {newest}" if is_any else "makes any token"
         raise EngineUnavailableError(f"no rollout server {lacks}")
     return ready
 
