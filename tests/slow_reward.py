@@ -13,8 +13,11 @@ SLOW_S = 4.0
 
 
 def reward(sample) -> float:
-    """1 for a right sum, else 0; one of `ONE_IN` calls takes `SLOW_S` seconds."""
-    response = sample.response_text
-    if zlib.crc32(response.encode()) % ONE_IN == 0:
+    """1 for a right sum, else 0; one of `ONE_IN` calls takes `SLOW_S` seconds.
+
+    Which one goes by the sample's id: if it went by the response, slow and so dropped samples would
+    be of some lengths more than of others.
+    """
+    if zlib.crc32(sample.sample_id.encode()) % ONE_IN == 0:
         time.sleep(SLOW_S)
-    return float(response.rpartition(",")[2] == str(sample.row["answer"]))
+    return float(sample.response_text.rpartition(",")[2] == str(sample.row["answer"]))

@@ -102,6 +102,9 @@ class LiveGroup:
     order: int
     """Grows with admission; unique among groups and samples."""
     members: list[LiveSample] = field(default_factory=list)
+    """Empty once it has left."""
+    left: tuple[Sample, ...] = ()
+    """Its samples as they were when it left."""
     num_scored: int = 0
     oldest_version: int | None = None
     """Version of the oldest token that is known; None while there is none."""
@@ -118,8 +121,17 @@ class LiveGroup:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """The samples as they are now."""
-        return tuple(live.sample for live in self.members)
+        """The samples as they are now, or were when the group left."""
+        return tuple(live.sample for live in self.members) if self.is_live else self.left
+
+    def let_go(self) -> None:
+        """The group has left: its members, which late tokens find it by, are no longer found here.
+
+        A group and its members would be a circle, which only a full collection of garbage finds:
+        all tokens of a long run would wait for one.
+        """
+        self.left = tuple(live.sample for live in self.members)
+        self.members = []
 
     @property
     def is_complete(self) -> bool:

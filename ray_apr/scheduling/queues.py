@@ -10,7 +10,8 @@ Invariants, all kept here:
     * What an engine died under runs as `suspects` allows, before all others.
 
 The queues are heaps with lazy deletion: an entry counts only while its sample or group is still in
-the state that put it there, so that leaving costs nothing and each step O(log n).
+the state that put it there, so that leaving costs nothing and each step O(log n). The one by age is
+read only where stale groups are evicted, so it is made anew when most of it has left.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from ray_apr.scheduling.suspects import Suspects
 
 _S = SampleState
 _RUNNABLE = (_S.WAITING, _S.INTERRUPTED, _S.READY)
+_FEW = 64
+"""Entries of the queue by age that are never too many."""
 
 
 class LiveSamples:
@@ -191,8 +194,16 @@ class LiveSamples:
         self._count_age(group, -1)
         group.oldest_version = oldest_version
         self._count_age(group, +1)
-        if oldest_version is not None:
-            heapq.heappush(self._by_age, (oldest_version, group.order, group))
+        if oldest_version is None:
+            return
+        heapq.heappush(self._by_age, (oldest_version, group.order, group))
+        if len(self._by_age) > max(_FEW, 2 * len(self._groups)):
+            self._by_age = [
+                (group.oldest_version, group.order, group)
+                for group in self._groups.values()
+                if group.oldest_version is not None and not group.is_complete
+            ]
+            heapq.heapify(self._by_age)
 
     def _count_age(self, group: LiveGroup, sign: int) -> None:
         version = group.age_version
@@ -270,3 +281,4 @@ class LiveSamples:
         for live in group.members:
             self.move(live, event)
             self.num_in[live.state] -= 1
+        group.let_go()

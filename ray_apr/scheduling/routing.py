@@ -21,7 +21,7 @@ from ray_apr.core.messages import ServerStatus
 
 _SLACK = 0.125
 """How much fuller, as a share of its limit, the usual replica may be than the emptiest one."""
-_NUM_HOMES = 1 << 20
+_NUM_HOMES = 1 << 16
 """Samples and groups whose replica is remembered; the least recently used is forgotten first."""
 
 
