@@ -7,6 +7,7 @@
 Invariants:
     * A request is taken by the driver or withdrawn by who asks, never both: who removes its file
       has it.
+    * A request that an attempt's end cut off is laid back: the next attempt takes it.
     * Who asks learns at once that a run has ended, whatever ended it: nobody holds its folder then.
 
 Pure but for files: no Ray.
@@ -118,9 +119,9 @@ def scale(folder: Path, replicas: int, *, timeout_s: float) -> ScaleAnswer:
 
 
 def ask(folder: Path, replicas: Any) -> str:
-    """Lay a request into a run folder, whole at once; returns its id."""
+    """Ask a run for a number of engines; returns the request's id."""
     request_id = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
-    put_text(_path(folder, request_id), json.dumps({"replicas": replicas}) + "\n")
+    lay(folder, ScaleRequest(request_id=request_id, replicas=replicas))
     return request_id
 
 
@@ -142,6 +143,12 @@ def take(folder: Path) -> ScaleRequest | None:
             if withdraw(folder, request_id):
                 return ScaleRequest(request_id=request_id, replicas=_replicas(text))
     return None
+
+
+def lay(folder: Path, request: ScaleRequest) -> None:
+    """Lay a request into a run folder, whole at once."""
+    text = json.dumps({"replicas": request.replicas}) + "\n"
+    put_text(_path(folder, request.request_id), text)
 
 
 def forget(folder: Path) -> None:

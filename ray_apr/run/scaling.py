@@ -8,7 +8,8 @@ have the newest weights, by the next weight sync. From those that leave, clients
 generated before Serve ends them.
 
 Invariants, kept by `EngineScaling`:
-    * One request at a time; each one is answered, whatever becomes of it.
+    * One request at a time; each one is answered, whatever becomes of it. What the end of an
+      attempt cuts off is answered by the next one; where the run ends, who asks sees that.
     * What fails half done is undone, the last step first: there are as many engines as before.
     * Nothing is deployed once the run closes, which takes the application away.
 """
@@ -35,6 +36,7 @@ from ray_apr.run.scale_requests import (
     check_replicas,
     is_ordered,
     last_number,
+    lay,
     take,
 )
 from ray_apr.serve.builder import change_rollout_servers
@@ -104,6 +106,10 @@ class EngineScaling:
                 if request is None:
                     continue
                 given = self.serve(request)
+                if given.outcome != "done" and self._closing.is_set():
+                    if request.by == "command":
+                        lay(self._spec.folder, request)
+                    return
                 if self._autoscaler is not None:
                     self._autoscaler.heard(given)
                 answer(self._spec.folder, given)

@@ -172,6 +172,28 @@ def test_nothing_is_undone_of_what_is_taken_away():
     assert cluster.done == UP[:2]
 
 
+@pytest.mark.parametrize(("by", "num_left"), [("command", 1), ("autoscaling", 0)])
+def test_what_the_end_of_an_attempt_cuts_off_waits_for_the_next_one(
+    folder, monkeypatch, by, num_left
+):
+    cluster = Cluster()
+    monkeypatch.setattr(type(cluster.scaling._spec), "folder", folder)
+    monkeypatch.setattr("ray_apr.run.scaling._LOOK_S", 0.01)
+    asked = ScaleRequest(request_id="7-a", replicas=4, by=by)
+    monkeypatch.setattr("ray_apr.run.scaling.take", lambda folder: asked)
+
+    def ends(number, behind):
+        cluster.closing.set()
+        raise ResourceError("the run ends")
+
+    monkeypatch.setattr(cluster.scaling, "_deploy", ends)
+    cluster.scaling.follow()
+    assert not (folder / "engines.jsonl").exists()
+    left = [take(folder) for _ in range(num_left)]
+    assert left == [ScaleRequest(request_id="7-a", replicas=4)] * num_left
+    assert take(folder) is None
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 
