@@ -10,7 +10,7 @@ being written.
 
 Ray starts this actor again if it dies, and makes the calls again that were under way. So a row that
 is in its file already is not written once more: of a step and of its samples by the step, of others
-by the whole line (`RunRecorder.record_missing`).
+by the whole line.
 
 A row that cannot be written, on a full disk say, ends the run: no row after it is taken, so that
 the next step's row, which the trainer waits for, is the last that is asked for.
@@ -43,6 +43,8 @@ _FILES = {
 _PIECE = 1 << 16
 _END = 64 << 20
 """Bytes of a file's end in which rows are looked for: those since a checkpoint are there."""
+_END_OF_CALLS = 1 << 20
+"""The same, for rows of calls that were under way when this actor died."""
 
 
 class RunRecorder:
@@ -62,6 +64,12 @@ class RunRecorder:
         self._started_at = started_at
         self._last_step = {kind: _last_step(paths[kind]) for kind in ("step", "sample")}
         """Of each file's rows; -1 without any."""
+        self._known = {
+            kind: set(_last_lines(path, _END_OF_CALLS))
+            for kind, path in paths.items()
+            if kind not in self._last_step
+        }
+        """Lines that calls which Ray makes again bring once more."""
         self._num_shown = _num_lines(paths["step"])
         """Steps of the folder that need not be kept for `follow`."""
         self._steps: list[dict[str, Any]] = []
@@ -97,7 +105,9 @@ class RunRecorder:
         elif kind == "poison":
             time_s = round(unix_s() - self._started_at, 4)
             rows = [{"time_s": time_s, **row} for row in rows]
-        self._write(kind, [json.dumps(row) + "\n" for row in rows])
+        known = self._known.get(kind, set())
+        lines = [json.dumps(row) + "\n" for row in rows]
+        self._write(kind, [line for line in lines if line not in known])
         if kind == "step":
             async with self._new_step:
                 self._steps.extend(map(dict, rows))
@@ -187,15 +197,15 @@ def _end_with_a_line(file: Path) -> None:
             rows.truncate(at)
 
 
-def _last_lines(file: Path) -> list[str]:
-    """Whole lines of a file's end."""
+def _last_lines(file: Path, most: int = _END) -> list[str]:
+    """Whole lines of a file's end, which has this many bytes."""
     if not file.exists():
         return []
     with file.open("rb") as rows:
         size = rows.seek(0, os.SEEK_END)
-        rows.seek(max(0, size - _END))
+        rows.seek(max(0, size - most))
         lines = rows.read().decode().splitlines(keepends=True)
-    return lines if size <= _END else lines[1:]
+    return lines if size <= most else lines[1:]
 
 
 def _last_step(file: Path) -> int:

@@ -13,7 +13,7 @@ from ray_apr.core.exceptions import ResourceError, TrainError
 from ray_apr.run.causes import write_error_log
 from ray_apr.run.final import write_final, write_json
 from ray_apr.run.folder import add_row, append, open_rows, put_text, read_rows
-from ray_apr.run.recorder import RunRecorder
+from ray_apr.run.recorder import _FILES, RunRecorder
 
 
 class FullDisk:
@@ -112,3 +112,16 @@ def test_a_full_disk_hides_no_error(
 def test_final_figures_are_written_whole(tmp_path: Path) -> None:
     write_final(tmp_path, {"steps": 3}, None)
     assert json.loads((tmp_path / "final.json").read_text())["status"] == "ok"
+
+
+@pytest.mark.parametrize("kind", ["ended", "dropped", "timeline", "evaluation"])
+async def test_a_call_that_ray_makes_again_after_a_death_doubles_no_row(
+    tmp_path: Path, kind: str
+) -> None:
+    rows = [{"id": i, "start_s": 12.5 + i, "end_s": 13.5} for i in range(3)]
+    recorder = RunRecorder(str(tmp_path), 10.0)
+    await recorder.record_many(kind, rows[:2])
+    again = RunRecorder(str(tmp_path), 10.0)  # the first one died before it answered
+    await again.record_many(kind, rows[:2])
+    await again.record_many(kind, rows[2:])
+    assert [row["id"] for row in read_rows(tmp_path / _FILES[kind])] == [0, 1, 2]
