@@ -91,6 +91,7 @@ def test_a_folder_without_a_run_and_restarts_are_refused(model, prompts, tmp_pat
         make(model, prompts, run=again)
 
 
+@pytest.mark.long
 def test_train_workers_that_cannot_be_placed_end_the_run(tmp_path):
     """known fault: Ray tried again and again, without a limit."""
     from ray.train.torch import TorchTrainer

@@ -105,6 +105,7 @@ def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
     assert (final["status"], final["ledger_error"]) == ("stopped", 0)
 
 
+@pytest.mark.long
 def test_weights_travel_as_files_by_a_transport_of_the_users(tmp_path, marked):
     """examples/transports/folder.py, which the package does not know."""
     _, env = marked
