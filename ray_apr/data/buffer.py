@@ -16,7 +16,6 @@ Invariants, kept by `SampleBuffer`:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,10 @@ from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
-from ray_apr.data.journal import Journal, JournalFolder
+from ray_apr.data.buffer_notes import BufferNotes
+from ray_apr.data.journal import JournalFolder
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.data.resumption import Counters, Replayed
+from ray_apr.data.resumption import Replayed
 from ray_apr.data.shown import show_evicted, show_trained
 from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, sample_rows, told_figures
 
@@ -112,9 +112,7 @@ class SampleBuffer:
         self._limit = staleness_capacity(
             batch_size=batch_size, max_staleness=max_staleness, num_live=0
         )
-        self._counted = Counters()
-        """Until the journal's epoch began."""
-        self._journal = Journal(journal, "buffer", epoch, header=header, state=self._state)
+        self._notes = BufferNotes(journal, epoch, header, self._stock)
         self._ended: tuple[int, Mapping[str, float]] = (-1, {})
         """The last step that was trained, and what the trainer was told."""
         if replayed is not None:
@@ -128,23 +126,7 @@ class SampleBuffer:
             self._stock.grant(*replayed.granted, time.monotonic())
         if replayed.takes_over:
             self._stock.trainer_version = replayed.policy_version
-        self._note_grant()
-
-    def _state(self) -> dict[str, Any]:
-        return {"counters": dataclasses.asdict(self._counters() - self._counted)}
-
-    def _counters(self) -> Counters:
-        stats = self._stock.stats()
-        return Counters(
-            samples_trained=stats.trained_samples,
-            tokens_trained=stats.ledger.trained,
-            tokens_discarded=stats.ledger.discarded,
-        )
-
-    def _note_grant(self) -> None:
-        grant = self._stock.granted
-        if grant is not None:
-            self._journal.note(granted=[grant.step, grant.policy_version])
+        self._notes.of_grant()
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
         """Take a whole, scored group.
@@ -180,11 +162,11 @@ class SampleBuffer:
                 self._again = ()
                 self._grant(step, policy_version)
             await self._choose()
-        await self._journal.flush()
+        await self._notes.flush()
 
     def _grant(self, step: int, policy_version: int) -> None:
         self._stock.grant(step, policy_version, time.monotonic())
-        self._note_grant()
+        self._notes.of_grant()
 
     async def send_again(self, policy_version: int) -> bool:
         """The rollout side says that no engine has the weights of a version any more, which it had.
@@ -251,7 +233,7 @@ class SampleBuffer:
             if len(again) < len(self._again):
                 return BatchTicket(send_again=self._again[len(again)])
             ticket = self._stock.hand_out()
-        await self._journal.flush()
+        await self._notes.flush()
         return ticket
 
     async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
@@ -283,12 +265,12 @@ class SampleBuffer:
             figures = told_figures(rows)
             await self._recorder.record_many.remote("sample", rows)  # which takes a step once
             self._ended = (step, figures)
-            self._journal.note(trained=[step, figures])
+            self._notes.of_trained(step, figures)
             if next_policy_version is not None:
                 self._grant(step + 1, next_policy_version)
             await self._choose()
         show_trained(self._metrics, rows)
-        await self._journal.flush()
+        await self._notes.flush()
         return figures
 
     async def watch(self, cursor: int) -> BufferState:
@@ -353,16 +335,10 @@ class SampleBuffer:
         Args:
             epoch: Of the journal, that begins with this moment.
         """
-        self._journal.begin_epoch(epoch)
-        self._counted = self._counters()
-        self._note_grant()
-        self._note_batch()
-        return self._stock.stats(), [ref for _, ref in self._stock.held()]
-
-    def _note_batch(self) -> None:
-        grant = self._stock.granted
-        if grant is not None and grant.groups:
-            self._journal.note(batch=[grant.step, [group.group_id for group in grant.groups]])
+        self._notes.begin_epoch(epoch)
+        held = self._stock.stats(), [ref for _, ref in self._stock.held()]
+        await self._notes.flush()  # it may be all that the next buffer has of the step under way
+        return held
 
     async def _choose(self) -> None:
         """Evict what is too old and choose the granted batch if it is complete."""
@@ -370,11 +346,11 @@ class SampleBuffer:
         has_batch = grant is not None and bool(grant.groups)
         evicted = self._stock.choose()
         if not has_batch:
-            self._note_batch()
+            self._notes.of_batch()
         self._touch()
         if evicted:
             rows = show_evicted(self._metrics, evicted)
-            self._journal.note(gone=rows)
+            self._notes.of_evicted(rows)
             await self._recorder.record_many.remote("dropped", rows)
 
     def _is_starved(self) -> bool:

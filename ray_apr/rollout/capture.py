@@ -4,6 +4,8 @@ Invariants, kept by `capture`:
     * Each group is in the capture once. While worker and buffer are looked at nothing goes from one
       to the other, so that both sides, and the sum of their ledgers, are of one moment.
     * Generation, rewards and syncs go on; what is looked at is frozen, and laid out in a thread.
+    * The journals of both have begun their epoch, in their files, before anybody has the capture: a
+      death that follows at once finds the step under way, and what had come from the engines.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ async def capture(
 ) -> RolloutCapture:
     """Look at the whole rollout side.
 
-    Waits for: groups on their way to the buffer, and its answer. Unblocked by: these, or its death.
+    Waits for: groups on their way to the buffer, its answer, then the journal's file. Unblocked
+    by: these, or its death.
 
     Args:
         scheduler: Of the worker.
@@ -64,11 +67,12 @@ async def capture(
         before: What the run had counted before worker and buffer began.
     """
     async with sessions.hand_overs_held():
-        epoch = notes.next_epoch
+        epoch = notes.next_epoch()
         stats, refs = await buffer.held.remote(epoch)
         summary, state = summarize(), scheduler.state()
         notes.begin_epoch(epoch)
         waiting = tuple(sessions.on_their_way.values())
+    await notes.flush()
     samples = await asyncio.to_thread(_table, state.groups, refs, waiting)
     return RolloutCapture(
         summary=summary,

@@ -53,6 +53,7 @@ class Notes:
         self._prompts = prompts
         self._engines = engines
         self._before_frame = before_frame
+        self._last_epoch = epoch
         self._counted = Counters()
         """Until the epoch began."""
         live = [member.sample for group in scheduler.live.groups for member in group.members]
@@ -66,13 +67,15 @@ class Notes:
             known={s.sample_id: s.num_tokens if s.num_generated else 0 for s in live},
         )
 
-    @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next checkpoint begins."""
-        return self._journal.epoch + 1
+        """Number of the epoch that a checkpoint begins. None is given twice: the buffer may have
+        begun one whose checkpoint was then not taken."""
+        self._last_epoch += 1
+        return self._last_epoch
 
     def begin_epoch(self, epoch: int) -> None:
-        """A checkpoint is taken at this moment."""
+        """A checkpoint is taken at this moment; `flush` has to follow before anybody uses it: the
+        next worker may have no other figures of what came from the engines."""
         self._journal.begin_epoch(epoch)
         self._counted = self._counters()
 

@@ -1,0 +1,76 @@
+"""The buffer's side of the journal: what it decides, before anybody hears of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray_apr.data.journal import Journal, JournalFolder
+from ray_apr.data.resumption import Counters
+from ray_apr.scheduling.stock import Stock
+
+
+class BufferNotes:
+    """What the buffer writes into the journal.
+
+    Args:
+        folder: Where the journal is; None: nothing is noted.
+        epoch: Number of its first epoch.
+        header: What the run's samples are made with.
+        stock: Of the buffer.
+    """
+
+    def __init__(
+        self,
+        folder: JournalFolder | None,
+        epoch: int,
+        header: Mapping[str, Any] | None,
+        stock: Stock,
+    ) -> None:
+        self._stock = stock
+        self._counted = Counters()
+        """Until the epoch began."""
+        self._journal = Journal(folder, "buffer", epoch, header=header, state=self._state)
+
+    def of_grant(self) -> None:
+        """The trainer waits for a step or trains it, if it does."""
+        grant = self._stock.granted
+        if grant is not None:
+            self._journal.note(granted=[grant.step, grant.policy_version])
+
+    def of_batch(self) -> None:
+        """That step has its batch, if it has."""
+        grant = self._stock.granted
+        if grant is not None and grant.groups:
+            self._journal.note(batch=[grant.step, [group.group_id for group in grant.groups]])
+
+    def of_evicted(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Groups were too old; rows are those of the run folder."""
+        self._journal.note(gone=list(rows))
+
+    def of_trained(self, step: int, figures: Mapping[str, float]) -> None:
+        """A step is trained, and this is what the trainer is told."""
+        self._journal.note(trained=[step, figures])
+
+    def begin_epoch(self, epoch: int) -> None:
+        """A checkpoint is taken at this moment; the epoch knows the step that is under way."""
+        self._journal.begin_epoch(epoch)
+        self._counted = self._counters()
+        self.of_grant()
+        self.of_batch()
+
+    async def flush(self) -> None:
+        """Wait until all is in the file."""
+        await self._journal.flush()
+
+    def _state(self) -> dict[str, Any]:
+        return {"counters": dataclasses.asdict(self._counters() - self._counted)}
+
+    def _counters(self) -> Counters:
+        stats = self._stock.stats()
+        return Counters(
+            samples_trained=stats.trained_samples,
+            tokens_trained=stats.ledger.trained,
+            tokens_discarded=stats.ledger.discarded,
+        )
