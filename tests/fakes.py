@@ -32,7 +32,7 @@ from ray_apr.core.messages import (
 )
 from ray_apr.core.protocols import PauseMode
 from ray_apr.core.sample import FinishReason, Segment
-from ray_apr.data.parts import Part, PartName
+from ray_apr.data.parts import Living, Part, PartName
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, Counters, RolloutProgress
 
 FIRST_TOKEN = 1000
@@ -794,4 +794,4 @@ class FixedPart(Part):
 
     def __init__(self, handle) -> None:
         super().__init__(PartName("a-part", "a-namespace"), "part")
-        self._actor = handle
+        self._living = Living(0, handle)

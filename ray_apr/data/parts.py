@@ -6,16 +6,19 @@ once more; so whoever answers must bear to be asked twice.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
+    ObjectLostError,
     OutOfMemoryError,
+    OwnerDiedError,
     RayActorError,
     WorkerCrashedError,
 )
@@ -53,8 +56,22 @@ class PartName:
         return nth_name(self.name, generation)
 
 
+class Living(NamedTuple):
+    """One of a part's actors, which is not known to be dead."""
+
+    generation: int
+    """How many came before it."""
+    actor: Any
+    """Its handle."""
+
+    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and no other one; returns Ray's reference of the answer."""
+        return getattr(self.actor, verb).remote(*args, **kwargs)
+
+
 class Part:
-    """The one that lives.
+    """The one that lives. Several threads may call it: of those that hear of a death one looks for
+    the next actor, and the others get that.
 
     Args:
         name: Its name.
@@ -68,19 +85,28 @@ class Part:
         self._name = name
         self._whom = whom
         self._failure = failure
-        self._generation = 0
-        self._actor: Any = None
+        self._living: Living | None = None
+        self._following = threading.Lock()
+
+    def living(self) -> Living:
+        """The one that was here last, for calls that belong together.
+
+        Waits for: who looks for it. Unblocked by: its end, at the latest after `RESTART_LIMIT_S`.
+        """
+        if self._living is None:
+            with self._following:
+                self._living = self._living or self._found(0, 1) or self._next(0, "it is dead")
+        return self._living
 
     def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Call the one that was here last; returns Ray's reference of the answer."""
-        if self._actor is None:
-            self._actor = self._find(self._generation) or self._next("it is dead")
-        return getattr(self._actor, verb).remote(*args, **kwargs)
+        return self.living().call(verb, *args, **kwargs)
 
     def ask(self, verb: str, *args: Any, limit_s: float, what: str = "", **kwargs: Any) -> Any:
         """Call it, and if it dies the next one, and wait for the answer.
 
-        Waits for: the answer. Unblocked by: `limit_s`; `RESTART_LIMIT_S` for the next one.
+        Waits for: the answer. Unblocked by: `limit_s`; `RESTART_LIMIT_S` for the next one, and for
+        one that cannot be reached.
 
         Args:
             verb: Its method.
@@ -94,28 +120,54 @@ class Part:
             TrainError: If no next one comes.
             APRError: What it answers, or what the run has failed of.
         """
+        reached_at = time.monotonic()
         while True:
+            asked = self.living()
             try:
-                return ray.get(self.call(verb, *args, **kwargs), timeout=limit_s)
+                return ray.get(asked.call(verb, *args, **kwargs), timeout=limit_s)
             except GetTimeoutError as error:
                 raise StarvedError(f"waited {limit_s:g} s for the {self._whom}{what}") from error
+            except ActorUnavailableError as error:
+                if time.monotonic() - reached_at > limit_s + RESTART_LIMIT_S:
+                    raise StarvedError(
+                        f"the {self._whom} was not reached within {limit_s + RESTART_LIMIT_S:g} s"
+                        f"{what}: {one_line(error)}"
+                    ) from error
+                self.follow(error, asked)
             except DEATHS as error:
-                self.follow(error)
+                self.follow(error, asked)
+                reached_at = time.monotonic()
 
-    def follow(self, error: BaseException) -> None:
-        """Wait for the next one, after a call of the last one raised a death; where only the
-        connection is broken, a moment.
+    def follow(self, error: BaseException, asked: Living) -> None:
+        """Wait for the next one, after a call raised a death; where it may live, as a connection is
+        broken or an object is lost that it does not own, a moment.
+
+        Waits for: who looks for the next one. Unblocked by: its end, at the latest after
+        `RESTART_LIMIT_S`.
+
+        Args:
+            error: What the call raised.
+            asked: Who was called.
 
         Raises:
             TrainError: If no next one comes.
             APRError: What the run has failed of.
         """
-        if isinstance(error, ActorUnavailableError):
+        is_lost = isinstance(error, ObjectLostError) and not isinstance(error, OwnerDiedError)
+        if is_lost or isinstance(error, ActorUnavailableError):
             time.sleep(_PAUSE_S)
             return
-        self._actor = self._next(one_line(error))
+        with self._following:
+            if self._living is asked:  # nobody has looked for the next one yet
+                self._living = self._next(asked.generation + 1, one_line(error))
 
-    def _next(self, reason: str) -> Any:
+    def pass_over(self, dead: Living) -> None:
+        """Take the one that follows a dead one if it is there already."""
+        following = self._found(dead.generation + 1, _MOST_AT_ONCE)
+        if following is not None and self._living is dead:
+            self._living = following
+
+    def _next(self, first: int, reason: str) -> Living:
         """The actor that follows the one that has died.
 
         Waits for: the driver, which starts it. Unblocked by: the next one, `failure`, or
@@ -123,11 +175,9 @@ class Part:
         """
         deadline = time.monotonic() + RESTART_LIMIT_S
         while time.monotonic() < deadline:
-            for generation in range(self._generation + 1, self._generation + 1 + _MOST_AT_ONCE):
-                actor = self._find(generation)
-                if actor is not None:
-                    self._generation = generation
-                    return actor
+            following = self._found(first, _MOST_AT_ONCE)
+            if following is not None:
+                return following
             failure = self._failure()
             if failure is not None:
                 raise failure
@@ -137,8 +187,13 @@ class Part:
             f"{reason}"
         )
 
-    def _find(self, generation: int) -> Any:
-        try:
-            return ray.get_actor(self._name.of(generation), namespace=self._name.namespace)
-        except ValueError:  # there is none of this name
-            return None
+    def _found(self, first: int, number: int) -> Living | None:
+        """The first one that lives of so many generations; None if there is none."""
+        for generation in range(first, first + number):
+            try:
+                name = self._name.of(generation)
+                actor = ray.get_actor(name, namespace=self._name.namespace)
+            except ValueError:  # there is none of this name
+                continue
+            return Living(generation, actor)
+        return None

@@ -32,6 +32,9 @@ _CHANGE_S = 60.0
 """Longest that they hold the next sync back: the trainer waits a little longer."""
 
 
+_NOTHING = SyncTimes(pause_s=0, receive_s=0, resume_s=0, stopped_s=0)
+
+
 class WeightSyncs:
     """What an actor that keeps engines fed does for their weights; the base of `RolloutWorker`.
 
@@ -67,6 +70,15 @@ class WeightSyncs:
         self._sync = WeightSync(client, pause_mode=self._pause_mode, timeout_s=self._timeout_s)
         self._engines_run.set()
 
+    async def _running(self) -> RolloutClient:
+        """The client of the engines, once they run: a worker that follows another one may be asked
+        before that.
+
+        Waits for: the engines' start. Unblocked by: that; the train worker that asks has a limit.
+        """
+        await self._engines_run.wait()
+        return self._client
+
     def _close_syncs(self) -> None:
         """Wait for no request any more."""
         if self._draining is not None:
@@ -83,7 +95,7 @@ class WeightSyncs:
         Raises:
             NoEngineError: If none has come for too long.
         """
-        await self._engines_run.wait()
+        await self._running()
         async with self._turns:
             self._is_syncing = True
         try:
@@ -128,7 +140,7 @@ class WeightSyncs:
 
     async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
         """Let these replicas join the group that weights arrive by."""
-        await self._client.join_weight_group(group, first_ranks)
+        await (await self._running()).join_weight_group(group, first_ranks)
 
     async def sleep(self) -> bool:
         """Have the engines leave their devices to the train workers, until the next sync.
@@ -138,7 +150,7 @@ class WeightSyncs:
         Returns:
             False if requests have to end first: the caller calls again.
         """
-        await self._engines_run.wait()
+        await self._running()
         if not await self._has_drained():
             return False
         await self._client.sleep("wait" if self._drains else "abort")
@@ -153,6 +165,7 @@ class WeightSyncs:
         Returns:
             False if requests have to end first: the caller calls again.
         """
+        await self._running()
         if not await self._has_drained():
             return False
         await self._sync.begin(policy_version, notice, holds_device=holds_device)
@@ -183,12 +196,15 @@ class WeightSyncs:
         await self._sync.wait_until_received()
 
     async def finish_sync(self, policy_version: int) -> dict[str, float]:
-        """Let the engines run again, and go on under the new version.
+        """Let the engines run again, and go on under the new version; also where the worker died
+        with which the sync began: the engines have the weights by now.
 
         Returns:
             Seconds of the parts of the sync.
         """
-        times = await self._sync.finish()
+        times = _NOTHING
+        if self._engines_run.is_set() and self._sync.has_begun:
+            times = await self._sync.finish()
         await self._on_weights(policy_version)
         async with self._turns:
             self._is_syncing = False
@@ -196,24 +212,19 @@ class WeightSyncs:
         self._is_asked = False
         return dataclasses.asdict(times)
 
-    async def note_weights(self, policy_version: int) -> dict[str, float]:
-        """Go on under a version that the engines got from a sync whose worker died at its end."""
-        await self._on_weights(policy_version)
-        return dataclasses.asdict(SyncTimes(pause_s=0, receive_s=0, resume_s=0, stopped_s=0))
-
     async def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
         """Have the engines score sequences once they have the weights of a version."""
         try:
-            await self._client.expect_scores(policy_version, sequences)
+            await (await self._running()).expect_scores(policy_version, sequences)
         except NoEngineError as error:
             raise SyncBrokenError(str(error)) from error
 
     async def weight_scores(self) -> list[WeightScores]:
         """What the engines have scored since `expect_scores`."""
-        return await self._client.weight_scores()
+        return await (await self._running()).weight_scores()
 
     async def probe_weights(
         self, replica_id: str, token_ids: Sequence[int]
     ) -> Mapping[str, list[list[float]]]:
         """What each module of one engine's model computes."""
-        return await self._client.probe_weights(replica_id, token_ids)
+        return await (await self._running()).probe_weights(replica_id, token_ids)

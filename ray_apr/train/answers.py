@@ -6,14 +6,16 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from ray_apr.core.exceptions import APRError, StarvedError, one_line
-from ray_apr.data.parts import Part
+from ray_apr.data.parts import DEATHS, Living, Part
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
+_CAPTURES = 10
+"""Times that a look at the rollout side is tried, where one worker after the other dies."""
 
 
 def has_failed(ref: Any) -> bool:
@@ -29,16 +31,38 @@ def has_failed(ref: Any) -> bool:
 
 def failure_of(buffer: Part) -> APRError | None:
     """Why the run has failed, as far as its buffer says so."""
+    living = None
     try:
-        failure: APRError | None = answer_of(buffer.call("failure"), "buffer", CALL_TIMEOUT_S)
+        living = buffer.living()
+        failure: APRError | None = answer_of(living.call("failure"), "buffer", CALL_TIMEOUT_S)
     except (APRError, RayError) as error:
         logger.debug("the buffer does not say whether the run has failed: %s", one_line(error))
+        if living is not None and isinstance(error, DEATHS):
+            buffer.pass_over(living)  # the next one is asked the next time
         return None
     return failure
 
 
-def captured_of(asked: Any) -> tuple[Any, Any]:
-    """What the rollout side saw, and the table of its samples."""
+def captured_of(workers: Part, worker: Living, asked: Any) -> tuple[Any, Any]:
+    """What the rollout side saw, and the table of its samples: of a worker, or of one that follows
+    it, which stands there, too, as no step has begun.
+
+    Args:
+        workers: The rollout worker, whichever lives.
+        worker: The one that was asked; the samples are in its process.
+        asked: Its answer.
+    """
+    for _ in range(_CAPTURES - 1):
+        try:
+            return _captured(asked)
+        except (*DEATHS, ObjectLostError) as error:
+            workers.follow(error, worker)
+            worker = workers.living()
+            asked = worker.call("capture")
+    return _captured(asked)
+
+
+def _captured(asked: Any) -> tuple[Any, Any]:
     taken = answer_of(asked, "rollout worker, for a checkpoint", CALL_TIMEOUT_S)
     return taken, answer_of(taken.samples[0], "samples of a checkpoint", CALL_TIMEOUT_S)
 

@@ -7,24 +7,27 @@ handles of actors may be used by several threads.
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.cloudpickle
 import ray.util
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from ray_apr.config import EvaluationConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, StarvedError, SyncBrokenError, one_line
 from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
-from ray_apr.data.parts import DEATHS, Part
+from ray_apr.data.parts import DEATHS, Living, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
 from ray_apr.train.answers import CALL_TIMEOUT_S, answer_of, captured_of, failure_of, has_failed
 from ray_apr.train.once import once
+from ray_apr.train.shown import show_step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,27 +40,6 @@ logger = logging.getLogger(__name__)
 
 _SERVERS_TIMEOUT_S = CALL_TIMEOUT_S + 15.0
 """Where the rollout worker asks the servers: its own limit says more than this one."""
-
-_GAUGES = {
-    "policy_version": "apr_trainer_policy_version",
-    "reward_mean": "apr_trainer_reward_mean",
-    "staleness_mean": "apr_trainer_staleness_mean_steps",
-    "staleness_max": "apr_trainer_staleness_max_steps",
-    "loss": "apr_trainer_loss",
-    "entropy": "apr_trainer_entropy_nats",
-    "grad_norm": "apr_trainer_grad_norm",
-    "kl_k3": "apr_trainer_kl_nats",
-}
-_HISTOGRAMS = {
-    "trainer_step_s": "apr_trainer_step_seconds",
-    "trainer_wait_s": "apr_trainer_wait_seconds",
-    "weight_sync_s": "apr_weight_sync_seconds",
-    "weight_gather_s": "apr_weight_gather_seconds",
-    "generation_stopped_s": "apr_weight_generation_stopped_seconds",
-    "weight_wait_s": "apr_trainer_sync_wait_seconds",
-}
-_IF_ANY = ("weight_sync_s", "weight_gather_s", "generation_stopped_s")
-"""Left out at 0, which says that there was none."""
 
 
 def sync_limit_s(sync_timeout_s: float, start_timeout_s: float) -> float:
@@ -165,15 +147,12 @@ class RunControl:
             What waits for it, in any thread: where the rollout side stands, and the table of its
             samples.
         """
-        asked = self._worker.call("capture")
+        worker = self._worker.living()
+        asked = worker.call("capture")
 
         @once
         def captured() -> tuple[RolloutProgress, pa.Table]:
-            try:
-                taken, samples = captured_of(asked)
-            except (*DEATHS, ObjectLostError) as error:  # the samples are in the worker's process
-                self._worker.follow(error)  # the next one stands there, too: no step has begun
-                taken, samples = captured_of(self._worker.call("capture"))
+            taken, samples = captured_of(self._worker, worker, asked)
             progress = RolloutProgress.of(
                 taken.summary,
                 taken.stats,
@@ -204,14 +183,15 @@ class RunControl:
         endpoint = sender.open(state.num_workers, host=host, timeout_s=timeout_s)
         pickled = ray.cloudpickle.dumps(endpoint)  # by value where it is of a file of the user's
         group = WeightGroup(timeout_s=timeout_s, endpoint=pickled)
-        joined = self._worker.call("join_weight_group", group, state.first_ranks)
+        worker = self._worker.living()
+        joined = worker.call("join_weight_group", group, state.first_ranks)
         whom = "rollout servers, to join the weight group"
         try:
             sender.connect(endpoint, is_hopeless=lambda: has_failed(joined))
         except SyncBrokenError:
-            self._of_sync(joined, whom, CALL_TIMEOUT_S)  # their error says more than ours
+            self._of_sync(worker, joined, whom, CALL_TIMEOUT_S)  # their error says more than ours
             raise
-        self._of_sync(joined, whom, timeout_s)
+        self._of_sync(worker, joined, whom, timeout_s)
         self.members = frozenset(state.first_ranks)
 
     def broadcast(self, sender: WeightSender, policy_version: int) -> Mapping[str, float]:
@@ -221,9 +201,11 @@ class RunControl:
         dies breaks the sync off, unless the engines have the weights.
         """
         limit = self._sync_timeout_s + CALL_TIMEOUT_S
+        worker = self._worker.living()  # the one that follows knows nothing of this sync
         notice = ray.cloudpickle.dumps(sender.prepare())
         self._until_drained(
-            lambda: self._worker.call(
+            worker,
+            lambda: worker.call(
                 "begin_sync", policy_version, notice, holds_device=sender.holds_device
             ),
             f"rollout servers, to pause for the weights of version {policy_version}",
@@ -236,15 +218,12 @@ class RunControl:
             # all; their error says more than ours
             logger.warning("%s", error)
         whom = f"rollout servers, to receive the weights of version {policy_version}"
-        self._of_sync(self._worker.call("wait_until_received"), whom, limit)
+        received = functools.partial(worker.call, "wait_until_received")
+        self._of_sync(worker, received(), whom, limit, again=received)
         sender.release()
-        whom = f"rollout servers, to resume with version {policy_version}"
-        try:
-            times = answer_of(self._worker.call("finish_sync", policy_version), whom, limit)
-        except DEATHS as error:  # the engines run again by themselves
-            self._worker.follow(error)
-            what = f", to go on with version {policy_version}"
-            times = self._worker.ask("note_weights", policy_version, limit_s=limit, what=what)
+        # the next worker goes on under this version: the engines run again by themselves
+        what = f", to resume the rollout servers with version {policy_version}"
+        times = self._worker.ask("finish_sync", policy_version, limit_s=limit, what=what)
         last_version, self._last_version = self._last_version, policy_version
         evaluation = self._evaluation if policy_version else None  # 0 is evaluated at the start
         if evaluation is not None and evaluation.is_due(policy_version, last_version):
@@ -289,16 +268,19 @@ class RunControl:
             if len(ended) < len(under_way):
                 logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
         whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + CALL_TIMEOUT_S
-        self._until_drained(lambda: self._worker.call("sleep"), whom, limit_s)
+        worker = self._worker.living()
+        self._until_drained(worker, lambda: worker.call("sleep"), whom, limit_s)
 
-    def _until_drained(self, call: Callable[[], Any], whom: str, limit_s: float) -> None:
+    def _until_drained(
+        self, worker: Living, call: Callable[[], Any], whom: str, limit_s: float
+    ) -> None:
         """Call the rollout worker, and again while it answers that requests have to end first.
 
         Waits for: those requests. Unblocked by: their end, or the limit of an engine that makes no
         progress; `limit_s` of each call.
         """
         try:
-            while self._of_sync(call(), whom, limit_s) is False:
+            while self._of_sync(worker, call(), whom, limit_s, again=call) is False:
                 self.is_draining = True
         finally:
             self.is_draining = False
@@ -320,15 +302,31 @@ class RunControl:
             if failure is not None:
                 raise failure
 
-    def _of_sync(self, ref: Any, whom: str, timeout_s: float) -> Any:
-        """An answer of a sync; a worker that dies breaks it off, and another one may do it."""
-        try:
-            return answer_of(ref, whom, timeout_s)
-        except DEATHS as error:
-            self._worker.follow(error)
-            raise SyncBrokenError(
-                f"the rollout worker died in a sync: {one_line(error)}"
-            ) from error
+    def _of_sync(
+        self,
+        worker: Living,
+        ref: Any,
+        whom: str,
+        limit_s: float,
+        again: Callable[[], Any] | None = None,
+    ) -> Any:
+        """An answer of a sync; a worker that dies breaks it off, and another one may do it.
+
+        Waits for: the answer. Unblocked by: `limit_s`, in which a worker that cannot be reached for
+        a moment is asked `again`.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return answer_of(ref, whom, limit_s)
+            except DEATHS as error:
+                self._worker.follow(error, worker)
+                may_live = isinstance(error, ActorUnavailableError)
+                if again is None or not may_live or time.monotonic() > deadline:
+                    raise SyncBrokenError(
+                        f"the rollout worker died in a sync: {one_line(error)}"
+                    ) from error
+                ref = again()
 
     def evaluate_last(self, policy_version: int) -> None:
         """Evaluate the weights that the run ends with, and wait for it.
@@ -358,10 +356,7 @@ class RunControl:
     def record_step(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step, and set its metrics."""
         self._recorded = self._recorder.record.remote("step", dict(row))
-        self._metrics.set_all({metric: row[key] for key, metric in _GAUGES.items()})
-        for key, metric in _HISTOGRAMS.items():
-            if row[key] or key not in _IF_ANY:
-                self._metrics.observe(metric, row[key])
+        show_step(self._metrics, row)
 
     def wait_until_recorded(self) -> None:
         """Wait until the row of the last step is in the run folder."""

@@ -59,13 +59,17 @@ class WeightSync:
         self._pause_mode = pause_mode
         self._timeout_s = timeout_s
         self._task: asyncio.Task[SyncTimes] | None = None
+        self._of: tuple[int, bytes] | None = None
+        """Version and notice of the sync that has begun last."""
+        self._listening: asyncio.Future[None]
         self._received: asyncio.Future[None]
         self._released = asyncio.Event()
 
     async def begin(
         self, policy_version: int, notice: bytes = b"", *, holds_device: bool = False
     ) -> None:
-        """Pause all engines and let them receive; the sender may deliver once this returns.
+        """Pause all engines and let them receive; the sender may deliver once this returns. It may
+        be told twice of a sync.
 
         Waits for: the end of a failed sync, then the engines' pause. Unblocked by: its
         cancellation; their answers, or the limit of a sync.
@@ -84,15 +88,24 @@ class WeightSync:
             self._task.cancel()
             await asyncio.wait({self._task})
         if self._task is not None and not self._task.done():
+            if self._of == (policy_version, notice):  # who told it has not heard the answer
+                await self._until(self._task, self._listening)
+                return
             raise WeightSyncError(f"a sync is under way; version {policy_version} cannot begin")
         loop = asyncio.get_running_loop()
-        listening, self._received = loop.create_future(), loop.create_future()
+        self._of = (policy_version, notice)
+        self._listening, self._received = loop.create_future(), loop.create_future()
         self._released.clear()
         self._task = asyncio.create_task(
-            self._run(policy_version, notice, listening, holds_device=holds_device),
+            self._run(policy_version, notice, self._listening, holds_device=holds_device),
             name=f"weight-sync-{policy_version}",
         )
-        await self._until(self._task, listening)
+        await self._until(self._task, self._listening)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a sync."""
+        return self._task is not None
 
     @property
     def _awaits_release(self) -> bool:

@@ -17,9 +17,9 @@ from ray_apr.data.movement import Moves
 from ray_apr.rollout import evaluation
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.evaluation import Evaluator
-from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 from ray_apr.train.publish import NO_SYNC
+from ray_apr.train.shown import GAUGES, HISTOGRAMS
 from tests.fakes import RayMetrics, ScriptedEngine
 from tests.rollout_run import Handle, Recorder, Scorer, Tokenizer, running, until, without_ray
 
@@ -154,7 +154,7 @@ async def test_an_evaluation_shows_its_score_and_its_samples(monkeypatch, shown)
 
 
 def test_a_step_shows_the_parts_of_its_sync_if_it_had_one(shown):
-    row = dict.fromkeys((*control_module._GAUGES, *control_module._HISTOGRAMS), 2.0)
+    row = dict.fromkeys((*GAUGES, *HISTOGRAMS), 2.0)
     control = RunControl(
         buffer=None, worker=None, recorder=Handle(_Silent()), sync_timeout_s=1.0, run="a-run"
     )

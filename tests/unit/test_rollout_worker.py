@@ -12,6 +12,7 @@ from ray_apr.core.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
+from ray_apr.core.messages import WeightGroup
 from ray_apr.core.sample import FinishReason
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
@@ -435,3 +436,37 @@ async def test_a_run_that_goes_on_generates_nothing_before_the_engines_have_its_
         assert {v for sample in samples for v in sample.token_versions} == {5}
     finally:
         await run.worker.stop()
+
+
+async def test_a_worker_that_follows_another_one_may_be_asked_before_its_engines_run():
+    """known fault: a sync that reached it then was an error, which ended the run."""
+    run = Run(ScriptedEngine(auto=1))
+    asked = [
+        asyncio.create_task(call)
+        for call in (
+            run.worker.join_weight_group(WeightGroup(timeout_s=1.0, endpoint=b""), {}),
+            run.worker.expect_scores(1, []),
+            run.worker.weight_scores(),
+            run.worker.begin_sync(1),
+        )
+    ]
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for task in asked)
+    await run.worker.start()
+    try:
+        async with asyncio.timeout(5):
+            assert (await asyncio.gather(*asked))[-1]
+        await run.worker.finish_sync(1)
+        assert run.worker._scheduler.policy_version == 1
+    finally:
+        await run.worker.stop()
+
+
+@pytest.mark.parametrize("started", [True, False])
+async def test_a_worker_goes_on_under_a_version_whose_sync_another_one_began(started):
+    run = Run(ScriptedEngine(auto=1, policy_version=3), policy_version=2)
+    if started:
+        await run.worker.start()
+    assert set((await run.worker.finish_sync(3)).values()) == {0}
+    assert run.worker._scheduler.policy_version == 3
+    await run.worker.stop()

@@ -9,12 +9,19 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.exceptions import APRError, ConfigError, StarvedError, TrainError
+from ray_apr.core.exceptions import (
+    APRError,
+    ConfigError,
+    RolloutError,
+    StarvedError,
+    TrainError,
+)
 from ray_apr.data import parts as parts_module
-from ray_apr.data.parts import Part, PartName
+from ray_apr.data.parts import Living, Part, PartName
 from ray_apr.data.resumption import Begin, Counters
 from ray_apr.run import side as side_module
 from ray_apr.run.side import RolloutSide
+from ray_apr.train.answers import failure_of
 from tests.run_specs import run_spec
 
 # -- who calls them --------------------------------------------------------------------------------
@@ -86,6 +93,79 @@ def test_who_waits_for_the_next_one_hears_why_none_comes(monkeypatch):
     monkeypatch.setattr(parts_module.time, "monotonic", lambda: next(clock))
     with pytest.raises(TrainError, match="sample buffer is dead, and no other one came within 180"):
         part().ask("verb", limit_s=1.0)
+
+
+def test_two_threads_that_hear_of_one_death_follow_to_one_actor(monkeypatch):
+    """known fault: the second one waited for the actor after the next, and the run ended."""
+    Generations(monkeypatch, ["a"], ["b"], [])
+    asked = part()
+    first = asked.living()
+    for _ in range(2):  # each has called the first one
+        asked.follow(ActorDiedError(), first)
+        assert asked.living().generation == 1
+    assert asked.ask("verb", limit_s=1.0) == "b"
+
+
+def test_one_thread_looks_for_the_next_one_while_the_others_wait(monkeypatch):
+    generations = Generations(monkeypatch, ["a"], [])
+    asked, looks = part(), threading.Event()
+    first = asked.living()
+
+    def sleep(seconds):
+        looks.set()
+        threading.Event().wait(0.01)
+
+    monkeypatch.setattr(parts_module.time, "sleep", sleep)
+    threads = [
+        threading.Thread(target=asked.follow, args=(ActorDiedError(), first)) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    looks.wait(5)
+    generations.answers[1].append("b")
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert asked.living().generation == 1
+
+
+def test_calls_that_belong_together_reach_one_actor(monkeypatch):
+    """known fault: the second part of a weight sync reached a worker that knew nothing of it."""
+    Generations(monkeypatch, ["a", ActorDiedError()], ["b"])
+    asked = part()
+    worker = asked.living()
+    asked.follow(ActorDiedError(), worker)  # another thread
+    assert worker.call("verb")() == "a"
+    with pytest.raises(ActorDiedError):
+        worker.call("verb")()
+
+
+def test_one_that_cannot_be_reached_is_not_asked_for_ever(monkeypatch):
+    Generations(monkeypatch, [ActorUnavailableError("connection reset", None)] * 20)
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(parts_module.time, "monotonic", lambda: next(clock))
+    with pytest.raises(StarvedError, match="was not reached within 240 s, to end step 3"):
+        part().ask("verb", limit_s=60.0, what=", to end step 3")
+
+
+def test_a_failure_is_asked_of_the_buffer_that_follows_a_dead_one(monkeypatch):
+    """known fault: who waited for the next worker asked the dead buffer until its limit."""
+    reasons = [RolloutError("it has died 6 times")]
+
+    class Names(Generations):
+        def find(self, name, namespace):
+            if name.startswith("worker"):
+                raise ValueError(f"no actor {name}")
+            found = super().find(name, namespace)
+            return types.SimpleNamespace(failure=found.verb)
+
+    Names(monkeypatch, [ActorDiedError()], [reasons])
+    monkeypatch.setattr(parts_module.ray, "get", lambda answer, timeout: answer()[0])
+    buffer = part()
+    worker = Part(PartName("worker", "ns"), "rollout worker", lambda: failure_of(buffer))
+    worker._living = Living(0, None)
+    with pytest.raises(RolloutError, match="6 times"):
+        worker.follow(ActorDiedError(), worker.living())
 
 
 # -- who starts them -------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ import pickle
 import types
 
 import pytest
-from ray.exceptions import ActorDiedError, OwnerDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayError
 
 from ray_apr.config import EvaluationConfig
 from ray_apr.core.exceptions import SyncBrokenError
+from ray_apr.data import parts as parts_module
+from ray_apr.data.parts import Living
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 from tests.fakes import FixedPart
@@ -271,10 +273,80 @@ def test_a_worker_that_dies_before_its_samples_are_fetched_is_followed(monkeypat
     monkeypatch.setattr(control_module.ray, "get", get)
     monkeypatch.setattr(control_module.RolloutProgress, "of", lambda *_, **__: "progress")
     worker = Actor("worker")
-    worker.follow = followed.append
+    worker.follow = lambda error, asked: followed.append(error)
     control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
     assert control.capture()() == ("progress", "table")
     assert followed == [error]
+
+
+def test_a_look_at_the_rollout_side_outlives_a_second_death(monkeypatch):
+    """known fault: a worker that died as its successor had, in the same look, ended the run."""
+    taken = types.SimpleNamespace(
+        summary=None, stats=None, state=None, samples=("table",), before=None, epoch=1
+    )
+    followed: list[BaseException] = []
+    errors = [ActorDiedError(), ActorDiedError(), ActorUnavailableError("connection reset", None)]
+
+    def get(ref, timeout):
+        if ref == ("worker.capture",) and errors:
+            raise errors.pop(0)
+        return taken if ref == ("worker.capture",) else ref
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(control_module.RolloutProgress, "of", lambda *_, **__: "progress")
+    worker = Actor("worker")
+    worker.follow = lambda error, asked: followed.append(error)
+    control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
+    assert control.capture()() == ("progress", "table")
+    assert len(followed) == 3
+
+
+def test_a_sync_outlives_a_broken_connection_to_its_worker(monkeypatch):
+    """The worker and the sync live: a second one could not begin beside it."""
+    verbs = [f"worker.{verb}" for verb in ("begin_sync", "wait_until_received", "finish_sync")]
+    seen: list[str] = []
+
+    def get(ref, timeout):
+        seen.append(ref[0])
+        if seen.count(ref[0]) == 1:
+            raise ActorUnavailableError("connection reset", None)
+        return {"stopped_s": 0.25}
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(parts_module.time, "sleep", lambda seconds: None)
+    control = RunControl(buffer=None, worker=Actor("worker"), recorder=None, sync_timeout_s=5.0)
+    assert control.broadcast(Sender(), 3) == {"stopped_s": 0.25}
+    assert seen == [verb for verb in verbs for _ in range(2)]
+
+
+def test_a_sync_breaks_off_where_another_thread_has_followed_to_the_next_worker(monkeypatch):
+    """known fault: that worker knew nothing of the sync, and the run ended."""
+    first = types.SimpleNamespace()
+    second = types.SimpleNamespace()
+    control = RunControl(buffer=None, worker=FixedPart(first), recorder=None, sync_timeout_s=5.0)
+
+    def verb(name, worker, *, dies=False):
+        call = types.SimpleNamespace(remote=lambda *_, **__: (name, worker, dies))
+        setattr(worker, name, call)
+
+    def get(ref, timeout):
+        name, worker, dies = ref
+        asked.append((name, worker is first))
+        if dies:
+            raise ActorDiedError()
+        return {}
+
+    def deliver():  # meanwhile
+        control._worker._living = Living(1, second)
+
+    asked: list[tuple[str, bool]] = []
+    verb("begin_sync", first)
+    verb("wait_until_received", first, dies=True)
+    verb("wait_until_received", second)
+    monkeypatch.setattr(control_module.ray, "get", get)
+    with pytest.raises(SyncBrokenError, match="died in a sync"):
+        control.broadcast(Sender(deliver=deliver), 3)
+    assert asked == [("begin_sync", True), ("wait_until_received", True)]
 
 
 def test_a_durable_checkpoint_has_its_span_and_lets_the_journal_before_the_kept_ones_go():

@@ -163,6 +163,17 @@ async def test_a_second_sync_cannot_begin_while_one_is_under_way():
     assert engine.policy_version == 1
 
 
+async def test_the_begin_of_a_sync_may_be_told_twice():
+    """Who told it may not have heard the answer."""
+    engine, sync = make()
+    await sync.begin(1, b"notice")
+    await sync.begin(1, b"notice")
+    engine.sent.set()
+    await sync.wait_until_received()
+    assert (await sync.finish()) == (await sync.finish())
+    assert engine.verbs == ["pause abort", "receive, go on", "resume"]
+
+
 async def test_nothing_to_finish():
     _, sync = make()
     with pytest.raises(WeightSyncError, match="no sync is under way"):
