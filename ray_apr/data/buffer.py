@@ -129,7 +129,7 @@ class SampleBuffer:
         self._notes.of_grant()
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
-        """Take a whole, scored group.
+        """Take a whole, scored group; it may be told twice.
 
         Args:
             samples: Metadata of all of its samples.
@@ -237,7 +237,8 @@ class SampleBuffer:
         return ticket
 
     async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
-        """The optimizer has done `step`: its samples are trained, and their payload is let go.
+        """The optimizer has done `step`: its samples are trained, and their payload is let go. It
+        may be told twice, also while the first call runs.
 
         Waits for: the groups of the step, where a buffer that died had handed them out. Unblocked
         by: the rollout worker, which puts them; a failure; `close`.
@@ -252,26 +253,30 @@ class SampleBuffer:
         Raises:
             APRError: If this is not the step that was handed out.
         """
-        if step == self._ended[0]:  # it was told, and who told it has not heard of it
-            return dict(self._ended[1])
         async with self._changed:
             # of a buffer that has just taken over; its groups are on their way
             await self._changed.wait_for(
                 lambda: not self._stock.awaits_batch_of(step) or self._failure or self._closed
             )
-            if self._failure is not None:
-                raise self._failure
-            rows = sample_rows(self._stock.end_step(step))
-            figures = told_figures(rows)
-            await self._recorder.record_many.remote("sample", rows)  # which takes a step once
-            self._ended = (step, figures)
-            self._notes.of_trained(step, figures)
-            if next_policy_version is not None:
-                self._grant(step + 1, next_policy_version)
-            await self._choose()
-        show_trained(self._metrics, rows)
+            if step != self._ended[0]:  # else it was told, and who told it has not heard of it
+                await self._end_step(step, next_policy_version)
+            figures = dict(self._ended[1])
         await self._notes.flush()
         return figures
+
+    async def _end_step(self, step: int, next_policy_version: int | None) -> None:
+        """End a step, with `_changed` held: what is noted of it is noted at once."""
+        if self._failure is not None:
+            raise self._failure
+        rows = sample_rows(self._stock.batch_of(step))
+        await self._recorder.record_many.remote("sample", rows)  # which takes a step once
+        self._stock.end_step(step)
+        self._ended = (step, told_figures(rows))
+        self._notes.of_trained(*self._ended)
+        if next_policy_version is not None:
+            self._grant(step + 1, next_policy_version)
+        await self._choose()
+        show_trained(self._metrics, rows)
 
     async def watch(self, cursor: int) -> BufferState:
         """Wait until something changed since `cursor`, or ``poll_timeout_s``."""

@@ -28,6 +28,9 @@ from ray_apr.core.user import MAX_REWARD_METRICS
 from ray_apr.scheduling.batch import BatchPlan, plan_batch
 from ray_apr.scheduling.shelf import Shelf
 
+_MOST_GONE = 1 << 14
+"""More groups than leave the buffer while a call of the rollout worker is made again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTicket:
@@ -116,6 +119,8 @@ class Stock:
         self._awaited: set[str] = set()
         """Ids of those that are to come."""
         self._unfinished: Mapping[int, int] = {}
+        self._gone: dict[str, None] = {}
+        """Groups that were trained or evicted, the last `_MOST_GONE` of them."""
         self._handed_out: dict[str, int] = {}
         self._read_ahead_max = 0
         self._ledger = TokenLedger()
@@ -139,14 +144,20 @@ class Stock:
         return self.num_waiting + (0 if self.granted is None else self.granted.num_samples)
 
     def put(self, samples: Sequence[SampleMeta], ref: Any) -> None:
-        """Take a whole, scored group.
+        """Take a whole, scored group, if it has not come yet: who puts it may not have heard that
+        it is here.
 
         Raises:
-            RolloutError: If a group of this id is on the shelf.
+            RolloutError: If another group of this id is here.
         """
         group_id = samples[0].group_id
-        if group_id in self._refs or group_id in self._planned:
-            raise RolloutError(f"group {group_id} is already in the buffer")
+        if group_id in self._gone:
+            return
+        if self._holds(group_id):
+            known = next(group for group, _ in self.held() if group.group_id == group_id)
+            if known.samples != tuple(samples):
+                raise RolloutError(f"group {group_id} is in the buffer, with other samples")
+            return
         # the samples before it are a number that only grows: the order of arrival
         group = GroupMeta(group_id=group_id, sequence=self.num_received, samples=tuple(samples))
         self.num_received += len(group.samples)
@@ -156,6 +167,11 @@ class Stock:
             self._planned[group_id] = (group, ref)
         else:
             self._shelve(group, ref)
+
+    def _holds(self, group_id: str) -> bool:
+        batch = () if self.granted is None else self.granted.groups
+        is_waiting = group_id in self._refs or group_id in self._planned
+        return is_waiting or any(group.group_id == group_id for group in batch)
 
     def go_on(self, plan: Mapping[int, Sequence[str]]) -> None:
         """Give steps the batches that they had before, once their groups are here.
@@ -191,6 +207,7 @@ class Stock:
         selection = self._shelf.select(grant.policy_version, self._unfinished)
         for group in selection.evicted:
             del self._refs[group.group_id]
+            self._let_go(group)
             self._evicted_samples += len(group.samples)
             self._ledger.discard(group.num_generated, "buffered", "stale")
         if selection.chosen:
@@ -214,8 +231,8 @@ class Stock:
         self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
         return grant.ticket
 
-    def end_step(self, step: int) -> Grant:
-        """The optimizer has done `step`; returns the grant with the batch that was trained.
+    def batch_of(self, step: int) -> Grant:
+        """The grant of a step, with its batch.
 
         Raises:
             APRError: If this is not the step whose batch was chosen.
@@ -223,11 +240,21 @@ class Stock:
         grant = self.granted
         if grant is None or not grant.groups or grant.step != step:
             raise APRError(f"step {step} was trained, but its batch was not handed out")
+        return grant
+
+    def end_step(self, step: int) -> Grant:
+        """The optimizer has done `step`; returns the grant with the batch that was trained.
+
+        Raises:
+            APRError: If this is not the step whose batch was chosen.
+        """
+        grant = self.batch_of(step)
         for group in grant.groups:
             trained = sum(s.trainable_tokens(grant.oldest_version) for s in group.samples)
             self._ledger.move(trained, "buffered", "trained")
             self._ledger.discard(group.num_generated - trained, "buffered", "masked")
             self._handed_out.pop(group.group_id, None)
+            self._let_go(group)
         self._trained_samples += grant.num_samples
         self.trainer_version = next_version(grant.policy_version)
         self.granted = None
@@ -267,6 +294,12 @@ class Stock:
             unfinished = dict(sorted(self._unfinished.items()))
             there += f", and older ones come first; unfinished by version: {unfinished}"
         return there
+
+    def _let_go(self, group: GroupMeta) -> None:
+        """A group is gone; who puts it again is told nothing new."""
+        self._gone[group.group_id] = None
+        if len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]
 
     def _shelve(self, group: GroupMeta, ref: Any) -> None:
         self._shelf.add(group)
