@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -33,6 +32,8 @@ from ray_apr.data.resumption import Counters, Replayed, RolloutSummary, sampled_
 from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.figures import Figures
+from ray_apr.rollout.heap import freeze_heap
+from ray_apr.rollout.line import Line
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
@@ -134,10 +135,11 @@ class RolloutWorker(WeightSyncs):
                 scored = self._scheduler.restore(make_state(find), find)
             except APRError as error:
                 self._not_restored = error
+        self._starting = asyncio.Lock()
         self._capturing = asyncio.Lock()
         self._make_client = make_client
         self._scorer = make_scorer()
-        self._buffer = buffer
+        self._buffer = Line(buffer)
         self._recorder = recorder
         self._has_weights = asyncio.Event()
         """Set from the first sync on that brings the version of the newest token; before it engines
@@ -173,7 +175,7 @@ class RolloutWorker(WeightSyncs):
             overlap_rewards=partial_rollout.overlap_rewards,
             tokenizer=load_tokenizer(model),
             scorer=self._scorer,
-            buffer=buffer,
+            buffer=self._buffer,
             engines=self._engines,
             notes=self._notes,
             poison=self._poison,
@@ -185,7 +187,7 @@ class RolloutWorker(WeightSyncs):
             self._engines,
             self._notes,
             self._poison,
-            buffer=buffer,
+            buffer=self._buffer,
             recorder=recorder,
             metrics=self._metrics,
             before=self._before,
@@ -196,21 +198,27 @@ class RolloutWorker(WeightSyncs):
     # -- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all loops, once the servers run; returns at once.
+        """Start all loops, once the servers run; it may be told twice.
+
+        Waits for: a start that is under way. Unblocked by: its end; the driver has a limit.
 
         Raises:
             APRError: If the checkpoint's samples cannot go on.
         """
         if self._not_restored is not None:
             raise self._not_restored
-        if self._main is None:
-            self._sessions.client = self._make_client()
-            if self._received is not None:
-                lost = await self._engines.take_over(self._sessions.client, self._received)
-                self._scheduler.live.ledger.lose(lost)
-            self._open_syncs(self._sessions.client)
-            _freeze_heap()
-            self._main = asyncio.create_task(self._run(), name="rollout")
+        async with self._starting:
+            if self._main is None:
+                await self._start()
+
+    async def _start(self) -> None:
+        self._sessions.client = self._make_client()
+        if self._received is not None:
+            lost = await self._engines.take_over(self._sessions.client, self._received)
+            self._scheduler.live.ledger.lose(lost)
+        self._open_syncs(self._sessions.client)
+        freeze_heap()
+        self._main = asyncio.create_task(self._run(), name="rollout")
 
     async def stop(self) -> RolloutSummary:
         """Abort what runs, wait for it within a limit, and return the final figures."""
@@ -235,7 +243,7 @@ class RolloutWorker(WeightSyncs):
                 self._scheduler,
                 self._sessions,
                 self._notes,
-                self._buffer,
+                self._buffer.actor,  # the trainer asks again, for another epoch of the journal
                 lambda: self._summary(self._scheduler.counts()),
                 self._before,
             )
@@ -385,13 +393,3 @@ class RolloutWorker(WeightSyncs):
         if self._partial_rollout.restarts:
             self._notes.of_cuts()
         self._wake.set()
-
-
-def _freeze_heap() -> None:
-    """Spare all objects that there are from later garbage collections.
-
-    A full one looks at each object: at 400,000 when the worker starts, for 0.24 s in which nothing
-    is dispatched. Cycles among them are never freed; this process ends with the run.
-    """
-    gc.collect()
-    gc.freeze()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from ray_apr.core.exceptions import (
     EngineUnavailableError,
@@ -14,10 +16,11 @@ from ray_apr.core.exceptions import (
 )
 from ray_apr.core.messages import WeightGroup
 from ray_apr.core.sample import FinishReason
+from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
-from tests.rollout_run import Run, Scorer, running, until, without_ray
+from tests.rollout_run import Handle, Run, Scorer, running, until, without_ray
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +42,8 @@ async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():
 
 async def test_what_the_worker_begins_with_is_spared_from_garbage_collections(monkeypatch):
     calls: list[str] = []
-    monkeypatch.setattr(worker_module.gc, "collect", lambda: calls.append("collect"))
-    monkeypatch.setattr(worker_module.gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     async with running(ScriptedEngine(auto=1)):
         assert calls == ["collect", "freeze"]
 
@@ -470,3 +473,64 @@ async def test_a_worker_goes_on_under_a_version_whose_sync_another_one_began(sta
     assert set((await run.worker.finish_sync(3)).values()) == {0}
     assert run.worker._scheduler.policy_version == 3
     await run.worker.stop()
+
+
+async def test_a_worker_outlives_broken_connections_to_its_buffer(monkeypatch):
+    """known fault: the first one ended the run, though the buffer lived and had been told."""
+    monkeypatch.setattr(line_module, "_PAUSE_S", 0.01)
+    run = Run(ScriptedEngine(auto=1), max_staleness=2, oversampling_factor=2.0)
+    broken = {}
+    verbs = ("put_group", "watch", "report_rollout")
+    for verb, method in [(verb, getattr(run.buffer, verb)) for verb in verbs]:
+
+        async def cut_off(*args, verb=verb, call=method):
+            answer = await call(*args)
+            broken[verb] = broken.get(verb, 0) + 1
+            if broken[verb] % 2:
+                raise ActorUnavailableError("connection reset", None)
+            return answer
+
+        setattr(run.buffer, verb, cut_off)
+    await run.worker.start()
+    async with asyncio.timeout(20):
+        for step in range(3):
+            assert len(await run.step(step)) == 4
+            await run.sync(step + 1)
+    summary = await run.worker.stop()
+    await run.check_ledger(summary)
+    assert broken.keys() == set(verbs)
+    assert (await run.buffer.failure()) is None
+
+
+async def test_an_actor_that_is_not_reached_is_not_asked_for_ever(monkeypatch):
+    monkeypatch.setattr(line_module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(line_module, "RESTART_LIMIT_S", 0.05)
+
+    class Unreached:
+        async def verb(self, number):
+            calls.append(number)
+            raise ActorUnavailableError("connection reset", None)
+
+    calls: list[int] = []
+    with pytest.raises(ActorUnavailableError):
+        await line_module.Line(Handle(Unreached())).verb.remote(7)
+    assert len(calls) > 2 and set(calls) == {7}
+
+
+async def test_a_start_that_is_told_again_meanwhile_begins_once(monkeypatch):
+    """The driver asks again where the connection broke; both would take the engines over."""
+    run, may_go, taken = Run(ScriptedEngine(auto=1)), asyncio.Event(), []
+
+    async def take_over(client, received):
+        taken.append(received)
+        await may_go.wait()
+        return 0
+
+    run.worker._received = {}
+    monkeypatch.setattr(run.worker._engines, "take_over", take_over)
+    starts = [asyncio.create_task(run.worker.start()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    may_go.set()
+    await asyncio.gather(*starts)
+    await run.worker.stop()
+    assert taken == [{}]
