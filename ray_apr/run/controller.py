@@ -252,7 +252,7 @@ class _Parts:
                 if self._start_error is not None:
                     raise self._start_error
             limit_s = self.spec.rollout.engine.start_timeout_s
-            watched = watched_ranks(self.spec, lambda: self.side.buffer)
+            watched = watched_ranks(self.spec, self.side.fail)
             with watched, placement_limit(limit_s):
                 return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)
@@ -296,7 +296,7 @@ class _Parts:
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return
-            ray.get(self.side.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+            self.side.fail(reason)
 
     @property
     def side(self) -> RolloutSide:
@@ -334,8 +334,8 @@ class _Parts:
 
     def _first_error(self) -> APRError | None:
         """What failed before the train workers did, if anything."""
-        if self._start_error is not None:
-            return self._start_error
+        if self._start_error is not None or self.side.failure is not None:
+            return self._start_error or self.side.failure
         try:
             failure: APRError | None = ray.get(
                 self.side.buffer.failure.remote(), timeout=_CALL_TIMEOUT_S

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -136,17 +136,17 @@ def _lost_node(before: frozenset[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def watched_ranks(spec: RunSpec, buffer: Callable[[], Any]) -> Iterator[None]:
+def watched_ranks(spec: RunSpec, fail: Callable[[APRError], None]) -> Iterator[None]:
     """Have more train workers come where there is room for them.
 
     Args:
         spec: Of the run, with the number that there is.
-        buffer: Gives the handle of the sample buffer.
+        fail: Has the run end with a reason.
     """
     if not spec.ranks.is_elastic:
         yield
         return
-    watch = RankWatch(spec, last_step=lambda: last_step(spec, trainer_lives=True), buffer=buffer)
+    watch = RankWatch(spec, last_step=lambda: last_step(spec, trainer_lives=True), fail=fail)
     watch.start()
     try:
         yield
@@ -160,7 +160,7 @@ class RankWatch:
     Args:
         spec: Of the run, with the number of train workers that there is.
         last_step: Steps that the last checkpoint has trained.
-        buffer: Gives the handle of the sample buffer, which tells the train workers.
+        fail: Has the parts end with a reason.
         room: Gives how many further ones have room now, up to a number.
     """
 
@@ -169,13 +169,13 @@ class RankWatch:
         spec: RunSpec,
         *,
         last_step: Callable[[], int],
-        buffer: Callable[[], Any],
+        fail: Callable[[APRError], None],
         room: Callable[[int], int] | None = None,
     ) -> None:
         self._spec = spec
         self._number: int = spec.scaling.num_workers
         self._last_step = last_step
-        self._buffer = buffer
+        self._fail = fail
         self._room = room or self._room_now
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch-ranks", daemon=True)
@@ -204,7 +204,7 @@ class RankWatch:
 
     def _follow(self) -> None:
         """Consumes: the cluster's free resources. Waits for: the clock, then a checkpoint.
-        Unblocked by: `close`. Produces: a failure of the buffer, which is a change of ranks."""
+        Unblocked by: `close`. Produces: a failure of the run, which is a change of ranks."""
         interval_s = self._spec.scaling.elastic_resize_monitor_interval_s or _LOOK_S
         since: int | None = None
         """Step of the last checkpoint when there was room first."""
@@ -221,7 +221,7 @@ class RankWatch:
                 reason = RanksChange(
                     f"there is room for {number} train workers instead of {self._number}"
                 )
-                ray.get(self._buffer().fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+                self._fail(reason)
                 return
             except (APRError, TimeoutError, *DEATHS) as error:
                 logger.warning("whether more train workers fit is unknown: %s", one_line(error))

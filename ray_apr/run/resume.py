@@ -56,7 +56,8 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
-        ResourceError: If the checkpoints of a run that has begun cannot be read.
+        ResourceError: If the checkpoints of a run that has begun cannot be read; where the trainer
+            lives, that may be so for a moment.
     """
     last = _last_checkpoint(spec, mends=not trainer_lives)
     checkpoint = last or spec.checkpoint
@@ -66,7 +67,14 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
         if not is_resumed:
             return begin
         return with_journal(spec, begin, first=0, trainer_lives=trainer_lives)
-    begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
+    try:
+        begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
+    except (ConfigError, OSError) as error:
+        if not trainer_lives:
+            raise
+        raise ResourceError(  # Ray Train removes those that a newer one takes the place of
+            f"{checkpoint.path} cannot be read, or was removed meanwhile: {one_line(error)}"
+        ) from error
     assert begin.rollout is not None, "a checkpoint has it"
     if begin.step >= spec.train.steps and not trainer_lives:
         raise ConfigError(

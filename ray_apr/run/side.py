@@ -6,6 +6,8 @@ process. The next ones begin with the last checkpoint and the journal, under the
 
 Invariants, kept by `RolloutSide`:
     * Both are dead before the journal is read.
+    * A death while they begin again, and a checkpoint that is removed while it is read, is one more
+      death: within the limit they begin once more.
     * Where they cannot begin again, the trainer hears at once why.
 """
 
@@ -22,7 +24,13 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from ray_apr.core.clock import unix_s
-from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, one_line
+from ray_apr.core.exceptions import (
+    APRError,
+    ResourceError,
+    RolloutError,
+    StarvedError,
+    one_line,
+)
 from ray_apr.data.parts import DEATHS
 from ray_apr.data.resumption import Begin
 from ray_apr.run.causes import cause_of, death_of
@@ -45,7 +53,6 @@ _LOOK_S = 5.0
 _MOST_IN_A_ROW = 5
 """Restarts without a step between them, after which the run fails."""
 _FIRST_PAUSE_S = 0.5
-_TRIES = 5
 
 
 class RolloutSide:
@@ -84,6 +91,8 @@ class RolloutSide:
         self._in_a_row, self._last_step = 0, -1
         self._is_open = False
         """Whether the engines run, so that a worker may start."""
+        self.failure: APRError | None = None
+        """What the run ends with, as `fail` was told."""
         self._closing = threading.Event()
         self._changing = threading.Lock()
         self.buffer, self.worker = actors.make_pipeline(prompts, begin, recorder)
@@ -106,14 +115,18 @@ class RolloutSide:
         """
         with self._changing:
             self._is_open = True
-        try:
-            self._start()
-        except DEATHS as error:
-            logger.warning("the rollout worker died at its start: %s", one_line(error))
+        died = self._start()
+        if died is not None:  # the watch sees to it
+            logger.warning("the %s", died)
 
-    def _start(self) -> None:
+    def _start(self) -> str | None:
+        """Start the worker; how it died of that, None if it runs."""
         limit_s = self._spec.rollout.engine.start_timeout_s  # it may have many samples to read
-        ray.get(self.worker.start.remote(), timeout=limit_s)
+        try:
+            _ask(self.worker.start.remote, limit_s)
+        except DEATHS as error:
+            return f"rollout worker died at its start: {death_of(error)}"
+        return None
 
     def _record_missing(self) -> None:
         """Have the run folder note what the last ones did and could not tell."""
@@ -131,21 +144,24 @@ class RolloutSide:
         `SampleBuffer.close`, or a death, at the latest by `close`. Produces: the next ones, or a
         failure in the buffer.
         """
-        while not self._closing.is_set():
-            died = self._death()
-            if died is None or self._closing.is_set():
-                return
+        died = self._death()
+        while died is not None and not self._is_over:
             try:
                 reason = self._may_begin_again()
                 if reason is not None:
-                    self._fail(RolloutError(f"the {died}; {reason}"))
+                    self.fail(RolloutError(f"the {died}; {reason}"))
                     return
-                self._begin_again(died)
+                died = self._begin_again(died) or self._death()
             except Exception as error:
-                if not self._closing.is_set():
+                if not self._is_over:
                     logger.exception("the rollout side cannot begin again")
-                    self._fail(cause_of(error))
+                    self.fail(cause_of(error))
                 return
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing begins again any more."""
+        return self._closing.is_set() or self.failure is not None
 
     def _death(self) -> str | None:
         """Wait for the end of worker or buffer; how one of them died, None where it was ended.
@@ -186,22 +202,30 @@ class RolloutSide:
             return f"it has died {self._in_a_row} times without a step between"
         return None
 
-    def _begin_again(self, died: str) -> None:
+    def _begin_again(self, died: str) -> str | None:
         """Start the next ones, where the last ones stood.
 
         Waits for: a pause, then `_changing`. Unblocked by: `stop_watching`; who holds it, which has
         limits.
+
+        Returns:
+            How that came to nothing, which is one more death; None if they are there.
         """
         begun = time.monotonic()
         self._show(f"the {died}; it begins again")
         logger.warning("the %s; it begins again", died)
         self._closing.wait(_FIRST_PAUSE_S * (2 ** (self._in_a_row - 1) - 1))
         _end(self.worker, self.buffer)
-        begin = self._find_begin()
+        try:
+            begin = find_begin(self._spec, trainer_lives=True)
+        except ResourceError as error:  # Ray Train writes its list or removes a checkpoint just now
+            if self._in_a_row == _MOST_IN_A_ROW:
+                raise
+            return f"rollout side does not find where it stood: {one_line(error)}"
         before, num_lost = begin.before.lose(0, begin.num_kept)
         with self._changing:
-            if self._closing.is_set():
-                return
+            if self._is_over:
+                return None
             self._generation += 1
             self._actors.num_replicas = self.spec_now.rollout.num_replicas
             self.begin = dataclasses.replace(begin, before=before)
@@ -210,8 +234,7 @@ class RolloutSide:
             )
             is_open = self._is_open
         self._record_missing()
-        if is_open:
-            self._start()
+        died_again = self._start() if is_open else None
         seconds = time.monotonic() - begun
         add_row(
             self._spec.folder / RESTARTS_FILE,
@@ -225,38 +248,29 @@ class RolloutSide:
                 "tokens_lost": num_lost,
             },
         )
-        self._show(
-            f"rollouts go on after {seconds:.1f} s with {begin.num_kept:,} tokens of "
-            f"{begin.num_samples} samples"
-        )
+        if died_again is None:
+            self._show(
+                f"rollouts go on after {seconds:.1f} s with {begin.num_kept:,} tokens of "
+                f"{begin.num_samples} samples"
+            )
+        return died_again
 
-    def _find_begin(self) -> Begin:
-        """What they go on with; Ray Train may be writing its list of checkpoints just now.
-
-        Waits for: that. Unblocked by: `_TRIES` pauses, or `stop_watching`.
-        """
-        for _ in range(_TRIES - 1):
-            try:
-                return find_begin(self._spec, trainer_lives=True)
-            except ResourceError as error:
-                logger.warning("once more: %s", error)
-                self._closing.wait(_ASK_AGAIN_S)
-        return find_begin(self._spec, trainer_lives=True)
-
-    def _fail(self, reason: APRError) -> None:
-        """Tell the trainer why the run ends: through the buffer, if need be a new one.
+    def fail(self, reason: APRError) -> None:
+        """Have the run end with a reason, which the trainer hears from the buffer, if need be from
+        a new one; any thread may call this.
 
         Waits for: `_changing`. Unblocked by: who holds it, which has limits.
         """
         with self._changing:
-            if self._closing.is_set():
+            if self._is_over:
                 return
             try:
-                ray.get(self.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+                _ask(lambda: self.buffer.fail.remote(reason), _CALL_TIMEOUT_S)
             except DEATHS:
                 self._generation += 1
                 self.buffer = self._actors.make_buffer(self._recorder, generation=self._generation)
-                ray.get(self.buffer.fail.remote(reason), timeout=_CALL_TIMEOUT_S)
+                _ask(lambda: self.buffer.fail.remote(reason), _CALL_TIMEOUT_S)
+            self.failure = reason
 
     # -- end -------------------------------------------------------------------------------------
 
@@ -274,6 +288,24 @@ class RolloutSide:
         self._watch.join(timeout=_CALL_TIMEOUT_S)
 
 
+def _ask(call: Callable[[], Any], limit_s: float) -> Any:
+    """The answer of a call, which is made again where the connection broke.
+
+    Waits for: the answer. Unblocked by: `limit_s`, or the actor's death.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return ray.get(call(), timeout=limit_s)
+        except ActorUnavailableError as error:
+            if time.monotonic() > deadline:
+                raise StarvedError(
+                    f"not reached within {limit_s:g} s: {one_line(error)}"
+                ) from error
+            logger.warning("once more: %s", one_line(error))
+            time.sleep(_ASK_AGAIN_S)
+
+
 def _end(*actors: Any) -> None:
     """Kill actors, and wait until they are dead.
 
@@ -286,7 +318,7 @@ def _end(*actors: Any) -> None:
         ray.kill(actor)
     for actor in actors:
         try:
-            ray.get(actor.wait_until_stopped.remote(), timeout=_CALL_TIMEOUT_S)
+            _ask(actor.wait_until_stopped.remote, _CALL_TIMEOUT_S)
         except DEATHS:
             continue
         except TimeoutError as error:

@@ -149,6 +149,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     parts._side = types.SimpleNamespace(
         buffer=actors["buffer"], worker=actors["worker"], begin=Begin(),
         stop_watching=lambda: None, join=lambda: None, spec_now=parts.spec.with_replicas(3),
+        failure=None,
     )  # fmt: skip
     return parts
 
@@ -259,8 +260,8 @@ def test_a_run_that_ends_while_its_parts_are_made_says_how(monkeypatch, tmp_path
 def test_an_error_of_the_servers_is_reported_as_one_of_theirs(monkeypatch, tmp_path):
     """It was told as one of the training."""
     told = []
-    buffer = types.SimpleNamespace(fail=types.SimpleNamespace(remote=told.append))
-    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=None, recorder=RECORDER)
+    parts = parts_of(monkeypatch, tmp_path, buffer=None, worker=None, recorder=RECORDER)
+    parts._side.fail = told.append
     parts._closing, parts._made = threading.Event(), threading.Event()
     parts._made.set()
 

@@ -119,38 +119,34 @@ def test_dead_and_drained_nodes_have_no_room(monkeypatch):
     assert free_by_node() == [{"CPU": 4.0}, {"CPU": 1.0}]
 
 
-class Buffer:
+class Told:
     """Takes the reason."""
 
     def __init__(self) -> None:
         self.reason = None
         self.told = threading.Event()
-        self.fail = self
 
-    def remote(self, reason):
+    def __call__(self, reason):
         self.reason = reason
         self.told.set()
 
 
 def test_more_ranks_come_after_a_checkpoint(monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    monkeypatch.setattr(module.ray, "get", lambda *_, **__: None)
-    steps, buffer = iter([4, 4, 8]), Buffer()
-    watch = RankWatch(
-        with_number(1), last_step=lambda: next(steps), buffer=lambda: buffer, room=lambda most: 1
-    )
+    steps, fail = iter([4, 4, 8]), Told()
+    watch = RankWatch(with_number(1), last_step=lambda: next(steps), fail=fail, room=lambda most: 1)
     watch.start()
-    assert buffer.told.wait(10)
+    assert fail.told.wait(10)
     watch.close()
-    assert isinstance(buffer.reason, RanksChange)
-    assert str(buffer.reason) == "there is room for 2 train workers instead of 1"
+    assert isinstance(fail.reason, RanksChange)
+    assert str(fail.reason) == "there is room for 2 train workers instead of 1"
     assert list(steps) == [], "it waited for the checkpoint of step 8"
 
 
 @pytest.mark.parametrize(("number", "room", "wanted"), [(1, 0, 1), (2, 2, 4), (3, 0, 3), (1, 3, 4)])
 def test_a_run_never_gives_up_ranks_that_live(number, room, wanted):
     watch = RankWatch(
-        with_number(number), last_step=int, buffer=Buffer, room=lambda most: min(room, most)
+        with_number(number), last_step=int, fail=Told(), room=lambda most: min(room, most)
     )
     assert watch.wanted() == wanted
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import types
+from collections import Counter
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
@@ -12,6 +14,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import (
     APRError,
     ConfigError,
+    ResourceError,
     RolloutError,
     StarvedError,
     TrainError,
@@ -198,7 +201,9 @@ class Cluster:
     def __init__(self, monkeypatch, tmp_path, **settings) -> None:
         self.pairs: list[tuple[Actor, Actor]] = []
         self.failed_buffers: list[Actor] = []
-        self.num_steps = 0
+        self.num_steps = self.dies_at_start = 0
+        self.unreached: Counter[str] = Counter()
+        """Calls by verb that do not reach their actor."""
         self.spec = run_spec(**settings)
         self.said: list[str] = []
         monkeypatch.setattr(type(self.spec), "folder", tmp_path)
@@ -228,6 +233,12 @@ class Cluster:
 
     def get(self, call, timeout=None):
         actor, verb, args = call
+        if self.unreached[verb]:
+            self.unreached[verb] -= 1
+            raise ActorUnavailableError("connection reset", None)
+        if verb == "start" and self.dies_at_start:
+            self.dies_at_start -= 1
+            actor.die()
         if actor.error is not None:
             raise actor.error
         if verb == "num_steps":
@@ -326,4 +337,99 @@ def test_a_side_that_cannot_begin_again_says_why(monkeypatch, tmp_path):
     cluster.pairs[0][1].die()
     cluster.until(lambda: cluster.failed_buffers and cluster.failed_buffers[-1].failure)
     assert "cannot be reached" in str(cluster.failed_buffers[-1].failure)
+    cluster.end()
+
+
+def test_a_worker_that_dies_at_its_own_start_is_one_more_death(monkeypatch, tmp_path):
+    """known fault: a second death while they began again ended the run."""
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.side.start()
+    cluster.dies_at_start = 2
+    cluster.pairs[0][1].die()
+    cluster.until(lambda: len(cluster.pairs) == 4 and cluster.pairs[3][1].num_started)
+    cluster.until(lambda: len((tmp_path / "restarts.jsonl").read_text().splitlines()) == 3)
+    rows = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert [row["died"].partition(":")[0] for row in rows] == [
+        "rollout worker died", *["rollout worker died at its start"] * 2
+    ]  # fmt: skip
+    assert sum("rollouts go on" in line for line in cluster.said) == 1
+    cluster.pairs[3][0].die()
+    cluster.until(lambda: len(cluster.pairs) == 5 and cluster.pairs[4][1].num_started)
+    assert cluster.side.failure is None
+    cluster.end()
+
+
+def test_workers_that_all_die_at_their_start_end_the_run(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.side.start()
+    cluster.dies_at_start = 100
+    cluster.pairs[0][1].die()
+    cluster.until(lambda: cluster.side.failure is not None)
+    assert len(cluster.pairs) == 6
+    reason = str(cluster.side.failure)
+    assert "died at its start" in reason and "has died 6 times without a step" in reason
+    assert cluster.side.buffer.failure is cluster.side.failure
+    cluster.end()
+
+
+@pytest.mark.parametrize("num_tries", [2, 100])
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_one_more_death(
+    monkeypatch, tmp_path, num_tries
+):
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.side.start()
+    find_begin, tries = cluster.find_begin, []
+
+    def removed(spec, *, trainer_lives):
+        tries.append(trainer_lives)
+        if len(tries) < num_tries:
+            raise ResourceError("/c/checkpoint_3 cannot be read, or was removed meanwhile")
+        return find_begin(spec, trainer_lives=trainer_lives)
+
+    monkeypatch.setattr(side_module, "find_begin", removed)
+    cluster.pairs[0][1].die()
+    if num_tries == 2:
+        cluster.until(lambda: len(cluster.pairs) == 2 and cluster.pairs[1][1].num_started)
+    else:
+        cluster.until(lambda: cluster.side.failure is not None)
+        assert isinstance(cluster.side.failure, ResourceError) and len(tries) == 5
+    cluster.end()
+
+
+def test_a_start_whose_connection_breaks_is_told_again(monkeypatch, tmp_path):
+    """known fault: it was taken for a death that the watch never saw, and no worker ran."""
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.unreached["start"] = cluster.unreached["fail"] = 2
+    cluster.side.start()
+    assert cluster.pairs[0][1].num_started == 1
+    cluster.side.fail(RolloutError("no server"))
+    assert str(cluster.pairs[0][0].failure) == "no server" and not cluster.failed_buffers
+    cluster.end()
+
+
+def test_an_actor_that_is_not_reached_is_not_taken_for_dead(monkeypatch, tmp_path):
+    """The journal would be read while it still writes."""
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.unreached["wait_until_stopped"] = 3
+    with pytest.raises(ActorDiedError):
+        worker = Actor("worker")
+        worker.die()
+        side_module._ask(worker.wait_until_stopped.remote, 5.0)
+    assert cluster.unreached["wait_until_stopped"] == 0
+    cluster.end()
+
+
+@pytest.mark.parametrize("buffer_is_dead", [False, True])
+def test_any_thread_may_end_the_run_with_a_reason(monkeypatch, tmp_path, buffer_is_dead):
+    """known fault: servers that did not start told a buffer that was dead."""
+    cluster = Cluster(monkeypatch, tmp_path, rollout=RolloutConfig(journal={"enabled": False}))
+    if buffer_is_dead:
+        cluster.pairs[0][0].error = ActorDiedError()
+    for text in ("the servers did not start", "something else"):
+        cluster.side.fail(RolloutError(text))
+    told = cluster.failed_buffers[0] if buffer_is_dead else cluster.pairs[0][0]
+    assert str(told.failure) == str(cluster.side.failure) == "the servers did not start"
+    cluster.pairs[0][1].die()
+    cluster.until(lambda: not cluster.side._watch.is_alive())
+    assert len(cluster.pairs) == 1, "nothing begins again"
     cluster.end()
