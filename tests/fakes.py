@@ -120,6 +120,7 @@ class ScriptedEngine:
         fail: Errors by sample, raised by its next calls in turn.
         num_queued: What the status of each replica says of its queue.
         limits: What `set_limits` said last.
+        leaving: Replicas whose nodes are drained, as their statuses say.
         score: Log-probs that a replica says of a sequence.
     """
 
@@ -149,6 +150,7 @@ class ScriptedEngine:
         self.num_aborted = 0
         self.num_queued = 0
         self.limits: dict[str, int] = {}
+        self.leaving: set[str] = set()
         self.score: Callable[[str, Sequence[int]], tuple[float, ...]] = _minus_one_each
         self._expected: tuple[int, Sequence[Sequence[int]]] = (-1, ())
         self._scores: list[WeightScores] = []
@@ -240,6 +242,7 @@ class ScriptedEngine:
                 policy_version=self.policy_version,
                 is_paused=self.is_paused,
                 weights_valid=self.weights_valid,
+                is_leaving=f"engine-{i}" in self.leaving,
                 num_running=sum(
                     self._replica(r.session_id) == f"engine-{i}" for r in self._running.values()
                 ),

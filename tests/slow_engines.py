@@ -138,6 +138,8 @@ class Replica:
         engine._watch()
         self.server._mailboxes, self.server._calls = Mailboxes(), set()
         self.server._num_pauses = 0
+        self.server._is_leaving = False
+        self.server._watch = asyncio.get_running_loop().create_future()
 
     async def call(self, verb: str, *args):
         """A call, which the replica's death ends."""

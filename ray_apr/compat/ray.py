@@ -38,7 +38,8 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
         "DataContext": "target_max_block_size",
-        "GlobalState": "get_draining_nodes available_resources_per_node node_table",
+        "GlobalState": "get_draining_nodes available_resources_per_node node_table "
+        "actor_table(actor_id,actor_state_name)",
         "StorageContext": "storage_filesystem experiment_fs_path "
         "build_checkpoint_path_from_name(checkpoint_name) "
         "persist_current_checkpoint(checkpoint,checkpoint_dir_name)",
@@ -61,11 +62,17 @@ def collective_backend(name: str) -> Any:
     return RAY.get("_global_registry").get(name)
 
 
+def drained_nodes() -> dict[str, float]:
+    """Nodes that Ray was told are drained, as by a spot notice, and the Unix time in seconds at
+    which each one will be gone; 0 where nobody has said."""
+    drained: dict[str, int] = RAY.get("state").get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in drained.items()}
+
+
 def free_by_node() -> list[dict[str, float]]:
     """What each living node has that nobody has reserved, those with most CPUs first; without nodes
     that are drained, where Ray starts nothing."""
-    state = RAY.get("state")
-    drained = state.get_draining_nodes()
+    state, drained = RAY.get("state"), drained_nodes()
     alive = {node["NodeID"] for node in state.node_table() if node["Alive"]}
     free: dict[str, dict[str, float]] = state.available_resources_per_node()
     nodes = [dict(has) for node, has in free.items() if node in alive and node not in drained]

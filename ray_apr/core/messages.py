@@ -251,6 +251,8 @@ class ServerStatus:
     is_stalled: bool = False
     """Whether it has made no token for ``rollout.engine.stall_timeout_s``, although it has requests
     to make them for."""
+    is_leaving: bool = False
+    """Whether its node is drained: it gives all requests back, and takes no others."""
     tokens_evaluated: int = 0
     """Tokens handed out to evaluations; `tokens_generated` does not count them."""
     tokens_outside: int = 0
@@ -258,11 +260,16 @@ class ServerStatus:
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether no request is served by it any more, whatever weights it gets."""
+        return self.is_stalled or self.is_leaving
+
     def takes_requests(self, policy_version: int) -> bool:
         """Whether it takes requests that are to run under a version or a newer one; one that is
         paused will, as it is in a sync or sleeps."""
         is_current = self.weights_valid and self.policy_version >= policy_version
-        return not self.is_stalled and (self.is_paused or is_current)
+        return not self.is_lost and (self.is_paused or is_current)
 
     @property
     def idle_s(self) -> float:

@@ -30,7 +30,7 @@ from ray_apr.core.messages import ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.scheduling.limits import Limits
-from ray_apr.scheduling.routing import AdaptiveLimit
+from ray_apr.scheduling.routing import AdaptiveLimit, that_stay
 from ray_apr.scheduling.suspects import CONVICTED
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class EngineWatch:
         self._num_outages = 0
         """Times that none ran since the last new version."""
         self._running: Sequence[ServerStatus] = ()
-        """What those said that answered last."""
+        """What those said that answered last and stay."""
         self.num_changes = 0
         """Times that engines came, went, paused, resumed or got new weights, and that they were
         looked for while none ran: their start has a limit of its own."""
@@ -181,12 +181,16 @@ class EngineWatch:
             self._is_silent = True
             return set()
         self._is_silent = False
-        self._found_any()
-        self._running = statuses
         statuses = [status for status in statuses if status.replica_id not in self._left]
+        try:
+            self._running = that_stay(statuses)
+            self._found_any()
+        except NoEngineError as error:  # their figures are told, though nothing runs on them
+            self._running = ()
+            self.check_any(error)
         self._note_changes(statuses)
         if self._is_adaptive:
-            self._adapt(client, statuses)
+            self._adapt(client, self._running)
         await self._record(statuses)
         return {status.replica_id for status in statuses}
 
@@ -238,7 +242,7 @@ class EngineWatch:
     def lack(self, policy_version: int) -> bool:
         """Whether engines run, and none of them takes requests of a version: those that Serve has
         started again have the base model."""
-        running = [s for s in self._running if not s.is_stalled]
+        running = [s for s in self._running if not s.is_lost]
         return bool(running) and not any(s.takes_requests(policy_version) for s in running)
 
     async def let_go(self, statuses: Sequence[ServerStatus]) -> None:
@@ -297,6 +301,8 @@ class EngineWatch:
 
     def _adapt(self, client: RolloutClient, statuses: Sequence[ServerStatus]) -> None:
         """Adapt how many requests each engine gets to what it reports."""
+        if not statuses:
+            return
         for status in statuses:
             begin = -(-self._first_limit // len(statuses))
             limit = self._limits.setdefault(status.replica_id, AdaptiveLimit(begin))

@@ -13,16 +13,28 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ray_apr.core.exceptions import EngineUnavailableError
+from ray_apr.core.exceptions import EngineUnavailableError, NoEngineError
 from ray_apr.core.messages import ServerStatus
 
 _SLACK = 0.125
 """How much fuller, as a share of its limit, the usual replica may be than the emptiest one."""
 _NUM_HOMES = 1 << 16
 """Samples and groups whose replica is remembered; the least recently used is forgotten first."""
+
+
+def that_stay(running: Sequence[ServerStatus]) -> list[ServerStatus]:
+    """The engines whose nodes are not drained.
+
+    Raises:
+        NoEngineError: If there is none, though some live.
+    """
+    staying = [status for status in running if not status.is_leaving]
+    if running and not staying:
+        raise NoEngineError("the nodes of all rollout servers are drained")
+    return staying
 
 
 def that_take(
@@ -49,7 +61,7 @@ def that_take(
         if status.takes_requests(newest)
     }
     if not ready:
-        is_any = any(not status.is_stalled for status in staying.values())
+        is_any = any(not status.is_lost for status in staying.values())
         lacks = f"has the weights of version {newest}" if is_any else "makes any token"
         raise EngineUnavailableError(f"no rollout server {lacks}")
     return ready

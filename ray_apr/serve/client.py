@@ -44,7 +44,7 @@ from ray_apr.core.messages import (
     WeightScores,
 )
 from ray_apr.core.protocols import PauseMode
-from ray_apr.scheduling.routing import Placement, that_take
+from ray_apr.scheduling.routing import Placement, that_stay, that_take
 from ray_apr.serve.departure import Departure
 from ray_apr.serve.errors import of_living, ours
 from ray_apr.serve.exchange import Exchange
@@ -295,13 +295,13 @@ class ServeRolloutClient:
         return dict(self._seen)
 
     async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run; they get ranks in order of their ids, from 1 on."""
+        """Which replicas run and stay; they get ranks in order of their ids, from 1 on."""
+        staying = that_stay(await self.status(drain=False))
         size = self._config.engine.tensor_parallel_size
-        replicas = [status.replica_id for status in await self.status(drain=False)]
         return WeightGroupState(
-            first_ranks={replica: 1 + i * size for i, replica in enumerate(replicas)},
-            num_workers=len(replicas) * size,
-            is_whole=self._members == set(replicas),
+            first_ranks={status.replica_id: 1 + i * size for i, status in enumerate(staying)},
+            num_workers=len(staying) * size,
+            is_whole=self._members == {status.replica_id for status in staying},
         )
 
     async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> None:
@@ -362,7 +362,7 @@ class ServeRolloutClient:
         if self._members != set(self._ready.values()):  # nobody waits for those that have come
             took = [e for e, took in zip(engines, results, strict=True) if took is True]
             seen = [(e, self._seen[e]) for e in took if e in self._seen]
-            ready = {e: status.replica_id for e, status in seen if not status.is_stalled}
+            ready = {e: status.replica_id for e, status in seen if not status.is_lost}
             if ready and self._members.issuperset(ready.values()):
                 self._set_ready(ready)
             else:

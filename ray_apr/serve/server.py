@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray import serve
+from ray.exceptions import RayError
 
-from ray_apr.core.exceptions import APRError, RolloutError
+from ray_apr.compat.ray import drained_nodes
+from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.core.messages import (
     GenerateRequest,
     Generation,
@@ -23,6 +28,9 @@ from ray_apr.serve.mailbox import Mailboxes
 from ray_apr.serve.spec import EngineSpec
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_ABORT_AGAIN_S = 0.5
 
 
 class RolloutServer:
@@ -42,7 +50,9 @@ class RolloutServer:
         self._num_pauses = 0
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()
+        self._is_leaving = False
         await self._engine.start()
+        self._watch = asyncio.create_task(self._watch_node(), name="watch-node")
 
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> str:
         """Begin calls, whose outcomes this client asks for (`outcomes`).
@@ -64,6 +74,8 @@ class RolloutServer:
     async def _call(self, client_id: str, request: GenerateRequest) -> None:
         outcome: Generation | APRError
         try:
+            if self._is_leaving:
+                raise EngineUnavailableError(f"the node of {self._engine.replica_id} is drained")
             outcome = await self._engine.generate(request)
         except APRError as error:
             outcome = error
@@ -93,6 +105,35 @@ class RolloutServer:
         async for outcomes in self._mailboxes.stream(client_id):
             yield self._engine.replica_id, outcomes
 
+    async def _watch_node(self) -> None:
+        """Leave once the node is drained.
+
+        Consumes: Ray's drained nodes. Waits for: the clock. Unblocked by: the drain, or the end of
+        this process. Produces: what `leave` does.
+        """
+        node = ray.get_runtime_context().get_node_id()
+        while True:
+            try:
+                if node in await asyncio.to_thread(drained_nodes):
+                    break
+            except RayError as error:  # Ray's own limit; it may answer the next time
+                logger.warning("whether node %s is drained is unknown: %s", node, error)
+            await asyncio.sleep(_LOOK_S)
+        logger.warning("node %s is drained: its engine leaves", node)
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Give all calls back with what they have, and take no others: Serve starts another replica
+        on another node, and ends this one.
+
+        Waits for: the ends of the calls. Unblocked by: the engine, or its death.
+        """
+        self._is_leaving = True
+        while calls := set(self._calls):
+            with contextlib.suppress(EngineUnavailableError):  # of a dead one they end
+                await self._engine.abort(None)
+            await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
+
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Stop calls; see `Engine.abort`."""
         return await self._engine.abort(request_ids)
@@ -121,7 +162,8 @@ class RolloutServer:
 
     async def status(self, drain: bool = True) -> ServerStatus:
         """Figures of this moment; see `Engine.status`."""
-        return self._engine.status(drain=drain)
+        status = self._engine.status(drain=drain)
+        return dataclasses.replace(status, is_leaving=self._is_leaving)
 
     async def join_weight_group(self, group: WeightGroup, first_ranks: Mapping[str, int]) -> bool:
         """Join the weight group as the rank that belongs to this replica.
@@ -178,6 +220,8 @@ class RolloutServer:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
+        if self._watch.done():
+            self._watch.result()
         await self._engine.check_health()
 
     def __del__(self) -> None:

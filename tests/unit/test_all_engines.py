@@ -129,6 +129,21 @@ async def test_engines_that_are_all_gone_again_and_again_without_a_step_end_the_
     assert number == 16
 
 
+async def test_engines_whose_nodes_are_all_drained_are_one_outage_until_another_comes():
+    watch, engine = watch_of(start_limit_s=60.0), ScriptedEngine(num_replicas=2)
+    engine.leaving = {"engine-0"}
+    await watch.read(engine)
+    await asyncio.wait_for(watch.wait_for_any(), 0.1)
+    engine.leaving = {"engine-0", "engine-1"}
+    for _ in range(20):
+        assert await watch.read(engine) == {"engine-0", "engine-1"}, "their figures are told"
+    assert (watch._num_outages, watch.lack(0)) == (1, False)
+    engine.leaving = {"engine-0"}
+    await watch.read(engine)
+    await asyncio.wait_for(watch.wait_for_any(), 0.1)
+    assert watch.lack(1), "only those that stay are asked for"
+
+
 @pytest.mark.parametrize(
     ("version", "is_paused", "lacks"), [(3, False, True), (4, False, False), (3, True, False)]
 )

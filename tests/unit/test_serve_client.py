@@ -15,6 +15,7 @@ from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
+    NoEngineError,
     RolloutError,
     SyncBrokenError,
 )
@@ -91,6 +92,17 @@ async def test_the_weight_group_is_whole_while_its_members_are_those_that_run(de
     handle.statuses["b"] = None
     alone = WeightGroupState(first_ranks={"a": 1}, num_workers=2, is_whole=False)
     assert await client.weight_group_state() == alone
+
+
+async def test_a_replica_whose_node_is_drained_is_in_no_new_group(deployment):
+    handle, client = deployment
+    await client.join_weight_group(GROUP, {"a": 1, "b": 3})
+    handle.statuses["b"] = dataclasses.replace(handle.statuses["b"], is_leaving=True)
+    alone = WeightGroupState(first_ranks={"a": 1}, num_workers=2, is_whole=False)
+    assert await client.weight_group_state() == alone
+    handle.statuses["a"] = dataclasses.replace(handle.statuses["a"], is_leaving=True)
+    with pytest.raises(NoEngineError, match="the nodes of all rollout servers are drained"):
+        await client.weight_group_state()
 
 
 async def test_a_replica_that_comes_takes_no_part_before_the_next_group(deployment):
@@ -277,9 +289,10 @@ async def test_servers_that_do_not_say_who_they_are_in_time_are_no_failure_of_a_
         )
 
 
-async def test_an_engine_that_has_stalled_gets_no_request(deployment):
+@pytest.mark.parametrize("why", ["is_stalled", "is_leaving"])
+async def test_an_engine_that_has_stalled_or_leaves_gets_no_request(deployment, why):
     handle, client = deployment
-    stalled = dataclasses.replace(handle.statuses["a"], is_stalled=True)
+    stalled = dataclasses.replace(handle.statuses["a"], **{why: True})
     handle.statuses["a"] = stalled
     await client._learn()
     assert client._ready == {"engine-1": "b"}
