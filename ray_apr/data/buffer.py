@@ -9,8 +9,8 @@ Invariants, kept by `SampleBuffer`:
       one that died says the same. The end of a step may be told twice; it counts once.
     * A wait for a batch ends when nothing has moved for its limit, however long it takes; who runs
       into it learns what has not, and what the rollout side is waiting for.
-    * Where no engine has the weights, the trainer that waits for its batch is told to send them
-      again: each rank at the same place of its stream, as all of them take part.
+    * What all ranks are to do together comes to each at the same place of its stream (`Orders`):
+      a checkpoint; the weights again, where no engine has them and the trainer waits for its batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config import BufferConfig, OnStale
@@ -28,23 +27,11 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.buffer_notes import BufferNotes
 from ray_apr.data.journal import JournalFolder
-from ray_apr.data.movement import Movement, Moves
+from ray_apr.data.movement import BufferState, Movement, Moves
 from ray_apr.data.resumption import Replayed
 from ray_apr.data.shown import show_evicted, show_trained
+from ray_apr.scheduling.orders import Order, OrderKind, Orders
 from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, sample_rows, told_figures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferState:
-    """What the rollout worker follows."""
-
-    cursor: int
-    num_buffered: int
-    """Samples neither trained nor evicted, the step in training included."""
-    num_received: int
-    """Samples ever put in."""
-    trainer_version: int | None
-    """Policy version after the last acknowledged step; None before the first one."""
 
 
 class SampleBuffer:
@@ -101,8 +88,7 @@ class SampleBuffer:
         self._changed = asyncio.Condition()
         self._begun: set[int] = set()
         """Ranks whose streams have got a batch since the trainer began."""
-        self._again: tuple[int, ...] = ()
-        """Versions that engines have lost since then, and whose weights were asked for."""
+        self._orders = Orders()
         self._failure: APRError | None = None
         self._closed = False
         self._cursor = 0
@@ -159,7 +145,7 @@ class SampleBuffer:
             grant = self._stock.granted
             if grant is None or (grant.step, grant.policy_version) != (step, policy_version):
                 self._begun.clear()
-                self._again = ()
+                self._orders.clear()
                 self._grant(step, policy_version)
             await self._choose()
         await self._notes.flush()
@@ -176,21 +162,34 @@ class SampleBuffer:
         """
         async with self._changed:
             grant = self._stock.granted
-            if grant is None or grant.groups:
+            if grant is None or grant.step != self._stock.open_step:
                 return False
-            self._again += (policy_version,)
+            self._orders.give(Order(OrderKind.SEND_WEIGHTS, grant.step, policy_version))
             self._touch()
             return True
 
+    async def order_checkpoint(self) -> int | None:
+        """Have all ranks write a checkpoint before the next batch that none of them has got.
+
+        Returns:
+            Steps that it will have trained; None where the trainer has not begun.
+        """
+        async with self._changed:
+            step = self._stock.open_step
+            if step is not None:
+                self._orders.give(Order(OrderKind.CHECKPOINT, step))
+                self._touch()
+            return step
+
     async def take(
-        self, rank: int, last_step: int | None, again: tuple[int, ...] = ()
+        self, rank: int, last_step: int | None, told: tuple[Order, ...] = ()
     ) -> BatchTicket | None:
         """Hand out the granted batch to the stream of `rank`.
 
         Args:
             rank: The reader.
             last_step: Step that this reader got last; None for a new reader.
-            again: Versions that this reader was told to send again, of its whole stream.
+            told: Orders that this reader got, of its whole stream.
 
         Returns:
             A ticket; one of nothing at the end of the stream; None if the reader should call again
@@ -202,21 +201,22 @@ class SampleBuffer:
             ResourceError: If the reader of a stream that has begun is new: its process has died.
             APRError: What stopped the rollout side.
         """
-        if last_step is None and not again and rank in self._begun:
+        if last_step is None and not told and rank in self._begun:
             error = ResourceError(
                 f"the process that read the batches of train worker {rank} has died (out of "
                 "memory?), and with it a batch; the logs of its node say why"
             )
             await self.fail(error)  # Ray Data ends its stream as if there were no more batches
             raise error
-        if len(again) > len(self._again):  # another buffer has told it, and others not yet
-            self._again = again
+        self._orders.adopt(told)
+
+        def order() -> Order | None:
+            return self._orders.next_for(len(told), self._stock.next_step(last_step))
 
         def ready() -> bool:
             grant = self._stock.granted
             new = grant is not None and bool(grant.groups) and grant.step != last_step
-            is_over = self._closed or self._failure is not None
-            return is_over or new or len(again) < len(self._again)
+            return self._closed or self._failure is not None or new or order() is not None
 
         async with self._changed:
             try:
@@ -230,8 +230,8 @@ class SampleBuffer:
             if self._closed:
                 return BatchTicket()
             self._begun.add(rank)
-            if len(again) < len(self._again):
-                return BatchTicket(send_again=self._again[len(again)])
+            if (due := order()) is not None:
+                return BatchTicket(order=due)
             ticket = self._stock.hand_out()
         await self._notes.flush()
         return ticket

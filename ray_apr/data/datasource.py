@@ -3,7 +3,7 @@
 Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
 `SampleBuffer.take` until the trainer has granted the step, and only then is the batch chosen. What
 is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
-A row without a batch says that the trainer is to send its weights again (`SEND_AGAIN`).
+A row without a batch is an order (`scheduling.orders`): `order_of` reads it.
 
 Ray Data starts a read task again whose process has died. Its stream would begin anew, and a step be
 lost: the buffer refuses that, and the run ends with the reason. A buffer that dies is followed by
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -25,14 +25,15 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import ObjectLostError
 
 from ray_apr.data.parts import Part, PartName
+from ray_apr.scheduling.orders import Order, OrderKind
 
 if TYPE_CHECKING:
     from ray_apr.scheduling.stock import BatchTicket
 
 READ_TASK_CPUS = 0.01
 """CPUs of each rank's read task: where all others are taken, it would never start."""
-SEND_AGAIN = "send_again"
-"""Column of a row without a batch: the version that engines have lost."""
+_ORDER = "order"
+"""Column that rows without a batch have alone."""
 _CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.5
 
@@ -66,8 +67,7 @@ class SampleBufferDatasource(Datasource):
 
 
 def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
-    """Yield a table of one row for each step, and for each time that weights are to be sent again,
-    until the buffer is closed.
+    """Yield a table of one row for each step, and for each order, until the buffer is closed.
 
     Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch.
     Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit.
@@ -76,14 +76,14 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
     part = Part(buffer, "sample buffer")
     limit_s = poll_timeout_s + _CALL_TIMEOUT_S
     last_step: int | None = None
-    again: tuple[int, ...] = ()
+    told: tuple[Order, ...] = ()
     while True:
-        ticket: BatchTicket | None = part.ask("take", rank, last_step, again, limit_s=limit_s)
+        ticket: BatchTicket | None = part.ask("take", rank, last_step, told, limit_s=limit_s)
         if ticket is None:
             continue
-        if ticket.send_again is not None:
-            again += (ticket.send_again,)
-            yield pa.table({SEND_AGAIN: [ticket.send_again]})
+        if ticket.order is not None:
+            told += (ticket.order,)
+            yield pa.table(_row_of(ticket.order))
             continue
         if ticket.plan is None:
             return
@@ -97,6 +97,18 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
         row = plan.rank_batch(rank, dict(zip(wanted, payload, strict=True))).to_row()
         yield pa.table({name: pa.array([value]) for name, value in row.items()})
         last_step = plan.step
+
+
+def _row_of(order: Order) -> dict[str, list[Any]]:
+    return {_ORDER: [order.kind.value], "step": [order.step], "lost": [order.lost_version]}
+
+
+def order_of(row: Mapping[str, Any]) -> Order | None:
+    """The order that a row is; None of a batch."""
+    if _ORDER not in row:
+        return None
+    kind, step, lost_version = OrderKind(row[_ORDER]), int(row["step"]), int(row["lost"])
+    return Order(kind, step, lost_version)
 
 
 def sample_stream(

@@ -1,4 +1,5 @@
-"""What moves on the rollout side, and for how long nothing has.
+"""What rollout side and buffer tell each other of how far they are, and for how long nothing has
+moved.
 
 Pure: no I/O, no ray, no torch; a clock is handed in.
 """
@@ -19,6 +20,19 @@ class Moves:
     """Answers of the reward function and of the environment."""
     engines: int = 0
     """Engines that came, went, paused, resumed or got new weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferState:
+    """What the rollout worker follows."""
+
+    cursor: int
+    num_buffered: int
+    """Samples neither trained nor evicted, the step in training included."""
+    num_received: int
+    """Samples ever put in."""
+    trainer_version: int | None
+    """Policy version after the last acknowledged step; None before the first one."""
 
 
 _NAMES = {"tokens": "token", "rewards": "reward", "engines": "change of an engine"}

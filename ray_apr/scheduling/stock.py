@@ -26,6 +26,7 @@ from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
 from ray_apr.core.staleness import next_version, oldest_trainable, staleness
 from ray_apr.core.user import MAX_REWARD_METRICS
 from ray_apr.scheduling.batch import BatchPlan, plan_batch
+from ray_apr.scheduling.orders import Order
 from ray_apr.scheduling.shelf import Shelf
 
 _MOST_GONE = 1 << 14
@@ -37,8 +38,8 @@ class BatchTicket:
     """The batch of one step, or what comes before it; without either the stream has ended."""
 
     plan: BatchPlan | None = None
-    send_again: int | None = None
-    """Policy version that no engine has any more: all ranks send their weights before the batch."""
+    order: Order | None = None
+    """What all ranks do before the batch."""
     refs: tuple[Any, ...] = ()
     """ObjectRef of each group's samples, in the plan's order."""
 
@@ -195,6 +196,23 @@ class Stock:
     def awaits_batch_of(self, step: int) -> bool:
         """Whether groups of a step are to come that had its batch before (`go_on`)."""
         return step in self._batches
+
+    @property
+    def open_step(self) -> int | None:
+        """The first step whose batch no reader can have got; None before the first grant."""
+        grant = self.granted
+        if grant is None:
+            return None
+        return grant.step + (bool(grant.groups) or self.awaits_batch_of(grant.step))
+
+    def next_step(self, last_step: int | None) -> int | None:
+        """Step of the batch that a reader gets next; None before the first grant.
+
+        Args:
+            last_step: Of its last batch, None before that; it may have got it of another buffer.
+        """
+        grant = self.granted
+        return None if grant is None else grant.step + (grant.step == last_step)
 
     def choose(self) -> tuple[GroupMeta, ...]:
         """Choose the granted batch if it is complete; returns the groups that were evicted."""

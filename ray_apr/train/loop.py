@@ -12,8 +12,8 @@ Invariants:
       every rank checks the tokens that it trains against the staleness bound again.
     * The policy version rises by one with each batch, whatever its mini-batches and epochs, on all
       ranks together.
-    * Where a rank's stream says that engines have lost the weights, so do those of all others,
-      before the same step: all of them send the weights again, under the same version.
+    * An order in a rank's stream (`scheduling.orders`) is in those of all others, before the same
+      step: all of them send the weights again, under the same version, or write a checkpoint.
     * An error of one rank ends its process, and Ray Train ends the others.
 """
 
@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
 from ray_apr.core.staleness import next_version
-from ray_apr.data.datasource import SEND_AGAIN
+from ray_apr.data.datasource import order_of
 from ray_apr.data.parts import Part
 from ray_apr.scheduling.batch import RankBatch
+from ray_apr.scheduling.orders import Order, OrderKind
 from ray_apr.train.answers import failure_of
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.control import RunControl, sync_limit_s
@@ -92,8 +93,9 @@ class _TrainLoop:
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
-            self._learner.model, self._learner.optimizer, self._control, source=spec.model
-        )
+            self._learner.model, self._learner.optimizer, self._control,
+            source=spec.model, step=spec.begin.step,
+        )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
 
     def _make_residency(self) -> Residency:
@@ -203,8 +205,8 @@ class _TrainLoop:
         self._row = row
 
     def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
-        """Wait for this rank's row of the step, and send weights again where engines have lost
-        them; returns the row and the seconds waited."""
+        """Wait for this rank's row of the step, and do what is ordered before it; returns the row
+        and the seconds waited."""
         wait_s = 0.0
         while True:
             with self._span("wait") as waited:
@@ -215,14 +217,21 @@ class _TrainLoop:
                     f"the stream of rank {self._rank} ended before step {self._progress.step}: "
                     "the run ends, or the process that read it has died"
                 )
-            if SEND_AGAIN not in row:
+            order = order_of(row)
+            if order is None:
                 break
-            with self._span("sync"):
-                lost_version = int(row[SEND_AGAIN])
-                self._publisher.send_again(lost_version, self._progress.policy_version)
+            self._obey(order)
         batch = RankBatch.from_row(row)
         check_batch(batch, self._progress, self._spec.partial_rollout.max_staleness)
         return batch, wait_s
+
+    def _obey(self, order: Order) -> None:
+        """Do what all ranks are told to do before the next step."""
+        if order.kind is OrderKind.SEND_WEIGHTS:
+            with self._span("sync"):
+                self._publisher.send_again(order.lost_version, self._progress.policy_version)
+        elif self._writer.step != self._progress.step:  # else it is there, or being written
+            self._checkpoint(self._row)
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
         """Rows of this rank, each a mapping of column to list or number.

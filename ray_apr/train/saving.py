@@ -62,6 +62,7 @@ class CheckpointWriter:
         optimizer: Its optimizer.
         control: Rank 0's line to the other actors; None on other ranks.
         source: Folder or hub id of the model, for its last export.
+        step: Steps that the run begins with.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class CheckpointWriter:
         control: RunControl | None,
         *,
         source: str,
+        step: int = 0,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -83,8 +85,8 @@ class CheckpointWriter:
         self._stager = Stager(compute_device(model))
         self._listing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Any] | None = None
-        self._step = 0
-        """Of the last checkpoint."""
+        self.step = step
+        """Of the last checkpoint, also of one that is under way."""
         self._listed: set[str] = set()
         """Paths of the checkpoints that Ray Train had last."""
 
@@ -129,7 +131,7 @@ class CheckpointWriter:
                 export_hf(folder / HF_FOLDER, self._model, self._source)
 
         part = _Part(write, self._storage, progress.step)
-        self._step, self._under_way = progress.step, part.written
+        self.step, self._under_way = progress.step, part.written
         ray.train.report(
             dict(row),
             checkpoint=ray.train.Checkpoint(self._storage.experiment_fs_path),
@@ -153,7 +155,7 @@ class CheckpointWriter:
             self._under_way.result(CHECKPOINT_LIMIT_S)
         except TimeoutError as error:
             raise StarvedError(
-                f"the checkpoint of step {self._step} was not written within "
+                f"the checkpoint of step {self.step} was not written within "
                 f"{CHECKPOINT_LIMIT_S:g} s; see whether {self._storage.experiment_fs_path} answers"
             ) from error
         self._under_way = None

@@ -12,6 +12,7 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.rollout import engines as engines_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.engines import EngineWatch
+from ray_apr.scheduling.orders import Order
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
 from tests.fakes import MortalEngines, ScriptedEngine
@@ -33,19 +34,19 @@ def kill_all(engines: MortalEngines) -> None:
         engines.kill(engine)
 
 
-async def batch_of(run, step, last_step, again=()):
+async def batch_of(run, step, last_step, told=()):
     """Take the batch of a granted step as a trainer does that sends its weights when it is told
     to; returns its samples, and what it was told."""
     while True:
-        ticket = await run.buffer.take(0, last_step, again)
+        ticket = await run.buffer.take(0, last_step, told)
         if ticket is None:
             continue
-        if ticket.send_again is None:
+        if ticket.order is None:
             await run.buffer.ack(step)
-            return [sample for group in ticket.refs for sample in group], again
-        again += (ticket.send_again,)
+            return [sample for group in ticket.refs for sample in group], told
+        told += (ticket.order,)
         await run.worker.weight_group_state()
-        await run.sync(ticket.send_again)
+        await run.sync(ticket.order.lost_version)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -60,7 +61,7 @@ async def test_engines_that_all_die_get_the_weights_again_and_keep_the_tokens_of
     async with running(engines, rollout=sizes, oversampling_factor=1.0, **settings) as run:
         await run.step(0)
         await run.sync(1)
-        told: tuple[int, ...] = ()
+        told: tuple[Order, ...] = ()
         for step in (1, 2):
             await until(lambda: len(engines.running) == 4)
             kill_all(engines)
@@ -68,7 +69,7 @@ async def test_engines_that_all_die_get_the_weights_again_and_keep_the_tokens_of
             samples, told = await batch_of(run, step, step - 1, told)
             assert len(samples) == 4
             await run.sync(step + 1)
-        assert told == (1, 2), "each time, once"
+        assert [order.lost_version for order in told] == [1, 2], "each time, once"
     assert engines.num_lost >= 8, "calls that ran"
     await run.check_ledger(run.summary)
 

@@ -14,6 +14,7 @@ from ray_apr.core.sample import FinishReason
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.journal import JournalFolder
 from ray_apr.data.movement import Moves
+from ray_apr.scheduling.orders import Order, OrderKind
 
 
 class FakeRecorder:
@@ -153,26 +154,60 @@ async def test_every_rank_is_told_once_to_send_its_weights_again_before_the_batc
     waiting = asyncio.create_task(buffer.take(0, None))
     await asyncio.sleep(0)
     assert await buffer.send_again(0)
-    assert (await waiting).send_again == 0
+    told = (Order(OrderKind.SEND_WEIGHTS, 0, 0),)
+    assert (await waiting).order == told[0]
     for name in "ab":
         await put(buffer, name, 0)
     assert not await buffer.send_again(0), "the trainer has its batch, and sends after the step"
-    assert (await buffer.take(0, None, (0,))).plan.step == 0
+    assert (await buffer.take(0, None, told)).plan.step == 0
     ticket = await buffer.take(1, None)
-    assert (ticket.send_again, ticket.plan) == (0, None)
-    assert (await buffer.take(1, None, (0,))).plan.step == 0
+    assert (ticket.order, ticket.plan) == (told[0], None)
+    assert (await buffer.take(1, None, told)).plan.step == 0
     await buffer.ack(0, 1)
     assert await buffer.send_again(1)
     for rank in (0, 1):
-        assert (await buffer.take(rank, 0, (0,))).send_again == 1
+        assert (await buffer.take(rank, 0, told)).order == Order(OrderKind.SEND_WEIGHTS, 1, 1)
+
+
+async def test_every_rank_is_told_of_a_checkpoint_between_the_same_two_batches():
+    buffer, _ = make(num_ranks=2)
+    assert await buffer.order_checkpoint() is None, "there is no trainer"
+    await buffer.grant(0, 0)
+    for name in "ab":
+        await put(buffer, name, 0)
+    assert (await buffer.take(0, None)).plan.step == 0
+    assert await buffer.order_checkpoint() == 1, "rank 0 has the batch before"
+    ordered = Order(OrderKind.CHECKPOINT, 1)
+    assert (await buffer.take(0, 0)).order == ordered, "before the next grant"
+    assert (await buffer.take(1, None)).plan.step == 0, "first, as on rank 0"
+    assert (await buffer.take(1, 0)).order == ordered
+    await buffer.ack(0, 1)
+    assert await buffer.order_checkpoint() == 1, "nobody has its batch"
+    for name in "cd":
+        await put(buffer, name, 1)
+    for rank in (0, 1):
+        assert (await buffer.take(rank, 0, (ordered,))).order == ordered
+        assert (await buffer.take(rank, 0, (ordered, ordered))).plan.step == 1
 
 
 async def test_a_buffer_that_follows_tells_all_ranks_what_the_last_one_told_some():
     buffer, _ = make(num_ranks=2)
     await buffer.grant(3, 3)
-    assert await buffer.take(0, 2, (2, 3)) is None
-    assert (await buffer.take(1, 2, (2,))).send_again == 3
-    assert await buffer.take(1, 2, (2, 3)) is None
+    told = (Order(OrderKind.SEND_WEIGHTS, 2, 2), Order(OrderKind.CHECKPOINT, 3))
+    assert await buffer.take(0, 2, told) is None
+    assert (await buffer.take(1, 2, told[:1])).order == told[1]
+    assert await buffer.take(1, 2, told) is None
+
+
+async def test_a_buffer_that_follows_puts_an_order_behind_a_batch_that_a_rank_may_have():
+    plan = {3: ("a", "b")}
+    buffer, _ = make(num_ranks=2)
+    buffer._stock.go_on(plan)
+    await buffer.grant(3, 3)
+    assert not await buffer.send_again(3)
+    assert await buffer.order_checkpoint() == 4
+    assert await buffer.take(1, 2) is None
+    assert (await buffer.take(0, 3)).order == Order(OrderKind.CHECKPOINT, 4)
 
 
 async def test_a_trainer_that_begins_again_is_told_nothing_of_before():

@@ -7,7 +7,8 @@ import pytest
 
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import StarvedError, TrainError
-from ray_apr.data.datasource import SEND_AGAIN
+from ray_apr.data import datasource
+from ray_apr.scheduling.orders import Order, OrderKind
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.residency import AlwaysThere
@@ -54,12 +55,14 @@ class Writer:
     def __init__(self) -> None:
         self.reports = []
         self.is_closed = False
+        self.step = 0
 
     def report(self, row):
         self.reports.append((row, False, None))
 
     def save(self, row, progress, *, name=None, is_last=False):
         self.reports.append((row, True, name))
+        self.step = progress.step
 
     def close(self):
         self.is_closed = True
@@ -106,16 +109,30 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     assert loop._writer.is_closed
 
 
+def row_of(order):
+    return {name: value for name, (value,) in datasource._row_of(order).items()}
+
+
 def test_a_row_without_a_batch_has_the_weights_sent_again_before_the_step(loop, row, monkeypatch):
     monkeypatch.undo()
     loop._rank, loop._progress, sent = 0, PROGRESS, []
     loop._spec.partial_rollout = types.SimpleNamespace(max_staleness=3)
     loop._publisher.send_again = lambda lost, version: sent.append((lost, version))
-    rows = iter([{SEND_AGAIN: 3}, {SEND_AGAIN: 3}, row.to_row()])
+    again = row_of(Order(OrderKind.SEND_WEIGHTS, 4, 3))
+    rows = iter([again, again, row.to_row()])
     batch, _ = loop._next_batch(rows)
     assert (batch.step, sent) == (4, [(3, 3), (3, 3)])
     with pytest.raises(StarvedError, match=r"ended before step 4.*that read it has died"):
         loop._next_batch(rows)
+
+
+def test_a_checkpoint_is_ordered_between_two_steps_and_written_once(loop, row, monkeypatch):
+    monkeypatch.undo()
+    loop._rank, loop._progress, loop._row = 0, PROGRESS, {"step": 3}
+    loop._spec.partial_rollout = types.SimpleNamespace(max_staleness=3)
+    order = row_of(Order(OrderKind.CHECKPOINT, 4))
+    batch, _ = loop._next_batch(iter([order, order, row.to_row()]))
+    assert (batch.step, loop._reports) == (4, [({"step": 3}, True, None)])
 
 
 def test_a_loop_behind_a_gate_does_what_is_ordered(loop):
