@@ -1,4 +1,4 @@
-"""A second node of a cluster on this machine, which is killed and started anew."""
+"""A second node of a cluster on this machine, which is drained, or killed and started anew."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import sys
 from collections.abc import Sequence
 
 from tests.processes import MARK, processes_below, processes_of
-from tests.whole_runs import ANY_PORT, START_LIMIT_S
+from tests.whole_runs import ANY_PORT, START_LIMIT_S, ray_cli
 
 _ADDRESS = "127.0.0.2"
 """Not that of the first node, so that a driver finds its own one."""
 _RAYLET = "/raylet/raylet "
+_NODE_ID = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(*(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] == sys.argv[2]))
+"""
 _RAYS_OWN = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 
 
@@ -24,6 +29,7 @@ class SecondNode:
         num_cpus: Of the node.
         own_address: Of the node.
         inside: Command that runs another one where the node is to be, such as in a namespace.
+        options: Further ones of its start.
     """
 
     def __init__(
@@ -34,10 +40,13 @@ class SecondNode:
         num_cpus: int,
         own_address: str = _ADDRESS,
         inside: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
+        self._address, self._own_address = address, own_address
         self._command = [
             *inside, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}",
             f"--node-ip-address={own_address}", f"--num-cpus={num_cpus}", *ANY_PORT,
+            *options,
         ]  # fmt: skip
         self._env = env
         self._of_first = self._all_raylets()
@@ -57,6 +66,20 @@ class SecondNode:
         """
         assert self._starting is not None
         assert self._starting.wait(limit_s) == 0, "the second node does not start"
+
+    def drain(self, limit_s: int) -> None:
+        """Tell Ray that it will be gone in so many seconds, as a cloud does with a spot node; who
+        calls this has to end it."""
+        found = subprocess.run(
+            [sys.executable, "-c", _NODE_ID, self._address, self._own_address],
+            env=self._env, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        drained = ray_cli(
+            self._env, "drain-node", f"--address={self._address}",
+            f"--node-id={found.stdout.strip()}", "--reason=DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message=spot", f"--deadline-remaining-seconds={limit_s}",
+        )  # fmt: skip
+        assert drained.returncode == 0, drained.stdout + drained.stderr
 
     def raylets(self) -> list[int]:
         """Its raylet, while it has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray_apr.compat.lookup import PrivateNames
@@ -69,14 +70,32 @@ def drained_nodes() -> dict[str, float]:
     return {node: deadline_ms / 1000 for node, deadline_ms in drained.items()}
 
 
+def size_by_node() -> list[dict[str, float]]:
+    """What each living node has, reserved or not, those with most CPUs first; without nodes that
+    are drained, where Ray starts nothing."""
+    nodes = [node for node in RAY.get("state").node_table() if node["Alive"]]
+    drained = drained_nodes()
+    return _largest_first(node["Resources"] for node in nodes if node["NodeID"] not in drained)
+
+
 def free_by_node() -> list[dict[str, float]]:
-    """What each living node has that nobody has reserved, those with most CPUs first; without nodes
-    that are drained, where Ray starts nothing."""
+    """The same of what nobody has reserved."""
     state, drained = RAY.get("state"), drained_nodes()
     alive = {node["NodeID"] for node in state.node_table() if node["Alive"]}
     free: dict[str, dict[str, float]] = state.available_resources_per_node()
-    nodes = [dict(has) for node, has in free.items() if node in alive and node not in drained]
-    return sorted(nodes, key=lambda node: -node.get("CPU", 0.0))
+    return _largest_first(
+        has for node, has in free.items() if node in alive and node not in drained
+    )
+
+
+def _largest_first(nodes: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    return sorted((dict(node) for node in nodes), key=lambda node: -node.get("CPU", 0.0))
+
+
+def living_actors() -> list[dict[str, Any]]:
+    """Rows of Ray's table of actors, of those that live."""
+    rows: dict[str, dict[str, Any]] = RAY.get("state").actor_table(None, actor_state_name="ALIVE")
+    return list(rows.values())
 
 
 def kept_deployment(deployment: Any, version: str) -> Any:

@@ -30,8 +30,6 @@ from ray_apr.scheduling.orders import Order, OrderKind
 if TYPE_CHECKING:
     from ray_apr.scheduling.stock import BatchTicket
 
-READ_TASK_CPUS = 0.01
-"""CPUs of each rank's read task: where all others are taken, it would never start."""
 _ORDER = "order"
 """Column that rows without a batch have alone."""
 _CALL_TIMEOUT_S = 60.0
@@ -50,6 +48,12 @@ class SampleBufferDatasource(Datasource):
     def __init__(self, buffer: PartName, *, rank: int, poll_timeout_s: float) -> None:
         super().__init__()
         self._read = functools.partial(_read, buffer, rank, poll_timeout_s)
+
+    @property
+    def supports_distributed_reads(self) -> bool:
+        """False, so that the task runs on the driver's node: one that dies, or that is drained,
+        takes no batch along."""
+        return False
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Unknown: the stream has no end."""
@@ -116,6 +120,8 @@ def sample_stream(
 ) -> Dataset:
     """Make the endless dataset of one rank.
 
+    Its read task reserves no CPU: where all of this node's are taken, it would never start.
+
     Every row becomes a block of its own at once; with Ray Data's usual block size nothing would be
     delivered before 128 MiB have come together.
     """
@@ -126,7 +132,7 @@ def sample_stream(
         stream = ray.data.read_datasource(
             SampleBufferDatasource(buffer, rank=rank, poll_timeout_s=poll_timeout_s),
             override_num_blocks=1,
-            num_cpus=READ_TASK_CPUS,
+            num_cpus=0,
         )
         stream.set_name(name)  # what Ray Data's metrics and log call it
         return stream

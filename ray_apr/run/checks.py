@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.run.model import context_of
 from ray_apr.run.spec import RESTARTS, RunSpec
 
@@ -116,13 +115,13 @@ def check_resources(
     per_replica = rollout.engine.num_cpus_per_replica + rollout.engine.tensor_parallel_size * on_gpu
     wanted = workers * per_worker + rollout.num_replicas * per_replica
     cpus = have.get("CPU", 0.0)
-    if wanted + workers * READ_TASK_CPUS > cpus:
+    if wanted >= cpus:
         raise ConfigError(
             "rollout.num_replicas",
             rollout.num_replicas,
             f"replicas and {workers} train workers want {wanted:g} CPUs together, the cluster has "
-            f"{cpus:g}, and Ray Data needs a part of one more; lower num_cpus_per_replica or start "
-            "Ray with more (logical) CPUs",
+            f"{cpus:g}, and Ray Data needs one to encode the prompts; lower num_cpus_per_replica "
+            "or start Ray with more (logical) CPUs",
         )
 
 

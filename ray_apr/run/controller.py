@@ -37,6 +37,7 @@ from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
 from ray_apr.run.causes import cause_of, death_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
+from ray_apr.run.draining import watched_nodes
 from ray_apr.run.final import (
     ERROR_LOG,
     final_figures,
@@ -201,6 +202,7 @@ class _Parts:
     ) -> None:
         self.spec = spec
         self._gate = gate
+        self._show = show
         self._begin = begin
         self._started_at = started_at
         self._made_at = time.monotonic()
@@ -253,7 +255,9 @@ class _Parts:
                     raise self._start_error
             limit_s = self.spec.rollout.engine.start_timeout_s
             watched = watched_ranks(self.spec, self.side.fail)
-            with watched, placement_limit(limit_s):
+            own = self._actors.name_of("recorder")
+            drained = watched_nodes(self.spec, self.side, own, self._started_at, self._show)
+            with watched, drained, placement_limit(limit_s):
                 return self._make_trainer().fit()
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None

@@ -18,21 +18,20 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
 
-from ray_apr.compat.ray import free_by_node
+from ray_apr.compat.ray import free_by_node, size_by_node
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
-from ray_apr.data.datasource import READ_TASK_CPUS
 from ray_apr.data.parts import DEATHS
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
-from ray_apr.run.room import num_that_fit, resources_of_engine, without
+from ray_apr.run.room import engines_that_fit, num_that_fit, resources_of_engine, without
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -47,30 +46,21 @@ _LOOK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 
 
-def num_of_workers(
-    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
-) -> int:
-    """How many train workers have room, each with its read task of Ray Data beside it."""
-    number = num_that_fit(free, wanted, most)
-    task = {"CPU": READ_TASK_CPUS}
-    while num_that_fit(without(free, wanted, number), task, number) < number:
-        number -= 1
-    return number
-
-
 def choose_ranks(spec: RunSpec) -> RunSpec:
     """The spec with the number of train workers that there is room for beside its engines; the
-    least one where there is none, for which Ray Train then waits.
+    least one where there is none, for which Ray Train then waits. It has fewer engines where nodes
+    are gone, so that the others are too small for all of them and for the least number.
 
     Waits for: what the last parts held. Unblocked by: room for the most, or `_SETTLE_S`.
     """
-    ranks = spec.ranks
+    ranks, worker = spec.ranks, resources_of_worker(spec.scaling)
     if not ranks.is_elastic:
         return spec
+    spec = _with_engines_that_fit(spec)
     deadline, room = time.monotonic() + _SETTLE_S, 0
     while room < ranks.most and time.monotonic() < deadline:
         left = without(free_by_node(), resources_of_engine(spec.rollout), spec.rollout.num_replicas)
-        room = num_of_workers(left, resources_of_worker(spec.scaling), ranks.most)
+        room = num_that_fit(left, worker, ranks.most)
         if room < ranks.most:
             time.sleep(_LOOK_S)
     counts = ranks.counts(spec.train)
@@ -79,8 +69,23 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
     return dataclasses.replace(spec, scaling=scaling)
 
 
+def _with_engines_that_fit(spec: RunSpec) -> RunSpec:
+    rollout, bounds = spec.rollout, spec.rollout.engine.autoscaling
+    number = engines_that_fit(
+        size_by_node(),
+        resources_of_engine(rollout),
+        rollout.num_replicas,
+        resources_of_worker(spec.scaling),
+        spec.ranks.least,
+        least=1 if bounds is None else bounds.min_replicas,
+    )
+    if number < rollout.num_replicas:
+        logger.warning("only %d of %d engines have room", number, rollout.num_replicas)
+    return spec.with_replicas(number)
+
+
 def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
-    """Have the run folder say how many train workers go on from a step.
+    """Have the run folder say how many train workers go on from a step, with how many engines.
 
     Args:
         spec: With their number.
@@ -91,6 +96,7 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
         "time_s": round(unix_s() - started_at, 4),
         "step": step,
         "num_train_workers": spec.scaling.num_workers,
+        "num_engines": spec.rollout.num_replicas,
     }
     add_row(spec.folder / RANKS_FILE, row)
 
@@ -194,7 +200,7 @@ class RankWatch:
             self._thread.join(timeout=_CALL_TIMEOUT_S)
 
     def _room_now(self, most: int) -> int:
-        return num_of_workers(free_by_node(), resources_of_worker(self._spec.scaling), most)
+        return num_that_fit(free_by_node(), resources_of_worker(self._spec.scaling), most)
 
     def wanted(self) -> int:
         """Train workers that the run could have now; never fewer than it has."""

@@ -58,3 +58,56 @@ def without(
         for name, amount in wanted.items():
             node[name] = node.get(name, 0.0) - taken * amount
     return left
+
+
+def num_elsewhere(number: int, num_leaving: int, room: int, counts: Sequence[int]) -> int | None:
+    """How many train workers a run can have without those that have to leave; None: not even the
+    least number.
+
+    Args:
+        number: That it has.
+        num_leaving: Of them, those on nodes that are drained.
+        room: Further ones that have room on other nodes.
+        counts: The numbers that it may have.
+
+    Example:
+        >>> num_elsewhere(4, 1, 0, [1, 2, 4]), num_elsewhere(1, 1, 0, [1, 2])
+        (2, None)
+    """
+    return max((n for n in counts if n <= number - num_leaving + room), default=None)
+
+
+def engines_that_fit(
+    free: Sequence[Mapping[str, float]],
+    engine: Mapping[str, float],
+    num_engines: int,
+    worker: Mapping[str, float],
+    num_workers: int,
+    *,
+    least: int = 1,
+) -> int:
+    """As many engines of a number as have room beside train workers; all of them where fewer than
+    the least have: they are waited for.
+
+    Args:
+        free: What each node has that nobody has reserved.
+        engine: What an engine reserves.
+        num_engines: That are wanted.
+        worker: What a train worker reserves.
+        num_workers: That must have room.
+        least: Engines.
+
+    Example:
+        >>> engines_that_fit([{"CPU": 4.0}], {"CPU": 1.0}, 4, {"CPU": 1.0}, 2)
+        2
+    """
+
+    def fit(number: int, nodes: Sequence[Mapping[str, float]]) -> bool:
+        left = without(nodes, engine, number)
+        has_all = num_that_fit(nodes, engine, number) == number
+        return has_all and num_that_fit(left, worker, num_workers) == num_workers
+
+    either_way = (free, free[::-1])  # engines may take what train workers need, and need not
+    counts = range(num_engines, least - 1, -1)
+    fitting = (n for n in counts if any(fit(n, nodes) for nodes in either_way))
+    return next(fitting, num_engines)

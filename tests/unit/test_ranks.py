@@ -9,7 +9,7 @@ import types
 import pytest
 import ray.train
 
-from ray_apr.compat.ray import RAY, free_by_node
+from ray_apr.compat.ray import RAY, free_by_node, size_by_node
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.ranks import RankRange
@@ -17,7 +17,7 @@ from ray_apr.core.exceptions import ConfigError, RanksChange, TrainError
 from ray_apr.run import ranks as module
 from ray_apr.run.checks import check_resources
 from ray_apr.run.host import HostedRun
-from ray_apr.run.ranks import RankWatch, lost_nodes_excused, num_of_workers
+from ray_apr.run.ranks import RankWatch, lost_nodes_excused
 from ray_apr.run.room import num_that_fit, without
 from tests.run_specs import run_spec
 
@@ -101,22 +101,34 @@ def test_room_is_counted_node_by_node_beside_the_engines():
     assert num_that_fit(left, {"CPU": 1.0}, 9) == 2
 
 
-def test_read_tasks_have_room_beside_train_workers():
-    """known fault: two workers took all CPUs, and neither ever got a batch."""
-    assert num_of_workers([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 1
-    assert num_of_workers([{"CPU": 1.1}, {"CPU": 1.0}], {"CPU": 1.0}, 2) == 2
-    assert num_of_workers([], {"CPU": 1.0}, 2) == 0
+def test_a_run_has_as_many_engines_as_the_nodes_that_stay_have_room_for(monkeypatch):
+    """Ray would wait for those of a node that is gone until the run's limit."""
+    nodes = [{"CPU": 3.0}]
+    monkeypatch.setattr(module, "size_by_node", lambda: nodes)
+    monkeypatch.setattr(module, "free_by_node", lambda: nodes)
+    monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    engine = EngineConfig(num_cpus_per_replica=1)
+    spec = elastic(1, 2, rollout=RolloutConfig(num_replicas=4, engine=engine))
+    assert module.choose_ranks(spec).rollout.num_replicas == 2
+    nodes[0]["CPU"] = 1.0
+    assert module.choose_ranks(spec).rollout.num_replicas == 4, "none has room: they are waited for"
+    nodes[0]["CPU"] = 9.0
+    assert module.choose_ranks(spec).rollout.num_replicas == 4
 
 
 def test_dead_and_drained_nodes_have_no_room(monkeypatch):
     cpus = {"small": 1.0, "drained": 8.0, "dead": 8.0, "big": 4.0}
     state = types.SimpleNamespace(
         get_draining_nodes=lambda: {"drained": 0},
-        node_table=lambda: [{"NodeID": name, "Alive": name != "dead"} for name in cpus],
+        node_table=lambda: [
+            {"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 2 * cpus[name]}}
+            for name in cpus
+        ],
         available_resources_per_node=lambda: {name: {"CPU": n} for name, n in cpus.items()},
     )
     monkeypatch.setattr(type(RAY), "get", lambda self, name: state)
     assert free_by_node() == [{"CPU": 4.0}, {"CPU": 1.0}]
+    assert size_by_node() == [{"CPU": 8.0}, {"CPU": 2.0}]
 
 
 class Told:
