@@ -139,7 +139,7 @@ class Replica:
         self.server._mailboxes, self.server._calls = Mailboxes(), set()
         self.server._num_pauses = 0
         self.server._is_leaving = False
-        self.server._watch = asyncio.get_running_loop().create_future()
+        self.server._watch = None
 
     async def call(self, verb: str, *args):
         """A call, which the replica's death ends."""

@@ -51,8 +51,10 @@ class RolloutServer:
         self._mailboxes = Mailboxes()
         self._calls: set[asyncio.Task[None]] = set()
         self._is_leaving = False
+        self._watch: asyncio.Task[None] | None = None
         await self._engine.start()
-        self._watch = asyncio.create_task(self._watch_node(), name="watch-node")
+        if not spec.takes_turns:  # else none could be started beside the trainer
+            self._watch = asyncio.create_task(self._watch_node(), name="watch-node")
 
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> str:
         """Begin calls, whose outcomes this client asks for (`outcomes`).
@@ -220,7 +222,7 @@ class RolloutServer:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if self._watch.done():
+        if self._watch is not None and self._watch.done():
             self._watch.result()
         await self._engine.check_health()
 
