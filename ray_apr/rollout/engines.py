@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _END_PAUSE_S = 0.5
 _END_TRIES = 40
 """Times that calls are aborted until no more tokens come of them."""
+_TAKE_OVER_S = 180.0
+"""Longest that an engine may not answer a worker that follows a dead one."""
 _ANY_S = 5.0
 """Longest that a call waits for an engine to come again; the caller calls again."""
 _MOST_OUTAGES = 2 * CONVICTED
@@ -123,9 +125,11 @@ class EngineWatch:
         return dict(self._before + self._lost + self._received)
 
     async def take_over(self, client: RolloutClient, received: Mapping[str, int]) -> int:
-        """End what engines do for a worker that is dead.
+        """End what engines do for a worker that is dead. Dead ones do nothing any more; one that
+        does not answer is waited for, as it answers again or Serve replaces it.
 
-        Waits for: the ends of its calls. Unblocked by: these, or `_END_TRIES` pauses.
+        Waits for: the ends of its calls. Unblocked by: these, or `_END_TRIES` pauses;
+        `_TAKE_OVER_S` for an engine that does not answer.
 
         Args:
             client: Of the servers.
@@ -133,16 +137,26 @@ class EngineWatch:
 
         Returns:
             Tokens that they handed out and it did not note.
+
+        Raises:
+            RolloutError: If one that lives does not answer in time.
         """
         statuses: Sequence[ServerStatus] = ()
-        before = -1
-        for _ in range(_END_TRIES):
+        before, tries, deadline = -1, 0, time.monotonic() + _TAKE_OVER_S
+        while tries < _END_TRIES:
             try:
                 await client.abort(None)
                 await asyncio.sleep(_END_PAUSE_S)
                 statuses = await client.status(drain=False)
             except NoEngineError:  # nothing comes from the dead
                 statuses = ()
+            except RolloutError as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("engines are not taken over yet: %s", one_line(error))
+                await asyncio.sleep(_END_PAUSE_S)
+                continue
+            tries += 1
             now = sum(status.tokens_generated for status in statuses)
             if now == before:
                 break

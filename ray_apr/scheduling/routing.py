@@ -53,7 +53,7 @@ def that_take(
     Raises:
         EngineUnavailableError: If there is none.
     """
-    newest = max([policy_version, *(status.policy_version for status in running.values())])
+    newest = newest_version(running, policy_version)
     staying = {engine: status for engine, status in running.items() if engine not in leaving}
     ready = {
         engine: status.replica_id
@@ -65,6 +65,16 @@ def that_take(
         lacks = f"has the weights of version {newest}" if is_any else "makes any token"
         raise EngineUnavailableError(f"no rollout server {lacks}")
     return ready
+
+
+def newest_version(running: Mapping[str, ServerStatus], policy_version: int) -> int:
+    """Newest policy version that is known to be with engines.
+
+    Args:
+        running: Status of each engine that lives, by its name.
+        policy_version: The newest one that was known before.
+    """
+    return max([policy_version, *(status.policy_version for status in running.values())])
 
 
 class Placement:

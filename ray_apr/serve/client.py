@@ -30,11 +30,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.exceptions import (
-    EngineUnavailableError,
-    RolloutError,
-    SyncBrokenError,
-)
+from ray_apr.core.exceptions import EngineUnavailableError, RolloutError, SyncBrokenError
 from ray_apr.core.messages import (
     GenerateRequest,
     Generation,
@@ -44,7 +40,7 @@ from ray_apr.core.messages import (
     WeightScores,
 )
 from ray_apr.core.protocols import PauseMode
-from ray_apr.scheduling.routing import Placement, that_stay, that_take
+from ray_apr.scheduling.routing import Placement, newest_version, that_stay, that_take
 from ray_apr.serve.departure import Departure
 from ray_apr.serve.errors import of_living, ours
 from ray_apr.serve.exchange import Exchange
@@ -147,7 +143,7 @@ class ServeRolloutClient:
         finally:
             request_id = request.request_id
             if future.cancelled() and not self._exchange.withdraw(engine, request_id):
-                with contextlib.suppress(RayError, RayServeException):
+                with contextlib.suppress(RayError, RayServeException, KeyError):  # it has left
                     self._engines[engine].tell("abort", [request_id])
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
@@ -189,6 +185,8 @@ class ServeRolloutClient:
                 raise EngineUnavailableError(self._why_none)
             try:
                 running = await self._statuses(drain=False)
+                # a client that begins beside engines which have run knows of no version of theirs
+                self._policy_version = newest_version(running, self._policy_version)
                 ready = that_take(running, self._policy_version, self._departure.engines)
             except RolloutError as error:
                 self._none_until, self._why_none = time.monotonic() + _NONE_S, str(error)
@@ -242,7 +240,7 @@ class ServeRolloutClient:
             engine = self._placed.get(request_id)
             if engine is not None and self._exchange.withdraw(engine, request_id):
                 num_unsent += 1
-            elif engine is not None:
+            elif engine in self._engines:  # one that has left may have kept it
                 by_engine.setdefault(engine, []).append(request_id)
         calls = [
             self._engines[engine].call("abort", ids, timeout_s=_CONTROL_TIMEOUT_S)

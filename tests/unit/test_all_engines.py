@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.core.exceptions import NoEngineError, RolloutError
+from ray_apr.core.exceptions import EngineUnavailableError, NoEngineError, RolloutError
 from ray_apr.core.metrics import Metrics
 from ray_apr.rollout import engines as engines_module
 from ray_apr.rollout import worker as worker_module
@@ -105,6 +105,30 @@ async def test_a_worker_that_begins_where_no_engine_runs_takes_nothing_over():
     kill_all(engines)
     watch = watch_of()
     assert await watch.take_over(engines, {"engine-0": 7}) == 0
+
+
+@pytest.mark.parametrize("verb", ["abort", "status"])
+async def test_a_worker_that_begins_waits_for_engines_that_do_not_answer(monkeypatch, verb):
+    """known fault: one that hung, or whose connection broke, ended the run."""
+    monkeypatch.setattr(engines_module, "_END_PAUSE_S", 0.001)
+    monkeypatch.setattr(engines_module, "_END_TRIES", 3)
+    engines = MortalEngines(2)
+    engines.tokens_generated = 9
+    answer, errors = getattr(engines, verb), [EngineUnavailableError("connection reset")] * 7
+
+    async def late(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return await answer(*args, **kwargs)
+
+    monkeypatch.setattr(engines, verb, late)
+    watch = watch_of()
+    assert await watch.take_over(engines, {"engine-0": 7, "engine-9": 5}) == 2
+    assert watch.received == {"engine-0": 9}
+    monkeypatch.setattr(engines_module, "_TAKE_OVER_S", 0.0)
+    errors += [RolloutError("no answer within the time limit")] * 100
+    with pytest.raises(RolloutError, match="no answer"):
+        await watch_of().take_over(engines, {})
 
 
 def watch_of(**given):

@@ -474,3 +474,42 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(1)
     assert LIMITS_S[-1] == 77.0
+
+
+async def test_a_new_client_begins_at_the_version_that_engines_have(deployment):
+    """known fault: at version 0, so that an engine which Serve had just started again answered the
+    first requests with the base model."""
+    handle, client = deployment
+    handle.statuses["b"] = dataclasses.replace(handle.statuses["b"], policy_version=0)
+    sent = []
+
+    async def outcome(engine, request):
+        sent.append((engine, request.min_policy_version))
+        raise EngineUnavailableError("enough is known")
+
+    client._outcome = outcome
+    for number in range(4):
+        with pytest.raises(EngineUnavailableError, match="enough"):
+            await client.generate(generate_request(request_id=f"s{number}#0"))
+    assert sent == [("engine-0", 3)] * 4
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_request_that_an_engine_kept_as_it_left_can_be_aborted(deployment, is_cancelled):
+    """known fault: KeyError, which ended the run."""
+    _, client = deployment
+    await client._learn()
+    future = asyncio.get_running_loop().create_future()
+    client._exchange.post = lambda engine, request: future
+    running = asyncio.create_task(client.generate(generate_request(request_id="s#0")))
+    await asyncio.sleep(0)
+    engine = client._placed["s#0"]
+    del client._engines[engine]
+    assert await client.abort(["s#0"]) == 0
+    if is_cancelled:
+        running.cancel()
+    else:
+        future.set_exception(EngineDiedError(f"{engine} is gone"))
+    with pytest.raises(asyncio.CancelledError if is_cancelled else EngineDiedError):
+        await running
+    assert not client._placed
