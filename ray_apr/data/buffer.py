@@ -86,8 +86,8 @@ class SampleBuffer:
         self._recorder = recorder
         self._config = config
         self._changed = asyncio.Condition()
-        self._begun: set[int] = set()
-        """Ranks whose streams have got a batch since the trainer began."""
+        self._begun: dict[int, str] = {}
+        """Reader of each rank whose stream has got a batch since the trainer began."""
         self._orders = Orders()
         self._failure: APRError | None = None
         self._closed = False
@@ -182,14 +182,15 @@ class SampleBuffer:
             return step
 
     async def take(
-        self, rank: int, last_step: int | None, told: tuple[Order, ...] = ()
+        self, rank: int, last_step: int | None, told: tuple[Order, ...] = (), *, reader: str = ""
     ) -> BatchTicket | None:
-        """Hand out the granted batch to the stream of `rank`.
+        """Hand out the granted batch to the stream of `rank`; it may be told twice.
 
         Args:
-            rank: The reader.
-            last_step: Step that this reader got last; None for a new reader.
+            rank: Whose stream it is.
+            last_step: Step that its reader got last; None for a new reader.
             told: Orders that this reader got, of its whole stream.
+            reader: Its name, another one for each process.
 
         Returns:
             A ticket; one of nothing at the end of the stream; None if the reader should call again
@@ -201,7 +202,7 @@ class SampleBuffer:
             ResourceError: If the reader of a stream that has begun is new: its process has died.
             APRError: What stopped the rollout side.
         """
-        if last_step is None and not told and rank in self._begun:
+        if self._begun.get(rank, reader) != reader:
             error = ResourceError(
                 f"the process that read the batches of train worker {rank} has died (out of "
                 "memory?), and with it a batch; the logs of its node say why"
@@ -229,7 +230,7 @@ class SampleBuffer:
                 raise self._failure
             if self._closed:
                 return BatchTicket()
-            self._begun.add(rank)
+            self._begun[rank] = reader
             if (due := order()) is not None:
                 return BatchTicket(order=due)
             ticket = self._stock.hand_out()

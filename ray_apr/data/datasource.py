@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import ObjectLostError
 
-from ray_apr.data.parts import Part, PartName
+from ray_apr.core.exceptions import ResourceError, one_line
+from ray_apr.data.parts import RESTART_LIMIT_S, Part, PartName
 from ray_apr.scheduling.orders import Order, OrderKind
 
 if TYPE_CHECKING:
@@ -73,16 +75,22 @@ class SampleBufferDatasource(Datasource):
 def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
     """Yield a table of one row for each step, and for each order, until the buffer is closed.
 
-    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch.
-    Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit.
-    Produces: a row.
+    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch, then its
+    samples. Unblocked by: the buffer (grant, group, close, failure), at the latest by its time
+    limit; `RESTART_LIMIT_S` for samples that are lost. Produces: a row.
+
+    Raises:
+        ResourceError: If samples of a batch are lost, and do not come again.
     """
     part = Part(buffer, "sample buffer")
     limit_s = poll_timeout_s + _CALL_TIMEOUT_S
     last_step: int | None = None
     told: tuple[Order, ...] = ()
+    reader, lost_at = uuid.uuid4().hex, 0.0
     while True:
-        ticket: BatchTicket | None = part.ask("take", rank, last_step, told, limit_s=limit_s)
+        ticket: BatchTicket | None = part.ask(
+            "take", rank, last_step, told, reader=reader, limit_s=limit_s
+        )
         if ticket is None:
             continue
         if ticket.order is not None:
@@ -95,9 +103,17 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
         wanted = plan.groups_of(rank)
         try:
             payload = ray.get([ticket.refs[i] for i in wanted], timeout=_CALL_TIMEOUT_S)
-        except ObjectLostError:  # with the rollout worker that made it, which the next one follows
+        except ObjectLostError as error:  # with the rollout worker that made it: another follows
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at > RESTART_LIMIT_S:
+                raise ResourceError(
+                    f"samples of step {plan.step} were lost from Ray's object store, and did not "
+                    f"come again within {RESTART_LIMIT_S:g} s: {one_line(error)}; see whether a "
+                    "node ran out of memory or disk, then go on with the run (--resume)"
+                ) from error
             time.sleep(_PAUSE_S)
             continue
+        lost_at = 0.0
         row = plan.rank_batch(rank, dict(zip(wanted, payload, strict=True))).to_row()
         yield pa.table({name: pa.array([value]) for name, value in row.items()})
         last_step = plan.step

@@ -139,9 +139,11 @@ async def test_a_reader_that_ray_data_starts_again_is_refused():
     for name in "abcd":
         await put(buffer, name, 0)
     await buffer.grant(0, 0)
-    await buffer.take(1, None)
+    await buffer.take(1, None, reader="first")
+    ticket = await buffer.take(1, None, reader="first")  # it has not heard the answer
+    assert ticket.plan.step == 0
     with pytest.raises(ResourceError, match="train worker 1 has died"):
-        await buffer.take(1, None)
+        await buffer.take(1, None, reader="second")
     with pytest.raises(ResourceError, match="train worker 1 has died"):
         await buffer.take(0, 0)
     assert "train worker 1 has died" in str(await buffer.failure()), "the run's own reason"

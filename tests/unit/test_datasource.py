@@ -1,0 +1,70 @@
+"""The read task of a rank's stream (data/datasource.py), without Ray."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from ray.exceptions import ObjectLostError
+
+from ray_apr.core.exceptions import ResourceError
+from ray_apr.data import datasource as module
+from ray_apr.data.parts import PartName
+from ray_apr.scheduling.stock import BatchTicket
+from tests.fakes import FakeClock
+
+
+class Plan:
+    """A batch of one row."""
+
+    step = 3
+
+    def groups_of(self, rank):
+        return [0]
+
+    def rank_batch(self, rank, groups):
+        return types.SimpleNamespace(to_row=lambda: {"payload": groups[0]})
+
+
+class Buffer:
+    """Hands out one step, whose samples are lost `num_lost` times."""
+
+    def __init__(self, monkeypatch, num_lost: int) -> None:
+        self.num_lost = num_lost
+        self.asked: list[tuple] = []
+        self.readers: set[str] = set()
+        clock = FakeClock()
+        monkeypatch.setattr(module, "Part", lambda name, whom: self)
+        monkeypatch.setattr(module.ray, "get", self.get)
+        fake_time = types.SimpleNamespace(monotonic=clock, sleep=clock.advance)
+        monkeypatch.setattr(module, "time", fake_time)
+
+    def ask(self, verb, rank, last_step, again, *, reader, limit_s):
+        self.asked.append((verb, rank, last_step))
+        self.readers.add(reader)
+        return BatchTicket() if last_step == 3 else BatchTicket(plan=Plan(), refs=("ref",))
+
+    def get(self, refs, timeout):
+        if self.num_lost:
+            self.num_lost -= 1
+            raise ObjectLostError("0" * 56, None, "")
+        return ["samples"]
+
+    def rows(self) -> list[dict]:
+        return [row for table in module._read(PartName("b", "ns"), 0, 1.0)
+                for row in table.to_pylist()]  # fmt: skip
+
+
+def test_samples_that_are_lost_come_again_with_the_next_rollout_worker(monkeypatch):
+    buffer = Buffer(monkeypatch, 300)
+    assert buffer.rows() == [{"payload": "samples"}]
+    assert len(buffer.asked) == 302 and len(buffer.readers) == 1
+    buffer.rows()
+    assert len(buffer.readers) == 2, "another process is another reader"
+
+
+def test_samples_that_stay_lost_end_the_run_with_what_to_do(monkeypatch):
+    """known fault: the read task asked for them without end, and the trainer starved."""
+    buffer = Buffer(monkeypatch, 10_000)
+    with pytest.raises(ResourceError, match=r"step 3 were lost .*within 180 s.*--resume"):
+        buffer.rows()
