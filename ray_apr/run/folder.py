@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 
+_PIECE = 1 << 16
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
 
@@ -57,11 +58,15 @@ def is_held(folder: Path) -> bool:
 
 
 def add_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Write a row at the end of a file of rows.
+    """Write a row at the end of a file of rows, in the place of a last line that was cut off.
 
     Raises:
         ResourceError: If that cannot be done, e.g. on a full disk.
     """
+    try:
+        end_with_a_line(file)
+    except OSError as error:
+        raise not_written(file, error) from error
     with open_rows(file) as rows:
         append(rows, json.dumps(row) + "\n")
 
@@ -85,6 +90,24 @@ def append(rows: BinaryIO, lines: str) -> None:
         with contextlib.suppress(OSError):
             rows.truncate(end)
         raise not_written(Path(rows.name), error) from error
+
+
+def end_with_a_line(file: Path) -> None:
+    """Take a last line off that was cut off."""
+    if not file.exists():
+        return
+    with file.open("rb+") as rows:
+        size = at = rows.seek(0, os.SEEK_END)
+        while at > 0:
+            begin = max(0, at - _PIECE)
+            rows.seek(begin)
+            newline = rows.read(at - begin).rfind(b"\n")
+            if newline >= 0:
+                at = begin + newline + 1
+                break
+            at = begin
+        if at < size:
+            rows.truncate(at)
 
 
 def not_written(file: Path, error: OSError) -> ResourceError:

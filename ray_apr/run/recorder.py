@@ -10,7 +10,8 @@ being written.
 
 Ray starts this actor again if it dies, and makes the calls again that were under way. So a row that
 is in its file already is not written once more: of a step and of its samples by the step, of others
-by the whole line.
+by the whole line. The samples of a step of which a kill cut some off are completed as they come
+again.
 
 A row that cannot be written, on a full disk say, ends the run: no row after it is taken, so that
 the next step's row, which the trainer waits for, is the last that is asked for.
@@ -27,7 +28,7 @@ from typing import Any
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
-from ray_apr.run.folder import append, open_rows
+from ray_apr.run.folder import append, end_with_a_line, open_rows
 
 POISON_FILE = "poison.jsonl"
 _FILES = {
@@ -40,7 +41,6 @@ _FILES = {
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",
 }
-_PIECE = 1 << 16
 _END = 64 << 20
 """Bytes of a file's end in which rows are looked for: those since a checkpoint are there."""
 _END_OF_CALLS = 1 << 20
@@ -58,7 +58,7 @@ class RunRecorder:
     def __init__(self, folder: str, started_at: float) -> None:
         paths = {kind: Path(folder) / name for kind, name in _FILES.items()}
         for path in paths.values():
-            _end_with_a_line(path)
+            end_with_a_line(path)
         self._files = {kind: open_rows(path) for kind, path in paths.items()}
         self._paths = paths
         self._started_at = started_at
@@ -70,6 +70,8 @@ class RunRecorder:
             if kind not in self._last_step
         }
         """Lines that calls which Ray makes again bring once more."""
+        self._found_step = self._last_step["sample"]
+        """Step of which a kill may have cut the samples off; -1: of none."""
         self._num_shown = _num_lines(paths["step"])
         """Steps of the folder that need not be kept for `follow`."""
         self._steps: list[dict[str, Any]] = []
@@ -95,9 +97,12 @@ class RunRecorder:
             self._status = dict(rows[-1])
             return
         if kind in self._last_step and rows:
-            if rows[-1]["step"] <= self._last_step[kind]:
+            step = rows[-1]["step"]
+            if kind == "sample" and step == self._found_step:
+                rows, self._found_step = self._without_known(rows), -1
+            elif step <= self._last_step[kind]:
                 return
-            self._last_step[kind] = rows[-1]["step"]
+            self._last_step[kind] = step
         if kind == "step":
             rows = [{**row, **self._status} for row in rows]
         elif kind == "timeline":
@@ -118,6 +123,12 @@ class RunRecorder:
         lines = [json.dumps(row) + "\n" for row in rows]
         known = set(_last_lines(self._paths[kind]))
         self._write(kind, [line for line in lines if line not in known])
+
+    def _without_known(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Samples of a step that the file of samples does not have."""
+        lines = map(json.loads, _last_lines(self._paths["sample"]))
+        known = {row["sample_id"] for row in lines if row["step"] == rows[-1]["step"]}
+        return [row for row in rows if row["sample_id"] not in known]
 
     def _write(self, kind: str, lines: Sequence[str]) -> None:
         if self._failure is not None:
@@ -177,24 +188,6 @@ class RunRecorder:
         async with self._new_step:
             self._is_closed = True
             self._new_step.notify_all()
-
-
-def _end_with_a_line(file: Path) -> None:
-    """Take a last line off that was cut off."""
-    if not file.exists():
-        return
-    with file.open("rb+") as rows:
-        size = at = rows.seek(0, os.SEEK_END)
-        while at > 0:
-            begin = max(0, at - _PIECE)
-            rows.seek(begin)
-            newline = rows.read(at - begin).rfind(b"\n")
-            if newline >= 0:
-                at = begin + newline + 1
-                break
-            at = begin
-        if at < size:
-            rows.truncate(at)
 
 
 def _last_lines(file: Path, most: int = _END) -> list[str]:

@@ -51,6 +51,33 @@ def test_lines_that_find_no_room_leave_no_part_of_them(tmp_path: Path) -> None:
     assert read_rows(file) == [{"step": 0}, {"step": 1}]
 
 
+def test_a_row_takes_the_place_of_one_that_was_cut_off(tmp_path: Path) -> None:
+    """known fault: it was written behind it, so that the file could not be read any more."""
+    file = tmp_path / "restarts.jsonl"
+    for text in ('{"at": 0}\n{"at": 1, "cut o', '{"at": 0}\n', ""):
+        file.write_text(text)
+        add_row(file, {"at": 2})
+        assert read_rows(file) == [*([{"at": 0}] if text else []), {"at": 2}]
+
+
+@pytest.mark.parametrize("kept", range(5))
+async def test_samples_of_a_step_that_a_kill_cut_off_are_completed(tmp_path: Path, kept) -> None:
+    """known fault: the step's first rows said that it was there, and `verify` missed the others."""
+    rows = [[{"step": step, "sample_id": f"{step}-{i}"} for i in range(4)] for step in range(3)]
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    for step in (0, 1):
+        await recorder.record_many("sample", rows[step])
+    await recorder.close()
+    file = tmp_path / "samples.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: 4 + kept]) + lines[-1][:9])
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    for step in (1, 1, 2, 0):  # Ray makes the call again, and so may the trainer
+        await recorder.record_many("sample", rows[step])
+    await recorder.close()
+    assert read_rows(file) == [row for step in rows for row in step]
+
+
 async def test_no_row_is_taken_after_one_that_was_lost(tmp_path: Path) -> None:
     recorder = RunRecorder(str(tmp_path), 0.0)
     await recorder.record("step", {"step": 0})

@@ -125,14 +125,15 @@ async def test_a_recorder_that_begins_again_writes_no_row_twice(tmp_path):
     for _ in range(2):
         recorder = RunRecorder(str(tmp_path), 0.0)
         await recorder.record("step", {"step": 0})
-        await recorder.record_many("sample", [{"step": 0, "n": i} for i in range(2)])
+        await recorder.record_many("sample", [{"step": 0, "sample_id": i} for i in range(2)])
         await recorder.record_missing("ended", ended[:2])
         await recorder.close()
     recorder = RunRecorder(str(tmp_path), 0.0)
     await recorder.record_missing("ended", ended)
     await recorder.close()
     assert read(tmp_path, "metrics.jsonl") == [{"step": 0}]
-    assert read(tmp_path, "samples.jsonl") == [{"step": 0, "n": 0}, {"step": 0, "n": 1}]
+    samples = read(tmp_path, "samples.jsonl")
+    assert samples == [{"step": 0, "sample_id": 0}, {"step": 0, "sample_id": 1}]
     assert read(tmp_path, "ended.jsonl") == ended
 
 
