@@ -30,8 +30,6 @@ _BETWEEN_SYNCS_S = 300.0
 """Longest that engines which come or go wait for the end of a sync."""
 _CHANGE_S = 60.0
 """Longest that they hold the next sync back: the trainer waits a little longer."""
-
-
 _NOTHING = SyncTimes(pause_s=0, receive_s=0, resume_s=0, stopped_s=0)
 
 

@@ -338,14 +338,14 @@ class _Parts:
 
     def _first_error(self) -> APRError | None:
         """What failed before the train workers did, if anything."""
-        if self._start_error is not None or self.side.failure is not None:
-            return self._start_error or self.side.failure
+        if self._start_error is not None:
+            return self._start_error
         try:
             failure: APRError | None = ray.get(
                 self.side.buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
             )
         except RayActorError as error:
-            return APRError(f"the sample buffer died: {death_of(error)}")
+            return self.side.failure or APRError(f"the sample buffer died: {death_of(error)}")
         except (RayError, TimeoutError) as error:
             logger.error("the sample buffer does not answer: %s", one_line(error))
             return None

@@ -173,6 +173,15 @@ def test_a_failed_run_says_why_in_one_line_that_names_the_log(monkeypatch, tmp_p
     assert "train worker 0:\nTraceback" in log.read_text()
 
 
+def test_what_a_run_was_ended_with_is_its_reason_though_the_buffer_died(monkeypatch, tmp_path):
+    buffer = Handle(failure=ActorDiedError())
+    parts = parts_of(monkeypatch, tmp_path, buffer=buffer, worker=None, recorder=RECORDER)
+    died = group_error(rank0=OfAWorker(RuntimeError("the stream broke")))
+    assert str(parts._reason(died)).startswith("the sample buffer died")
+    parts._side.failure = StarvedError("the rollout worker died 6 times")
+    assert parts._reason(died) is parts._side.failure
+
+
 def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_path):
     """final.json was missing."""
     worker = Handle(stop=ActorDiedError())
