@@ -95,6 +95,17 @@ class KilledRun:
             assert self._process.poll() is None, self.tail
             time.sleep(_POLL_S)
 
+    def wait_for(self, kind: str, limit_s: float = STEP_LIMIT_S) -> None:
+        """Wait until it has a process of a kind.
+
+        Raises:
+            AssertionError: If none comes.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self.pids(kind):
+            assert self.is_alive and time.monotonic() < deadline, self.tail
+            time.sleep(_POLL_S)
+
     @property
     def tail(self) -> str:
         """The last that the command said."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.processes import MARK, processes_below, processes_of
 from tests.whole_runs import ANY_PORT, START_LIMIT_S, ray_cli
@@ -12,6 +13,21 @@ from tests.whole_runs import ANY_PORT, START_LIMIT_S, ray_cli
 _ADDRESS = "127.0.0.2"
 """Not that of the first node, so that a driver finds its own one."""
 _RAYLET = "/raylet/raylet "
+_HOLD = """
+import sys, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+ray.init(address=sys.argv[1], log_to_driver=False)
+(node,) = (n for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] == sys.argv[2])
+class Holder:
+    def is_there(self):
+        return True
+there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+holder = ray.remote(Holder).options(
+    num_cpus=node["Resources"]["CPU"], scheduling_strategy=there).remote()
+ray.get(holder.is_there.remote(), timeout=60)
+print("held", flush=True)
+sys.stdin.read()
+"""
 _NODE_ID = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -29,7 +45,6 @@ class SecondNode:
         num_cpus: Of the node.
         own_address: Of the node.
         inside: Command that runs another one where the node is to be, such as in a namespace.
-        options: Further ones of its start.
     """
 
     def __init__(
@@ -40,13 +55,11 @@ class SecondNode:
         num_cpus: int,
         own_address: str = _ADDRESS,
         inside: Sequence[str] = (),
-        options: Sequence[str] = (),
     ) -> None:
         self._address, self._own_address = address, own_address
         self._command = [
             *inside, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}",
             f"--node-ip-address={own_address}", f"--num-cpus={num_cpus}", *ANY_PORT,
-            *options,
         ]  # fmt: skip
         self._env = env
         self._of_first = self._all_raylets()
@@ -80,6 +93,21 @@ class SecondNode:
             "--reason-message=spot", f"--deadline-remaining-seconds={limit_s}",
         )  # fmt: skip
         assert drained.returncode == 0, drained.stdout + drained.stderr
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside of it all of its CPUs are taken."""
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLD, self._address, self._own_address],
+            env=self._env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert holder.stdin is not None and holder.stdout is not None
+        try:
+            assert any("held" in line for line in holder.stdout), "it has no CPUs"
+            yield
+        finally:
+            holder.stdin.close()
+            holder.wait(60)
 
     def raylets(self) -> list[int]:
         """Its raylet, while it has one."""

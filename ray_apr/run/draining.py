@@ -6,7 +6,7 @@ checkpoint; where the run may have another number of them, it leaves the node wi
 Invariants, kept by `NodeWatch`:
     * A run folder has one row for a node, however often the run begins again.
     * Train workers leave with a checkpoint that is durable, for nodes that have room; where none
-      has, they train on.
+      has, they train on, until Ray Train ends them at the node's deadline.
     * What the watch does not expect ends the run.
 """
 
@@ -80,7 +80,10 @@ def parts_on(
     engines = [a["Name"].split("#")[1] for a in here if a["Name"].startswith(replica)]
     return PartsOfNode(
         engines=tuple(sorted(name for name in engines if name.startswith("engine-"))),
-        num_train_workers=sum(_place(a["OwnerAddress"]) in trainers for a in here),
+        num_train_workers=sum(
+            a["ActorClassName"] == "RayTrainWorker" and _place(a["OwnerAddress"]) in trainers
+            for a in here
+        ),
         others=tuple(
             sorted(a["ActorClassName"] for a in here if _place(a["OwnerAddress"]) == driver)
         ),

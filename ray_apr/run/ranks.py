@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ray_apr.compat.ray import free_by_node, size_by_node
+from ray_apr.compat.ray import drained_nodes, free_by_node, size_by_node
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.data.parts import DEATHS
@@ -103,8 +103,8 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
 
 @contextlib.contextmanager
 def lost_nodes_excused(spec: RunSpec) -> Iterator[None]:
-    """Where a run may have fewer train workers, let an error that comes with the death of a node be
-    a change of their number.
+    """Where a run may have fewer train workers, let an error that comes with the death of a node,
+    or after it was drained, be a change of their number.
 
     Raises:
         RanksChange: In the place of that error.
@@ -125,11 +125,12 @@ def lost_nodes_excused(spec: RunSpec) -> Iterator[None]:
 
 
 def _living_nodes() -> frozenset[str]:
-    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    """Those that stay: at the deadline of one that is drained, Ray Train ends its workers."""
+    return frozenset(n["NodeID"] for n in ray.nodes() if n["Alive"]) - drained_nodes().keys()
 
 
 def _lost_node(before: frozenset[str]) -> str | None:
-    """A node that is gone; None if all live.
+    """A node that is gone, or is drained; None if all stay.
 
     Waits for: its death to be known. Unblocked by: that, or `_SETTLE_S`.
     """

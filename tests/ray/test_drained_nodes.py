@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,46 +22,47 @@ pytestmark = [
     pytest.mark.timeout(540),
 ]  # fmt: skip
 
-SEAT = '--resources={"seat": 1}'
-"""Of a node that has room for a train worker."""
-ENGINE_CPUS = 3
-ENGINE = f"rollout.engine.num_cpus_per_replica={ENGINE_CPUS}"
+ENGINE = "rollout.engine.num_cpus_per_replica=3"
+"""Each node has room for one of them at most."""
 NOTICE_S = 40
 _GIVES_BACK_S = 12.0
 """Within this time nothing is generated any more on a node that is drained."""
 
 
-def scaling(num_workers: str) -> str:
-    resources = "resources_per_worker: {CPU: 1, seat: 1}"
-    return f"scaling={{num_workers: {num_workers}, use_gpu: false, {resources}}}"
-
-
 @contextlib.contextmanager
 def two_nodes(
-    tmp_path: Path, marked, *settings: str, num_cpus: tuple[int, int], options: Sequence[str] = ()
+    tmp_path: Path, marked, *settings: str, num_cpus: tuple[int, int], holds: bool = False
 ) -> Iterator[tuple[KilledRun, Callable[..., SecondNode]]]:
-    """A run on a cluster of two nodes, of which the first one has the driver, and what makes
-    further nodes."""
+    """A run on a cluster of two nodes, and what makes further ones.
+
+    Args:
+        tmp_path: Of the run.
+        marked: Mark and environment.
+        settings: Of the run.
+        num_cpus: Of the first node, which has the driver, and of each other one.
+        holds: Whether all train workers are on the first node.
+    """
     mark, env = marked
-    with running_cluster(env, num_cpus=num_cpus[0], options=[SEAT]) as (address, _):
+    with running_cluster(env, num_cpus=num_cpus[0]) as (address, _):
         env = {**env, "RAY_AUTH_MODE": "disabled"}
 
         def add(number: int) -> SecondNode:
-            node = SecondNode(
-                address, env, num_cpus=num_cpus[1], own_address=f"127.0.0.{number}",
-                options=options,
-            )  # fmt: skip
+            own_address = f"127.0.0.{number}"
+            node = SecondNode(address, env, num_cpus=num_cpus[1], own_address=own_address)
             node.start()
             node.wait_until_started()
             return node
 
         node = add(2)
+        held = node.held() if holds else contextlib.nullcontext()
         run = KilledRun(
             tmp_path, mark, {**env, "RAY_ADDRESS": address},
             (*SMALL, "train.steps=1000", "run.max_failures=0", *settings), node,
         )  # fmt: skip
-        run.start()
         try:
+            with held:
+                run.start()
+                run.wait_for("train worker")
             run.wait_for_step(5)
             yield run, add
         finally:
@@ -100,9 +101,8 @@ def spans(folder: Path, what: str) -> dict[str, list[dict]]:
 
 
 def test_the_tokens_of_a_drained_engine_leave_in_time_and_the_other_one_goes_on(tmp_path, marked):
-    settings = (ENGINE, scaling("1"))
     folder = tmp_path / "run"
-    with two_nodes(tmp_path, marked, *settings, num_cpus=(5, ENGINE_CPUS)) as (run, _):
+    with two_nodes(tmp_path, marked, ENGINE, num_cpus=(5, 3), holds=True) as (run, _):
         assert run.node is not None
         run.node.drain(NOTICE_S)
         notice = notice_of(folder)
@@ -120,9 +120,9 @@ def test_the_tokens_of_a_drained_engine_leave_in_time_and_the_other_one_goes_on(
 
 
 def test_the_tokens_of_the_only_engine_wait_for_the_next_one(tmp_path, marked):
-    settings = (ENGINE, scaling("1"), "rollout.num_replicas=1")
+    settings = (ENGINE, "rollout.num_replicas=1")
     folder = tmp_path / "run"
-    with two_nodes(tmp_path, marked, *settings, num_cpus=(2, ENGINE_CPUS)) as (run, add):
+    with two_nodes(tmp_path, marked, *settings, num_cpus=(2, 3), holds=True) as (run, add):
         assert run.node is not None
         run.node.drain(NOTICE_S)
         notice = notice_of(folder)
@@ -138,9 +138,10 @@ def test_the_tokens_of_the_only_engine_wait_for_the_next_one(tmp_path, marked):
 
 
 def test_train_workers_leave_a_drained_node_with_a_checkpoint(tmp_path, marked):
-    settings = (scaling("[1, 2]"), "rollout.num_replicas=1", "train.checkpoint_every=50")
+    scaling = "scaling={num_workers: [1, 2], use_gpu: false, num_cpus_per_worker: 2}"
+    settings = (scaling, "rollout.num_replicas=1", "train.checkpoint_every=50")
     folder = tmp_path / "run"
-    with two_nodes(tmp_path, marked, *settings, num_cpus=(3, 2), options=[SEAT]) as (run, _):
+    with two_nodes(tmp_path, marked, *settings, num_cpus=(3, 3)) as (run, _):
         assert run.node is not None
         run.node.drain(2 * NOTICE_S)
         deadline = time.monotonic() + 2 * NOTICE_S

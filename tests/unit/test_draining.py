@@ -38,6 +38,7 @@ ACTORS = [
     actor("", "RayTrainWorker", "n0", owner=TRAINER),
     actor("", "RayTrainWorker", "n1", owner=TRAINER),
     actor("", "RayTrainWorker", "n1", owner=OTHER),
+    actor("", "PlacementGroupCleaner", "n1", owner=TRAINER),
     actor("SERVE_REPLICA::run#engine-1#ab", "ServeReplica", "n1", owner=("n0", 5)),
     actor("SERVE_REPLICA::run-2#engine-0#ab", "ServeReplica", "n1", owner=("n0", 5)),
     actor("SERVE_REPLICA::run#RolloutIngress#ab", "ServeReplica", "n1", owner=("n0", 5)),

@@ -170,6 +170,8 @@ def test_an_error_that_comes_with_a_lost_node_is_a_change_of_ranks(monkeypatch):
     monkeypatch.setattr(
         module.ray, "nodes", lambda: [{"NodeID": n, "Alive": a} for n, a in alive.items()]
     )
+    drained: dict[str, float] = {}
+    monkeypatch.setattr(module, "drained_nodes", lambda: drained)
 
     def fail(spec):
         with lost_nodes_excused(spec):
@@ -182,6 +184,16 @@ def test_an_error_that_comes_with_a_lost_node_is_a_change_of_ranks(monkeypatch):
     is_alive = False
     with pytest.raises(RanksChange, match="node two is gone: a rank died"):
         fail(elastic())
-    alive["two"] = True
+    alive["two"] = is_alive = True
     with pytest.raises(TrainError):
         fail(run_spec())
+
+    def drain(spec):
+        with lost_nodes_excused(spec):
+            drained["two"] = 0.0
+            raise TrainError("Ray Train has ended its workers")
+
+    with pytest.raises(RanksChange, match="node two is gone"):
+        drain(elastic())
+    with pytest.raises(TrainError):
+        drain(elastic())  # it was drained before
