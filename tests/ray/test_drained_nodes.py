@@ -150,8 +150,6 @@ def test_train_workers_leave_a_drained_node_with_a_checkpoint(tmp_path, marked):
             time.sleep(0.5)
         (notice,) = read_rows(folder / "notices.jsonl")
         assert notice["num_train_workers"] == 1
-        run.wait_for_step(ranks[1]["step"] + 3)
-        assert time.monotonic() < deadline, "it trains before the node is gone"
         for pid in run.node.raylets():
             os.kill(pid, signal.SIGKILL)
         run.wait_for_step(len(run.times) + 5)
