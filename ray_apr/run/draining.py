@@ -220,10 +220,11 @@ class NodeWatch:
         if self._step is None or not ranks.is_elastic:
             return False
         try:
-            if last_step(self._spec, trainer_lives=True) < self._step:
-                return False
+            saved = last_step(self._spec, trainer_lives=True)
         except ResourceError as error:
             logger.warning("once more: %s", one_line(error))
+            return False
+        if not self._step <= saved < self._spec.train.steps:  # the last one ends the run
             return False
         number, counts = self._spec.scaling.num_workers, ranks.counts(self._spec.train)
         room = num_that_fit(free_by_node(), resources_of_worker(self._spec.scaling), ranks.most)
