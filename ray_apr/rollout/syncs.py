@@ -114,13 +114,14 @@ class WeightSyncs:
     async def scale(self, num_engines: int) -> None:
         """Have so many engines from now on; see `RolloutClient.scale`.
 
-        Waits for: the end of the sync under way, and requests of engines that leave. Unblocked by:
-        `finish_sync`, the engines; `_BETWEEN_SYNCS_S`, `_CHANGE_S`.
+        Waits for: the engines' start, the end of the sync under way, and requests of engines that
+        leave. Unblocked by: these; who asks has a limit, `_BETWEEN_SYNCS_S`, `_CHANGE_S`.
 
         Raises:
             RolloutError: If these do not end in time, or no engine would be left to take requests;
                 there are as many engines as before then.
         """
+        client = await self._running()
         async with self._turns:
             try:
                 async with asyncio.timeout(_BETWEEN_SYNCS_S):
@@ -131,7 +132,7 @@ class WeightSyncs:
                 ) from error
             try:
                 async with asyncio.timeout(_CHANGE_S):
-                    left = await self._client.scale(num_engines)
+                    left = await client.scale(num_engines)
             except TimeoutError as error:
                 raise RolloutError(f"the engines did not answer within {_CHANGE_S:g} s") from error
             await self._engines.let_go(left)

@@ -26,6 +26,7 @@ from ray_apr.serve.vllm.calls import Calls
 from ray_apr.serve.vllm.core import Core
 from ray_apr.train import control as control_module
 from ray_apr.train.control import RunControl
+from tests.fakes import FixedPart
 from tests.run_specs import run_spec
 
 
@@ -163,8 +164,8 @@ def test_an_evaluation_that_goes_on_too_long_is_interrupted_by_a_sleep(monkeypat
     ray = Ray(monkeypatch, control_module)
     monkeypatch.setattr(RunControl, "_until_drained", lambda *_: None)
     control = RunControl(
-        buffer=None, worker=Handle(), recorder=None, sync_timeout_s=5.0, evaluator=Handle(),
-        evaluation=EvaluationConfig(timeout_s=7.0),
+        buffer=None, worker=FixedPart(Handle()), recorder=None, sync_timeout_s=5.0,
+        evaluator=Handle(), evaluation=EvaluationConfig(timeout_s=7.0),
     )  # fmt: skip
     control.sleep_engines()
     assert ray.asked == [("wait", "wait_until_idle", 7.0)]

@@ -453,14 +453,16 @@ async def test_a_worker_that_follows_another_one_may_be_asked_before_its_engines
             run.worker.begin_sync(1),
         )
     ]
+    scaled = asyncio.create_task(run.worker.scale(1))
     await asyncio.sleep(0.02)
-    assert not any(task.done() for task in asked)
+    assert not any(task.done() for task in (*asked, scaled))
     await run.worker.start()
     try:
         async with asyncio.timeout(5):
             assert (await asyncio.gather(*asked))[-1]
         await run.worker.finish_sync(1)
         assert run.worker._scheduler.policy_version == 1
+        await scaled
     finally:
         await run.worker.stop()
 
