@@ -1,4 +1,4 @@
-"""The command line: ``python -m ray_apr train | resume | report | verify | replay | ...``.
+"""The command line: ``python -m ray_apr train | resume | report | samples | verify | ...``.
 
 Also installed as ``ray-apr``.
 
@@ -108,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(command=_report)
 
+    _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
+
     verify = commands.add_parser("verify", help="prove that a run kept what it promises")
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
     verify.set_defaults(command=_verify)
@@ -146,6 +148,22 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_samples(samples: argparse.ArgumentParser) -> None:
+    samples.add_argument("run", metavar="RUN_DIR", type=Path)
+    samples.add_argument(
+        "--step", metavar="K", type=int, help="as in metrics.jsonl, from 0 (default: the last one)"
+    )
+    which = samples.add_mutually_exclusive_group()
+    for order, whose in (
+        ("worst", "of the least reward (default: 5)"),
+        ("best", "of the largest reward"),
+        ("longest", "with the most tokens"),
+    ):
+        which.add_argument(f"--{order}", metavar="N", type=int, help=f"so many {whose}")
+    which.add_argument("--id", metavar="SAMPLE_ID", help="this one, of whatever step")
+    samples.set_defaults(command=_samples)
 
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
@@ -269,6 +287,17 @@ def _make_report(run_dir: Path, out: Path | None) -> None:
     for warning in report.warnings:
         _show(f"  warning: {warning}")
     _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from ray_apr.tools.samples import ORDERS, as_text, select, tokenizer_of
+
+    order = next((name for name in ORDERS if getattr(args, name) is not None), ORDERS[0])
+    number = 5 if getattr(args, order) is None else getattr(args, order)
+    rows = select(args.run, step=args.step, order=order, number=number, sample_id=args.id)
+    decode, has_colors = tokenizer_of(args.run), sys.stdout.isatty()
+    _show("\n\n".join(as_text(row, decode, has_colors=has_colors) for row in rows))
+    return EXIT_OK
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -133,6 +133,9 @@ class TrainConfig:
     hours_to_keep_checkpoints: float | None = None
     """Of these, those that are older go when one is added; the newest always stays. None: no limit
     of their age."""
+    save_samples: float = 1.0
+    """Share of the trained groups whose samples the run folder keeps with their texts, in
+    ``samples/``; 0 keeps none."""
     report_every: int = 10
     """Steps between reports to Ray Train, and through it to Ray Tune; the last step is always
     reported, and the run folder has every step. 1 reports each step: Ray Train's controller takes
@@ -170,6 +173,12 @@ class TrainConfig:
             at_least(s, self, 0, "weight_check_every")
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
         positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
+        require(
+            is_number(self.save_samples) and 0 <= self.save_samples <= 1,
+            f"{s}.save_samples",
+            self.save_samples,
+            "must be a share from 0 to 1",
+        )
         if self.hours_to_keep_checkpoints is not None:
             positive(s, self, "hours_to_keep_checkpoints")
         transport = self.weight_transport

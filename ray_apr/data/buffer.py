@@ -27,6 +27,7 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.buffer_notes import BufferNotes
 from ray_apr.data.journal import JournalFolder
+from ray_apr.data.kept_samples import KeptSamples
 from ray_apr.data.movement import BufferState, Movement, Moves
 from ray_apr.data.resumption import Replayed
 from ray_apr.data.shown import show_evicted, show_trained
@@ -49,6 +50,7 @@ class SampleBuffer:
         packed: Whether micro-batches have no padding.
         config: Time limits.
         recorder: Handle of the recorder; gets a row for each trained sample.
+        save_samples: Share of the groups whose texts the recorder gets, too.
         run: Name of the run, which its metrics carry.
         journal: Where the journal is; None: nothing is noted.
         epoch: Number of its first epoch.
@@ -68,6 +70,7 @@ class SampleBuffer:
         packed: bool = False,
         config: BufferConfig,
         recorder: Any,
+        save_samples: float = 0.0,
         run: str = "",
         journal: JournalFolder | None = None,
         epoch: int = 0,
@@ -84,6 +87,7 @@ class SampleBuffer:
             packed=packed,
         )
         self._recorder = recorder
+        self._kept = KeptSamples(recorder, save_samples)
         self._config = config
         self._changed = asyncio.Condition()
         self._begun: dict[int, str] = {}
@@ -269,8 +273,10 @@ class SampleBuffer:
         """End a step, with `_changed` held: what is noted of it is noted at once."""
         if self._failure is not None:
             raise self._failure
-        rows = sample_rows(self._stock.batch_of(step))
+        batch = self._stock.batch_of(step)
+        rows = sample_rows(batch)
         await self._recorder.record_many.remote("sample", rows)  # which takes a step once
+        await self._kept.keep(batch, rows)
         self._stock.end_step(step)
         self._ended = (step, told_figures(rows))
         self._notes.of_trained(*self._ended)
@@ -325,11 +331,15 @@ class SampleBuffer:
             await self._changed.wait_for(lambda: self._closed)
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all streams, once the samples of the last step are in the run folder.
+
+        Waits for: these. Unblocked by: what ends `KeptSamples.finish`.
+        """
         async with self._changed:
             self._closed = True
             self._stock.return_untrained()
             self._touch()
+        await self._kept.finish()
 
     async def stats(self) -> BufferStats:
         """Figures of this moment."""

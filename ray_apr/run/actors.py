@@ -106,6 +106,7 @@ class Actors:
             RunRecorder,
             str(self._spec.folder),
             started_at,
+            self._spec.rollout.prompt_column,
             part="recorder",
             scheduling_strategy=here,
             max_restarts=-1,
@@ -172,6 +173,7 @@ class Actors:
             **spec.batches,
             config=spec.buffer,
             recorder=recorder,
+            save_samples=spec.train.save_samples,
             run=spec.name,
             **journal,
         )

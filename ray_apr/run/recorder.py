@@ -4,9 +4,9 @@ Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained samp
 (a row a sample that ended, trained or not), ``dropped.jsonl`` (a row a group that was dropped),
 ``poison.jsonl`` (a row a prompt that was set aside because it kills engines),
 ``timeline.jsonl`` (spans of what engines and trainer did), and of a run with held-out prompts
-``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Times are seconds
-since the run began. Rows are on disk when the call returns, so that a crash costs at most the line
-being written.
+``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Beside them are the
+texts of trained samples (`run.trained_samples`). Times are seconds since the run began. Rows are on
+disk when the call returns, so that a crash costs at most the line being written.
 
 Ray starts this actor again if it dies, and makes the calls again that were under way. So a row that
 is in its file already is not written once more: of a step and of its samples by the step, of others
@@ -20,15 +20,19 @@ the next step's row, which the trainer waits for, is the last that is asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
+from ray_apr.core.sample import Sample
 from ray_apr.run.folder import append, end_with_a_line, open_rows
+from ray_apr.run.trained_samples import table_of, write_step
 
 POISON_FILE = "poison.jsonl"
 _FILES = {
@@ -53,9 +57,12 @@ class RunRecorder:
     Args:
         folder: The run folder; it exists.
         started_at: Unix time at which the run began.
+        prompt_column: Of the run's dataset.
     """
 
-    def __init__(self, folder: str, started_at: float) -> None:
+    def __init__(self, folder: str, started_at: float, prompt_column: str = "prompt") -> None:
+        self._folder = Path(folder)
+        self._prompt_column = prompt_column
         paths = {kind: Path(folder) / name for kind, name in _FILES.items()}
         for path in paths.values():
             end_with_a_line(path)
@@ -130,11 +137,37 @@ class RunRecorder:
         known = {row["sample_id"] for row in lines if row["step"] == rows[-1]["step"]}
         return [row for row in rows if row["sample_id"] not in known]
 
+    async def save_samples(
+        self, rows: Sequence[Mapping[str, Any]], *groups: Sequence[Sample]
+    ) -> None:
+        """Keep samples of a step that was trained, with their texts.
+
+        Waits for: the file system. Unblocked by: its answer.
+
+        Args:
+            rows: Of all samples of the step.
+            groups: Samples that are kept.
+
+        Raises:
+            ResourceError: If they cannot be written.
+        """
+        samples, step = list(itertools.chain.from_iterable(groups)), rows[0]["step"]
+        with self._failing():
+            await asyncio.to_thread(
+                lambda: write_step(self._folder, step, table_of(rows, samples, self._prompt_column))
+            )
+
     def _write(self, kind: str, lines: Sequence[str]) -> None:
+        with self._failing():
+            append(self._files[kind], "".join(lines))
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What cannot be written is the last that is tried."""
         if self._failure is not None:
             raise self._failure
         try:
-            append(self._files[kind], "".join(lines))
+            yield
         except ResourceError as error:
             self._failure = error
             raise

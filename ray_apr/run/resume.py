@@ -39,6 +39,7 @@ from ray_apr.run.recorder import POISON_FILE
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
+from ray_apr.run.trained_samples import drop_from
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +257,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     before, lost = begin.before.lose(generated, begin.num_kept)
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
+    drop_from(folder, begin.step)
     for name in ("timeline.jsonl", POISON_FILE):
         _keep(folder / name, lambda row: True)
     newest = -1 if begin.checkpoint is None else begin.policy_version

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.tools.report import plots
+from ray_apr.tools.report.browser import SCRIPT, STYLE, sample_browser
 from ray_apr.tools.report.figures import BAD, SERIES, esc
 from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.report.page import cards, page, table, warning_list
@@ -45,15 +46,25 @@ def write_report(run_dir: str | Path, html_path: Path | None = None) -> Report:
     summary_path, html_path = run.path / "summary.json", html_path or run.path / "report.html"
     write_summary(summary, summary_path)
     html_path.parent.mkdir(parents=True, exist_ok=True)
-    html_path.write_text(render(run, summary, warnings), encoding="utf-8")
+    samples = sample_browser(run.path, html_path)
+    html_path.write_text(render(run, summary, warnings, samples), encoding="utf-8")
     headline = [(name, f"{value}  ({remark})") for name, value, remark, _ in _cards(summary)]
     return Report(
         summary_path=summary_path, html_path=html_path, headline=headline, warnings=warnings
     )
 
 
-def render(run: RunData, summary: Mapping[str, Any], warnings: Sequence[str]) -> str:
-    """Return the page of one run."""
+def render(
+    run: RunData, summary: Mapping[str, Any], warnings: Sequence[str], samples: str = ""
+) -> str:
+    """Return the page of one run.
+
+    Args:
+        run: What it recorded.
+        summary: Of it.
+        warnings: For its reader.
+        samples: Section of `sample_browser`.
+    """
     body = [
         cards(_cards(summary)),
         warning_list(warnings),
@@ -65,6 +76,7 @@ def render(run: RunData, summary: Mapping[str, Any], warnings: Sequence[str]) ->
         plots.staleness_chart(run, summary["max_staleness"]),
         plots.length_chart(run),
         plots.queue_chart(run),
+        samples,
         "<h2>Time</h2>",
         timeline_figures(run),
         plots.step_time_chart(run),
@@ -76,7 +88,8 @@ def render(run: RunData, summary: Mapping[str, Any], warnings: Sequence[str]) ->
         _settings(run.config),
     ]
     model = run.config.get("model") or "unknown model"
-    return page(f"ray_apr run {run.name}", f"{model} · {run.path}", "".join(body))
+    title, subtitle = f"ray_apr run {run.name}", f"{model} · {run.path}"
+    return page(title, subtitle, "".join(body), style=STYLE, scripts=[SCRIPT] if samples else [])
 
 
 def number(value: Any, form: str = ",.0f", unit: str = "") -> str:

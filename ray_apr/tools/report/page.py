@@ -1,7 +1,7 @@
 """The page around charts and tables: one file, no outside resource, light and dark.
 
 Plotly's own code is in the page (4.8 MB), so that figures can be zoomed without a network. The
-page's content security policy names the two scripts that run by their hashes: no text of a run
+page's content security policy names the scripts that run by their hashes: no text of a run
 becomes a script, and nothing is fetched or sent.
 """
 
@@ -64,9 +64,19 @@ footer { color: var(--soft); font-size: 13px; margin-top: 30px; }
 """
 
 
-def page(title: str, subtitle: str, body: str) -> str:
-    """Return a whole HTML page; `body` is markup, the rest is text."""
-    scripts = [get_plotlyjs(), _DRAW] if 'class="plot"' in body else []
+def page(
+    title: str, subtitle: str, body: str, *, style: str = "", scripts: Sequence[str] = ()
+) -> str:
+    """Return a whole HTML page.
+
+    Args:
+        title: Text.
+        subtitle: Text.
+        body: Markup.
+        style: What its markup needs beside the style of all pages.
+        scripts: What its markup needs beside plots.
+    """
+    scripts = [*([get_plotlyjs(), _DRAW] if 'class="plot"' in body else []), *scripts]
     allowed = " ".join(map(_hash, scripts)) or "'none'"
     policy = f"style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}"
     return (
@@ -74,7 +84,7 @@ def page(title: str, subtitle: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
         f"content=\"default-src 'none'; {policy}\">"
-        f"<title>{esc(title)}</title><style>{_STYLE}</style></head><body><main>"
+        f"<title>{esc(title)}</title><style>{_STYLE}{style}</style></head><body><main>"
         f'<h1>{esc(title)}</h1><p class="sub">{esc(subtitle)}</p>{body}'
         "<footer>Made by ray_apr from the files of the run folder. Times are seconds since the run "
         f"began.</footer></main>{''.join(f'<script>{text}</script>' for text in scripts)}"

@@ -1,0 +1,176 @@
+"""Trained samples of a run folder, read by a person: which ones, and their texts by policy version.
+
+Texts come from the token ids, segment by segment, where the run's tokenizer is at hand; else a
+response is one piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.trained_samples import SAMPLES_FOLDER, read_step, saved_steps
+
+Decode = Callable[[Sequence[int]], str]
+Order = Literal["worst", "best", "longest"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+_BROKEN = "\ufffd"
+"""What a tokenizer makes of the first bytes of a character whose others are in the next token."""
+_COLORS = (36, 33, 35, 32, 34, 31)
+"""Of a terminal, for policy versions in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Text that was made under one policy version."""
+
+    text: str
+    policy_version: int | None
+    """None where it is not known of which one."""
+    is_generated: bool
+    """False for what an environment said."""
+
+
+def tokenizer_of(folder: Path) -> Decode | None:
+    """What decodes token ids of a run; None if its tokenizer is not on this machine."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    model = json.loads(config.read_text(encoding="utf-8")).get("model", "")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def pieces_of(row: Mapping[str, Any], decode: Decode | None) -> list[Piece]:
+    """The response of a sample, a piece for each of its segments.
+
+    The pieces together are the response: each is what a longer beginning of the ids adds to the
+    text, and a character that two segments share is of the second one.
+
+    Args:
+        row: Of the file of samples.
+        decode: Of the run's tokenizer.
+    """
+    versions, lengths = row["segment_versions"], row["segment_lengths"]
+    text: str = row["response_text"] or ""
+    if len(versions) == 1:
+        return [Piece(text=text, policy_version=versions[0], is_generated=True)]
+    if decode is None:
+        return [Piece(text=text, policy_version=None, is_generated=True)]
+    pieces, num_tokens, begin = [], 0, 0
+    for version, length, is_generated in zip(
+        versions, lengths, row["segment_generated"], strict=True
+    ):
+        num_tokens += length
+        is_last = num_tokens == len(row["token_ids"])
+        known = text if is_last else decode(row["token_ids"][:num_tokens]).rstrip(_BROKEN)
+        end = max(begin, min(len(known), len(text)))
+        pieces.append(
+            Piece(text=text[begin:end], policy_version=version, is_generated=is_generated)
+        )
+        begin = end
+    return pieces
+
+
+def all_samples(folder: Path, step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Saved samples of a run, or of one of its steps, in order.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    steps = saved_steps(folder)
+    if not steps:
+        remedy = f"has no {SAMPLES_FOLDER}/: the run saves none with train.save_samples = 0"
+        raise ConfigError("RUN_DIR", str(folder), remedy)
+    if step is not None and step not in steps:
+        raise ConfigError("--step", step, f"has no saved samples; there are {_ranges(steps)}")
+    for each in steps if step is None else [step]:
+        yield from read_step(folder, each)
+
+
+def select(
+    folder: Path,
+    *,
+    step: int | None = None,
+    order: Order = "worst",
+    number: int = 5,
+    sample_id: str | None = None,
+) -> list[dict[str, Any]]:
+    """Some saved samples of a run.
+
+    Args:
+        folder: Of the run.
+        step: As in metrics.jsonl, from 0; None: the last one that is saved. Not looked at with
+            `sample_id`.
+        order: Which come first: of the least reward, of the largest, the longest.
+        number: How many.
+        sample_id: The one of this id alone, of whatever step.
+
+    Raises:
+        ConfigError: If there is none, or the number is none.
+    """
+    if number < 1:
+        raise ConfigError(f"--{order}", number, "must be at least 1")
+    if sample_id is not None:
+        found = [row for row in all_samples(folder) if row["sample_id"] == sample_id]
+        if not found:
+            raise ConfigError("--id", sample_id, "was not trained, or is not among the saved ones")
+        return found
+    if step is None:
+        step = max(saved_steps(folder), default=None)
+    key: Callable[[dict[str, Any]], float] = {
+        "worst": lambda row: row["reward"],
+        "best": lambda row: -row["reward"],
+        "longest": lambda row: -row["num_generated"],
+    }[order]
+    return sorted(all_samples(folder, step), key=key)[:number]
+
+
+def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool = False) -> str:
+    """A sample as lines for a terminal.
+
+    Args:
+        row: Of the file of samples.
+        decode: Of the run's tokenizer.
+        has_colors: Whether the terminal shows colours: one for each policy version in turn.
+    """
+    parts = "".join(f", {name} {value:g}" for name, value in row["reward_metrics"].items())
+    staleness = "none in the loss" if row["staleness"] is None else row["staleness"]
+    head = (
+        f"── {row['sample_id']}, step {row['step']}: reward {row['reward']:g}{parts}; "
+        f"{row['num_generated']} tokens, ended by {row['finish_reason']}; staleness {staleness}, "
+        f"interrupted {row['num_interruptions']} times, turns {row['num_turns']}"
+    )
+    lines = [head, row["prompt"], "→ "]
+    for piece in pieces_of(row, decode):
+        version = piece.policy_version
+        if has_colors and version is not None and piece.text:
+            style = f"{_COLORS[version % len(_COLORS)]}{'' if piece.is_generated else ';2'}"
+            lines[-1] += f"\x1b[{style}m{piece.text}\x1b[0m"
+        else:
+            lines[-1] += piece.text
+    tokens: dict[int, int] = {}
+    for version, length in zip(row["segment_versions"], row["segment_lengths"], strict=True):
+        tokens[version] = tokens.get(version, 0) + length
+    lines.append("by version: " + ", ".join(f"v{v} {n} tokens" for v, n in tokens.items()))
+    return "\n".join(lines)
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Numbers in order, as 0-3, 7."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in found)
