@@ -21,11 +21,12 @@ if TYPE_CHECKING:
         RewardConfig,
         RolloutConfig,
         SamplingConfig,
+        TrackersConfig,
         TrainConfig,
     )
     from ray_apr.core.exceptions import APRError, ConfigError
     from ray_apr.core.sample import Sample
-    from ray_apr.core.user import Environment, RewardResult, Step
+    from ray_apr.core.user import Environment, RewardResult, RunCallback, RunInfo, Step
     from ray_apr.session import TrainingSession
     from ray_apr.trainer import APRTrainer
 
@@ -44,12 +45,15 @@ _HOMES = {
     "EvaluationConfig": "ray_apr.config",
     "AlgorithmConfig": "ray_apr.config",
     "LoRAConfig": "ray_apr.config",
+    "TrackersConfig": "ray_apr.config",
     "TrainConfig": "ray_apr.config",
     "APRError": "ray_apr.core.exceptions",
     "ConfigError": "ray_apr.core.exceptions",
     "Sample": "ray_apr.core.sample",
     "RewardResult": "ray_apr.core.user",
     "Environment": "ray_apr.core.user",
+    "RunCallback": "ray_apr.core.user",
+    "RunInfo": "ray_apr.core.user",
     "Step": "ray_apr.core.user",
     "TrainingSession": "ray_apr.session",
 }
@@ -70,9 +74,12 @@ __all__ = [
     "RewardConfig",
     "RewardResult",
     "RolloutConfig",
+    "RunCallback",
+    "RunInfo",
     "Sample",
     "SamplingConfig",
     "Step",
+    "TrackersConfig",
     "TrainConfig",
     "TrainingSession",
 ]

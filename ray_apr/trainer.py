@@ -19,9 +19,12 @@ from ray_apr.run.host import HostedRun, is_captured
 from ray_apr.run.options import RunOptions
 from ray_apr.run.preflight import check_port
 from ray_apr.run.resume import find_begin
+from ray_apr.trackers import trackers_of
 
 if TYPE_CHECKING:
     import ray.data
+
+    from ray_apr.core.user import RunCallback
 
 
 class APRTrainer(RunOptions):
@@ -52,6 +55,8 @@ class APRTrainer(RunOptions):
         scaling_config: Train workers and their resources.
         run_config: Name and storage of the run. A run of this name that was interrupted is gone
             on with, from its last checkpoint on (docs/resume.md).
+        callbacks: What follows the run from its driver, e.g. a `RunCallback` of yours.
+        trackers_config: W&B, MLflow, TensorBoard.
         checkpoint: Checkpoint of another run that this one begins with: weights, optimizer, step,
             policy version, and the prompts that come next. None begins with the model.
         command: Of the command line, kept in the run folder for ``ray-apr resume``; None in Python.
@@ -136,7 +141,7 @@ class APRTrainer(RunOptions):
             self.check_cluster(ray.cluster_resources())
         if is_captured():
             return self.start_in_host(progress=progress).fit()
-        return run(self.spec, *self._datasets(), progress=progress)
+        return run(self.spec, *self._datasets(), progress=progress, callbacks=self._all_callbacks())
 
     def start_in_host(
         self, *, progress: Callable[[str], None] | None = None, is_gated: bool = False
@@ -145,7 +150,16 @@ class APRTrainer(RunOptions):
         if not ray.is_initialized():
             ray.init()
         self.check_cluster(ray.cluster_resources())
-        return HostedRun(self.spec, *self._datasets(), progress=progress, is_gated=is_gated)
+        return HostedRun(
+            self.spec,
+            *self._datasets(),
+            progress=progress,
+            is_gated=is_gated,
+            callbacks=self._all_callbacks(),
+        )
+
+    def _all_callbacks(self) -> tuple[RunCallback, ...]:
+        return (*trackers_of(self.trackers_config), *self.callbacks)
 
     def _datasets(self) -> tuple[ray.data.Dataset, ray.data.Dataset | None]:
         prompts, held_out = (

@@ -307,6 +307,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
             storage_path=str(run_dir.parent),
             failure_config=ray.train.FailureConfig(max_failures=settings.run.max_failures),
         ),
+        trackers_config=settings.trackers,
         command=settings.command,
     )
 

@@ -28,6 +28,7 @@ from ray_apr.config import (
 )
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.renamed import renew, renew_key
+from ray_apr.config.trackers import TrackersConfig
 from ray_apr.config.yaml import check_types, read_yaml, set_override
 from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import ConfigError
@@ -148,6 +149,7 @@ _SECTIONS: Mapping[str, type] = {
     "train": TrainConfig,
     "scaling": ScalingSettings,
     "run": RunFolderSettings,
+    "trackers": TrackersConfig,
     "ray": RaySettings,
 }
 _PRESET_SECTIONS = ("partial_rollout", "algorithm")
@@ -184,6 +186,7 @@ class RunSettings(Sections):
     """Code of the user's in the places of ``partial_rollout.admission`` and ``resume_order``."""
     scaling: ScalingSettings
     run: RunFolderSettings
+    trackers: TrackersConfig
     ray: RaySettings
 
     @property

@@ -18,6 +18,7 @@ from ray_apr.config.reward import RewardConfig
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.sampling import SamplingConfig
 from ray_apr.config.sections import Sections, check_placement, check_together
+from ray_apr.config.trackers import TrackersConfig
 from ray_apr.config.train import BufferConfig, LoRAConfig, TrainConfig
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "Sections",
+    "TrackersConfig",
     "TrainConfig",
     "check_attestation",
     "check_placement",

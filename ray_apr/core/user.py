@@ -1,10 +1,11 @@
-"""What users implement, and what it gives back: rewards, filters, environments."""
+"""What users implement, and what it gives back: rewards, filters, environments, callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from ray_apr.core.sample import Sample
@@ -121,3 +122,53 @@ class Environment(Protocol):
         the reward, in a step that is done.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What a callback is told of the run that it follows."""
+
+    name: str
+    folder: Path
+    """The run folder, on this machine."""
+    config: Mapping[str, Any]
+    """All settings, as plain values (``config.json``)."""
+    notes: dict[str, Any]
+    """What the callback wants to know when the run is gone on with, as the id of a tracker's run;
+    JSON, kept in the run folder. It may be changed in `on_start`."""
+    is_resumed: bool
+    """Whether the callback has followed this run before, in another process."""
+
+
+class RunCallback:
+    """What follows a run from its driver: a tracker, a notifier, a plot.
+
+    Methods are called one after the other in a thread beside the run, which never waits for them; a
+    method that raises is logged, and the run goes on. Each step, evaluation and checkpoint is told
+    once, in order, also where the run fails and begins again or is gone on with by another process.
+
+    Example:
+        >>> from ray_apr.core.user import RunCallback
+        >>> class Best(RunCallback):
+        ...     best = float("-inf")
+        ...     def on_step(self, row):
+        ...         self.best = max(self.best, row["reward_mean"])
+    """
+
+    name: str | None = None
+    """Under which its notes are kept; None: that of its class."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """The run begins, or is gone on with."""
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        """A step was trained; its row of ``metrics.jsonl``."""
+
+    def on_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Held-out prompts were evaluated; the row of ``evaluations.jsonl``."""
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        """A checkpoint of so many trained steps is written, at a path or URI."""
+
+    def on_end(self, final: Mapping[str, Any]) -> None:
+        """The run has ended; what ``final.json`` has, its ``status`` ok, stopped or failed."""

@@ -23,19 +23,20 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
-from ray_apr.run.causes import cause_of, death_of, of_servers, write_error_log
+from ray_apr.run.callbacks import followed_by
+from ray_apr.run.causes import cause_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
 from ray_apr.run.draining import watched_nodes
 from ray_apr.run.final import (
@@ -73,6 +74,8 @@ from ray_apr.serve.spec import EngineSpec
 if TYPE_CHECKING:
     import ray.data
 
+    from ray_apr.core.user import RunCallback
+
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
@@ -86,6 +89,7 @@ def run(
     *,
     progress: Callable[[str], None] | None = None,
     gate: Any = None,
+    callbacks: Sequence[RunCallback] = (),
 ) -> ray.train.Result:
     """Run it to its end.
 
@@ -95,6 +99,7 @@ def run(
         held_out: What to evaluate on, where the run does so.
         progress: Gets the lines of progress.
         gate: Handle of the `StepGate` that lets it take steps; None: it takes all of them.
+        callbacks: What follows the run.
 
     Raises:
         APRError: What the run failed of, once it may fail no more.
@@ -134,7 +139,7 @@ def run(
                 write_outcome(spec.folder, stopped)
                 raise
 
-        with hold_folder(spec.folder):
+        with hold_folder(spec.folder), followed_by(callbacks, spec):
             forget(spec.folder)
             return run_with_restarts(
                 attempt,
@@ -327,7 +332,7 @@ class _Parts:
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""
         spec = self.spec
-        reason = self._first_error()
+        reason = self._start_error or self.side.first_error()
         if reason is None and found_no_place(error):
             reason = not_placed(spec.worker_scaling, spec.rollout.engine.start_timeout_s)
         reason = reason or cause_of(error)
@@ -335,21 +340,6 @@ class _Parts:
         if write_error_log(log, error, reason):
             reason.add_note(f"traceback: {log}")
         return reason
-
-    def _first_error(self) -> APRError | None:
-        """What failed before the train workers did, if anything."""
-        if self._start_error is not None:
-            return self._start_error
-        try:
-            failure: APRError | None = ray.get(
-                self.side.buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
-            )
-        except RayActorError as error:
-            return self.side.failure or APRError(f"the sample buffer died: {death_of(error)}")
-        except (RayError, TimeoutError) as error:
-            logger.error("the sample buffer does not answer: %s", one_line(error))
-            return None
-        return failure
 
     def close(self, error: BaseException | None) -> None:
         """End everything: streams, loops, servers, actors; write the final figures."""

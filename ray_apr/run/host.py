@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import ray.data
     import ray.train
 
+    from ray_apr.core.user import RunCallback
     from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class HostedRun:
         held_out: What to evaluate on, where the run does so.
         progress: Gets the lines of progress, in this process; None logs them.
         is_gated: Whether it trains only what `order` says.
+        callbacks: What follows the run, in its host.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class HostedRun:
         *,
         progress: Callable[[str], None] | None = None,
         is_gated: bool = False,
+        callbacks: Sequence[RunCallback] = (),
     ) -> None:
         self.spec = spec
         self._show = progress or controller.logger.info
@@ -96,7 +99,7 @@ class HostedRun:
         self._gate = gate.remote(spec.ranks.most)
         host = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_host)  # its process ends with it
         self._ended = host.options(scheduling_strategy=here).remote(
-            self.spec, prompts, held_out, self._gate, is_gated, os.getcwd(), _variables()
+            self.spec, prompts, held_out, self._gate, is_gated, callbacks, os.getcwd(), _variables()
         )
 
     @property
@@ -210,6 +213,7 @@ def _host(
     held_out: ray.data.Dataset | None,
     gate: Any,
     is_gated: bool,
+    callbacks: Sequence[RunCallback],
     folder: str,
     variables: Mapping[str, str],
 ) -> _Ended:
@@ -225,7 +229,10 @@ def _host(
         os.chdir(folder)
         os.environ.update(variables)
         steps = gate if is_gated else None
-        return _Ended(result=controller.run(spec, prompts, held_out, progress=say, gate=steps))
+        result = controller.run(
+            spec, prompts, held_out, progress=say, gate=steps, callbacks=callbacks
+        )
+        return _Ended(result=result)
     except BaseException as error:  # noqa: BLE001  (raised by `HostedRun.result`)
         return _Ended(error=_as_value(error))
 

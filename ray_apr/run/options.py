@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,8 +19,9 @@ from ray_apr.config import (
     TrainConfig,
 )
 from ray_apr.config.ranks import RankRange
+from ray_apr.config.trackers import TrackersConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.user import Environment, GroupFilter, RewardFunction
+from ray_apr.core.user import Environment, GroupFilter, RewardFunction, RunCallback
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.command import Command
 from ray_apr.run.model import check_model, context_of
@@ -36,8 +38,8 @@ class RunOptions:
     """The arguments of `APRTrainer`, which says what they are; it checks the spec, too.
 
     Raises:
-        ConfigError: If the model or the checkpoint is not there, an evaluation has no prompts, or
-            the number of train workers is none.
+        ConfigError: If the model or the checkpoint is not there, an evaluation has no prompts, a
+            callback is none, or the number of train workers is none.
     """
 
     model: str
@@ -54,12 +56,18 @@ class RunOptions:
     train_config: TrainConfig | None = None
     scaling_config: ray.train.ScalingConfig | None = None
     run_config: ray.train.RunConfig | None = None
+    callbacks: Sequence[RunCallback] = ()
+    trackers_config: TrackersConfig | None = None
     checkpoint: str | Path | ray.train.Checkpoint | None = None
     command: Command | None = None
     spec: RunSpec = field(init=False)
     """What the run is made of."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
+        for callback in self.callbacks:
+            if not isinstance(callback, RunCallback):
+                raise ConfigError("callbacks", callback, "must be objects of a RunCallback")
         object.__setattr__(self, "spec", self._make_spec())
 
     def _make_spec(self) -> RunSpec:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import (
@@ -271,6 +271,22 @@ class RolloutSide:
                 self.buffer = self._actors.make_buffer(self._recorder, generation=self._generation)
                 _ask(lambda: self.buffer.fail.remote(reason), _CALL_TIMEOUT_S)
             self.failure = reason
+
+    def first_error(self) -> APRError | None:
+        """What failed before the train workers did, if anything.
+
+        Waits for: the buffer. Unblocked by: its answer, its death, or `_CALL_TIMEOUT_S`.
+        """
+        try:
+            failure: APRError | None = ray.get(
+                self.buffer.failure.remote(), timeout=_CALL_TIMEOUT_S
+            )
+        except RayActorError as error:
+            return self.failure or APRError(f"the sample buffer died: {death_of(error)}")
+        except (RayError, TimeoutError) as error:
+            logger.error("the sample buffer does not answer: %s", one_line(error))
+            return None
+        return failure
 
     # -- end -------------------------------------------------------------------------------------
 

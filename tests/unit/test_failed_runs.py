@@ -29,6 +29,7 @@ from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.controller import _Parts
 from ray_apr.run.final import final_figures
+from ray_apr.run.side import RolloutSide
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
@@ -151,6 +152,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
         stop_watching=lambda: None, join=lambda: None, spec_now=parts.spec.with_replicas(3),
         failure=None,
     )  # fmt: skip
+    parts._side.first_error = lambda: RolloutSide.first_error(parts._side)
     return parts
 
 

@@ -16,7 +16,7 @@ STEPS = 200
 
 def num_groups() -> int:
     """Groups in memory, live or not."""
-    return sum(isinstance(thing, LiveGroup) for thing in gc.get_objects())
+    return sum(type(thing) is LiveGroup for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "evict"])

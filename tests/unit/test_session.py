@@ -110,7 +110,7 @@ def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_p
 
         monkeypatch.setattr(host_module.controller, "run", run)
         monkeypatch.chdir(tmp_path)
-        ended = _host(run_spec(), None, None, None, False, str(tmp_path), {})
+        ended = _host(run_spec(), None, None, None, False, (), str(tmp_path), {})
         assert ended.error is raised
     sent = _as_value(OfTheUser("no ", "row"))
     assert isinstance(sent, APRError) and "no row" in str(sent)
@@ -119,16 +119,18 @@ def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_p
 def test_a_host_has_the_folder_and_the_variables_of_its_caller(monkeypatch, tmp_path):
     seen = {}
 
-    def run(spec, prompts, held_out, *, progress, gate):
+    def run(spec, prompts, held_out, *, progress, gate, callbacks):
         seen.update(folder=os.getcwd(), variable=os.environ["VLLM_OF_THE_TEST"], gate=gate)
+        seen["callbacks"] = callbacks
         return "result"
 
     monkeypatch.chdir(tmp_path.parent)
     monkeypatch.setenv("VLLM_OF_THE_TEST", "")
     monkeypatch.setattr(host_module.controller, "run", run)
-    ended = _host(run_spec(), None, None, "gate", True, str(tmp_path), {"VLLM_OF_THE_TEST": "1"})
+    told, variables = ("a callback",), {"VLLM_OF_THE_TEST": "1"}
+    ended = _host(run_spec(), None, None, "gate", True, told, str(tmp_path), variables)
     assert (ended.result, ended.error) == ("result", None)
-    assert seen == {"folder": str(tmp_path), "variable": "1", "gate": "gate"}
+    assert seen == {"folder": str(tmp_path), "variable": "1", "gate": "gate", "callbacks": told}
 
 
 def test_a_gate_that_is_gone_is_an_error_of_ours(monkeypatch):

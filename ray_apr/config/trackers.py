@@ -1,0 +1,94 @@
+"""Settings of trackers of experiments."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ray_apr.core.checks import at_least, from_mapping, of_type, one_of, require, whole
+
+_Mode = Literal["online", "offline", "disabled"]
+
+
+def _needs(module: str, section: str, value: Any) -> None:
+    require(
+        importlib.util.find_spec(module) is not None,
+        section,
+        value,
+        f"needs {module}, which is not installed: pip install 'ray-apr[trackers]'",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """A run of Weights & Biases; what it needs of secrets it reads from its own variables."""
+
+    project: str = "ray_apr"
+    entity: str | None = None
+    """User or team; None: the default of the account."""
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: _Mode = "online"
+    """offline: into the run folder, for ``wandb sync``."""
+
+    def __post_init__(self) -> None:
+        s = "trackers.wandb"
+        object.__setattr__(self, "tags", tuple(self.tags))
+        one_of(s, self, {"mode": _Mode})
+        _needs("wandb", s, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """A run of MLflow."""
+
+    tracking_uri: str | None = None
+    """A server, ``sqlite:///file.db``, or a folder; None: ``MLFLOW_TRACKING_URI``."""
+    experiment: str = "ray_apr"
+
+    def __post_init__(self) -> None:
+        _needs("mlflow", "trackers.mlflow", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """Event files for TensorBoard."""
+
+    folder: str | None = None
+    """Where they go; None: ``tensorboard/`` of the run folder."""
+
+    def __post_init__(self) -> None:
+        _needs("tensorboardX", "trackers.tensorboard", self)
+
+
+_KINDS: Mapping[str, type] = {
+    "wandb": WandbConfig,
+    "mlflow": MLflowConfig,
+    "tensorboard": TensorBoardConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackersConfig:
+    """Which trackers follow a run; each gets every key of metrics.jsonl, the settings, evaluations,
+    and tables of samples. Mappings of settings will do."""
+
+    wandb: WandbConfig | None = None
+    mlflow: MLflowConfig | None = None
+    tensorboard: TensorBoardConfig | None = None
+    samples_every: int = 10
+    """Steps from one table of samples to the next; 0 makes none. Needs `train.save_samples`."""
+    samples_each: int = 16
+    """Samples of a table: the worst and the best of its step."""
+
+    def __post_init__(self) -> None:
+        for name, cls in _KINDS.items():
+            given: Any = getattr(self, name)
+            if isinstance(given, Mapping):
+                object.__setattr__(self, name, from_mapping(cls, f"trackers.{name}", given))
+            of_type("trackers", self, cls | None, "a mapping of settings, or null", name)
+        whole("trackers", self, "samples_every", "samples_each")
+        at_least("trackers", self, 0, "samples_every")
+        at_least("trackers", self, 1, "samples_each")

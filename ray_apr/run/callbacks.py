@@ -1,0 +1,212 @@
+"""Callbacks of a run: they follow its folder, in a thread of the driver.
+
+Invariants, kept by `Followed`:
+    * Each row is told once and in order, whatever rows the run folder loses when the run begins
+      again: a row is told by its step or version, and the last one that was is in the folder.
+    * A callback that raises is heard of in the log, once for each of its methods; neither the run
+      nor the other callbacks notice it.
+    * The run waits for callbacks at its end alone, and there only for `_END_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_apr.core.exceptions import APRError, one_line
+from ray_apr.core.user import RunCallback, RunInfo
+from ray_apr.run.final import FINAL_FILE
+from ray_apr.run.folder import put_text
+from ray_apr.run.resume import kept_checkpoints
+from ray_apr.run.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+CALLBACKS_FILE = "callbacks.json"
+"""File of the run folder: what callbacks have been told, and what each wants to know again."""
+_LOOK_S = 1.0
+_END_S = 120.0
+"""Longest that the end of a run waits for them."""
+
+Checkpoints = Callable[[], Sequence[tuple[int, str]]]
+"""Gives the steps that each checkpoint has trained, and its path."""
+
+
+class Rows:
+    """New rows of a file, of which the begin may be written anew.
+
+    Args:
+        file: JSON lines.
+        key: Name of a number that grows from row to row.
+        last: Of the last row that is known.
+    """
+
+    def __init__(self, file: Path, key: str, last: int) -> None:
+        self._file = file
+        self._key = key
+        self._inode = self._offset = 0
+        self.last = last
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole rows beyond the last one."""
+        if not self._file.is_file():
+            return []
+        found: list[dict[str, Any]] = []
+        with self._file.open("rb") as lines:
+            inode = os.fstat(lines.fileno()).st_ino
+            if inode != self._inode or lines.seek(0, os.SEEK_END) < self._offset:
+                self._inode, self._offset = inode, 0
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                row = json.loads(line)
+                if row[self._key] > self.last:
+                    found.append(row)
+                    self.last = row[self._key]
+        return found
+
+
+class Followed:
+    """Tells callbacks what a run folder has that is new.
+
+    Args:
+        folder: Of the run.
+        callbacks: Whom.
+        checkpoints: Gives those that the run has now.
+    """
+
+    def __init__(
+        self, folder: Path, callbacks: Sequence[RunCallback], checkpoints: Checkpoints
+    ) -> None:
+        self._folder = folder
+        self._callbacks = callbacks
+        self._checkpoints = checkpoints
+        self._file = folder / CALLBACKS_FILE
+        told = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
+        self._notes: dict[str, dict[str, Any]] = told.get("notes", {})
+        self._is_resumed = bool(told)
+        self._steps = Rows(folder / "metrics.jsonl", "step", told.get("step", -1))
+        self._evaluations = Rows(
+            folder / "evaluations.jsonl", "policy_version", told.get("policy_version", -1)
+        )
+        self._checkpoint: int = told.get("checkpoint", -1)
+        self._failed: set[tuple[str, str]] = set()
+
+    def start(self, name: str, config: Mapping[str, Any]) -> None:
+        """The run begins."""
+        for callback in self._callbacks:
+            info = RunInfo(
+                name=name,
+                folder=self._folder,
+                config=config,
+                notes=self._notes.setdefault(name_of(callback), {}),
+                is_resumed=self._is_resumed,
+            )
+            self._tell(callback, "on_start", info)
+        self._save()
+
+    def look(self, *, is_end: bool = False) -> None:
+        """Tell what is new; of checkpoints only with a step, or at the end."""
+        steps, evaluations = self._steps.new(), self._evaluations.new()
+        there = self._checkpoints() if steps or is_end else ()
+        checkpoints = [(n, path) for n, path in there if n > self._checkpoint]
+        for verb, rows in (("on_step", steps), ("on_evaluation", evaluations)):
+            for row in rows:
+                self._tell_all(verb, row)
+        for num_steps, path in sorted(checkpoints):
+            self._tell_all("on_checkpoint", num_steps, path)
+            self._checkpoint = num_steps
+        if steps or evaluations or checkpoints:
+            self._save()
+
+    def end(self) -> None:
+        """Tell what is new, and how the run ended."""
+        self.look(is_end=True)
+        file = self._folder / FINAL_FILE
+        final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        self._tell_all("on_end", final)
+
+    def _tell_all(self, verb: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            self._tell(callback, verb, *args)
+
+    def _tell(self, callback: RunCallback, verb: str, *args: Any) -> None:
+        try:
+            getattr(callback, verb)(*args)
+        except Exception as error:
+            which = (name_of(callback), verb)
+            if which not in self._failed:
+                self._failed.add(which)
+                logger.exception(
+                    "%s of the callback %s raised %s: %s; the run goes on, and further errors "
+                    "of it are not shown", verb, which[0], type(error).__name__, one_line(error),
+                )  # fmt: skip
+
+    def _save(self) -> None:
+        told = {
+            "step": self._steps.last,
+            "policy_version": self._evaluations.last,
+            "checkpoint": self._checkpoint,
+            "notes": self._notes,
+        }
+        put_text(self._file, json.dumps(told, default=str) + "\n")
+
+
+def name_of(callback: RunCallback) -> str:
+    """Under which its notes are kept."""
+    return callback.name or type(callback).__qualname__
+
+
+@contextlib.contextmanager
+def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[None]:
+    """Have callbacks follow a run that is made inside of the block; without any, nothing is done.
+
+    Waits for: the callbacks, at the end. Unblocked by: theirs, or `_END_S`.
+
+    Args:
+        callbacks: In the order in which they are told.
+        spec: What runs.
+    """
+    if not callbacks:
+        yield
+        return
+    over = threading.Event()
+
+    def follow() -> None:
+        """Consumes: the run folder. Waits for: the clock. Unblocked by: the end of the block.
+        Produces: calls of the callbacks."""
+        try:
+            followed = Followed(spec.folder, callbacks, lambda: _checkpoints(spec))
+            followed.start(spec.name, spec.describe())
+            while not over.wait(_LOOK_S):
+                followed.look()
+            followed.end()
+        except Exception:
+            logger.exception("callbacks are told nothing more")
+
+    thread = threading.Thread(target=follow, name="callbacks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=_END_S)
+        if thread.is_alive():
+            logger.error("callbacks did not end within %g s; they are left alone", _END_S)
+
+
+def _checkpoints(spec: RunSpec) -> Sequence[tuple[int, str]]:
+    """Those of a run now; none while Ray Train writes its list, or the storage cannot be had."""
+    try:
+        return [(num_steps, kept.path) for num_steps, kept in kept_checkpoints(spec)]
+    except (APRError, OSError, ValueError) as error:
+        logger.info("checkpoints are looked at later: %s", one_line(error))
+        return ()

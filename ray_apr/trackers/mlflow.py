@@ -1,0 +1,91 @@
+"""A run of MLflow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
+
+from ray_apr.config.trackers import MLflowConfig, TrackersConfig
+from ray_apr.core.clock import unix_s
+from ray_apr.core.user import RunCallback, RunInfo
+from ray_apr.trackers.rows import numbers, samples_due, texts
+
+_STATUS = {"ok": "FINISHED", "stopped": "KILLED"}
+_MOST_PARAMS = 100
+"""Of one call; as MLflow limits it."""
+_LONGEST_PARAM = 6000
+_NOT_TAKEN = re.compile(r"[^\w\-./ ]")
+"""Characters that names of MLflow must not have."""
+
+
+class MLflowTracker(RunCallback):
+    """Writes figures as metrics, settings as parameters, tables of samples as artifacts; of what is
+    no number the last value is a tag.
+
+    Args:
+        config: Where to.
+        shared: Of all trackers.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, config: MLflowConfig, shared: TrackersConfig) -> None:
+        self._config = config
+        self._shared = shared
+
+    def on_start(self, run: RunInfo) -> None:
+        """Begin a run of MLflow, or go on with the one that the run has."""
+        self._folder = run.folder
+        self._client = client = MlflowClient(self._config.tracking_uri)
+        known = run.notes.get("run_id")
+        if known is not None:
+            self._id = known
+            client.update_run(known, status="RUNNING")
+            return
+        experiment = client.get_experiment_by_name(self._config.experiment)
+        where = experiment and experiment.experiment_id
+        where = where or client.create_experiment(self._config.experiment)
+        self._id = run.notes["run_id"] = client.create_run(where, run_name=run.name).info.run_id
+        params = list(_params(run.config))
+        for begin in range(0, len(params), _MOST_PARAMS):
+            client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        """Metrics of a step, and now and then a table of samples."""
+        self._add(row, "", row["step"])
+        for of_step, rows in samples_due(self._folder, self._shared, row["step"]):
+            text = json.dumps(rows, indent=1, ensure_ascii=False)
+            self._client.log_text(self._id, text, f"samples/step-{of_step:06d}.json")
+
+    def on_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Metrics of an evaluation, at its policy version."""
+        self._add(row, "evaluation/", row["policy_version"])
+
+    def on_end(self, final: Mapping[str, Any]) -> None:
+        """End the run of MLflow as the run did."""
+        self._client.log_text(self._id, json.dumps(final, indent=2), "final.json")
+        self._client.set_terminated(self._id, _STATUS.get(str(final.get("status")), "FAILED"))
+
+    def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:
+        now_ms = int(unix_s() * 1000)
+        metrics = [Metric(metric_name(n), v, now_ms, step) for n, v in numbers(row, prefix)]
+        tags = [RunTag(metric_name(n), text) for n, text in texts(row, prefix)]
+        self._client.log_batch(self._id, metrics=metrics, tags=tags)
+
+
+def metric_name(name: str) -> str:
+    """A name as MLflow takes it: with ``_`` for what is no letter, digit, space or ``_-./``."""
+    return _NOT_TAKEN.sub("_", name)
+
+
+def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[Param]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _params(value, f"{prefix}{name}.")
+        else:
+            yield Param(metric_name(f"{prefix}{name}"), str(value)[:_LONGEST_PARAM])

@@ -1,0 +1,61 @@
+"""What all trackers make of a run's rows and samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_apr.config.trackers import TrackersConfig
+from ray_apr.run.trained_samples import read_step, saved_steps
+
+TEXT_COLUMNS = ("prompt", "response_text")
+COLUMNS = (
+    "step", "sample_id", "reward", "staleness", "num_generated", "num_interruptions",
+    "finish_reason", *TEXT_COLUMNS,
+)  # fmt: skip
+"""Of a table of samples."""
+
+
+def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers of a row by name; those of a mapping in it as ``name/key``, truths as 0 and 1."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", float(value)
+
+
+def texts(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What is no number in a row, as text; what is null is left out."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from texts(value, f"{prefix}{name}/")
+        elif value is not None and not isinstance(value, int | float):
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+def samples_due(
+    folder: Path, config: TrackersConfig, step: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The table of samples that is due once a step is told, if one is: of the step before, which is
+    saved by then.
+
+    Args:
+        folder: Of the run.
+        config: How often, and how many samples.
+        step: That was told.
+
+    Yields:
+        The step that the samples are of, and rows of `COLUMNS`: the worst and the best samples, as
+        many of each.
+    """
+    every, number, of_step = config.samples_every, config.samples_each, step - 1
+    if not every or of_step % every or of_step not in saved_steps(folder):
+        return
+    rows = sorted(read_step(folder, of_step), key=lambda row: row["reward"])
+    best = number // 2
+    if len(rows) > number:
+        rows = rows[: number - best] + rows[len(rows) - best :]
+    yield of_step, [{name: row[name] for name in COLUMNS} for row in rows]

@@ -1,0 +1,65 @@
+"""A run of Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+from ray_apr.config.trackers import TrackersConfig, WandbConfig
+from ray_apr.core.user import RunCallback, RunInfo
+from ray_apr.trackers.rows import COLUMNS, numbers, samples_due, texts
+
+
+class WandbTracker(RunCallback):
+    """Writes figures and tables of samples; each series has its own axis: the step of the run, or
+    the policy version of an evaluation.
+
+    Args:
+        config: Where to.
+        shared: Of all trackers.
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: WandbConfig, shared: TrackersConfig) -> None:
+        self._config = config
+        self._shared = shared
+
+    def on_start(self, run: RunInfo) -> None:
+        """Begin a run of W&B, or go on with the one that the run has."""
+        self._folder, given = run.folder, self._config
+        self._run = wandb.init(
+            project=given.project,
+            entity=given.entity,
+            group=given.group,
+            tags=given.tags,
+            mode=given.mode,
+            name=run.name,
+            id=run.notes.get("run_id"),
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        run.notes["run_id"] = self._run.id
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("evaluation/*", step_metric="evaluation/policy_version")
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        """Figures of a step, and now and then a table of samples."""
+        figures: dict[str, Any] = {**dict(numbers(row)), **dict(texts(row))}
+        for _, rows in samples_due(self._folder, self._shared, row["step"]):
+            data = [[sample[name] for name in COLUMNS] for sample in rows]
+            figures["samples"] = wandb.Table(columns=list(COLUMNS), data=data)
+        self._run.log(figures)
+
+    def on_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Figures of an evaluation."""
+        self._run.log({**dict(numbers(row, "evaluation/")), **dict(texts(row, "evaluation/"))})
+
+    def on_end(self, final: Mapping[str, Any]) -> None:
+        """End the run of W&B as the run did."""
+        self._run.summary.update({f"final/{name}": v for name, v in numbers(final)})
+        self._run.finish(exit_code=0 if final.get("status") == "ok" else 1)

@@ -1,0 +1,96 @@
+"""What trackers have of a run, read back from their own files: (name, step) -> value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_wandb(folder: Path) -> dict[Any, Any]:
+    """Of the offline runs of a run folder, by each series' own axis."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: dict[Any, Any] = {}
+    ids = set()
+    for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in _log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                ids.add(record.run.run_id)
+            if record.WhichOneof("record_type") != "history":
+                continue
+            row = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            step, prefix = row.get("step"), ""
+            if "evaluation/policy_version" in row:
+                step, prefix = row["evaluation/policy_version"], "evaluation/"
+            found.update({(n, step): v for n, v in row.items() if n.startswith(prefix)})
+    return {**found, "num_ids": len(ids)}
+
+
+def _log_records(log: bytes) -> Iterator[bytes]:
+    """Records of a log in LevelDB's format: blocks of 32 KiB, in which a part of a record has its
+    checksum (4 bytes), its length (2) and its kind (1) before it; W&B has 7 bytes of its own at the
+    begin."""
+    block, head, whole, first = 32768, 7, 1, 2
+    at, parts = head, b""
+    while at + head <= len(log):
+        if block - at % block < head:
+            at += block - at % block
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        data = log[at + head : at + head + size]
+        parts = data if kind in (whole, first) else parts + data
+        at += head + size
+        if kind not in (first, 3):
+            yield parts
+
+
+def read_mlflow(folder: Path) -> dict[Any, Any]:
+    """Of the only run of a store beside the run folder."""
+    from mlflow.artifacts import load_text
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parent}/m.db")
+    experiment = client.get_experiment_by_name("e")
+    runs = client.search_runs([experiment.experiment_id])
+    run = runs[0]
+    found: dict[Any, Any] = {
+        "num_runs": len(runs), "status": run.info.status, "name": run.info.run_name,
+    }  # fmt: skip
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        found["count", name] = len(history)
+        found.update({(name, metric.step): metric.value for metric in history})
+    found.update({("tag", name): text for name, text in run.data.tags.items()})
+    found.update({("param", name): text for name, text in run.data.params.items()})
+    for file in client.list_artifacts(run.info.run_id, "samples"):
+        step = int(Path(file.path).stem.removeprefix("step-"))
+        text = load_text(f"{run.info.artifact_uri}/{file.path}")
+        found["samples", step] = json.loads(text)
+    return found
+
+
+def read_tensorboard(folder: Path) -> dict[Any, Any]:
+    """Of all event files of a run folder."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[Any, Any] = {}
+    for file in sorted((folder / "tensorboard").glob("events.*")):
+        data, at = file.read_bytes(), 0
+        while at < len(data):  # a record: length, its checksum (4), the event, its checksum (4)
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += 16 + size
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    found[value.tag, event.step] = value.simple_value
+                else:
+                    name = value.tag.removesuffix("/text_summary")
+                    found[name, event.step] = value.tensor.string_val[0].decode()
+    return found

@@ -1,0 +1,174 @@
+"""Callbacks follow the run folder (run/callbacks.py)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import RunCallback
+from ray_apr.run import callbacks as callbacks_module
+from ray_apr.run.callbacks import Followed, followed_by
+from ray_apr.run.folder import add_row
+from ray_apr.run.options import RunOptions
+from tests.run_specs import run_spec
+
+
+class Told(RunCallback):
+    """Keeps what it is told; raises where it is asked to."""
+
+    def __init__(self, name: str = "told", raises: str = "") -> None:
+        self.name = name
+        self.calls: list[tuple] = []
+        self._raises = raises
+
+    def _take(self, verb: str, *args) -> None:
+        if verb == self._raises:
+            raise RuntimeError("no network")
+        self.calls.append((verb, *args))
+
+    def on_start(self, run):
+        self._take("start", run.is_resumed, dict(run.notes))
+        run.notes["id"] = "abc"
+
+    def on_step(self, row):
+        self._take("step", row["step"])
+
+    def on_evaluation(self, row):
+        self._take("evaluation", row["policy_version"])
+
+    def on_checkpoint(self, step, path):
+        self._take("checkpoint", step, path)
+
+    def on_end(self, final):
+        self._take("end", final.get("status"))
+
+
+def steps(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        add_row(folder / "metrics.jsonl", {"step": number})
+
+
+def follow(folder: Path, *callbacks: RunCallback, checkpoints=()) -> Followed:
+    followed = Followed(folder, callbacks, lambda: checkpoints)
+    followed.start("run", {})
+    return followed
+
+
+def test_each_row_and_checkpoint_is_told_once_and_in_order(tmp_path):
+    told, checkpoints = Told(), []
+    followed = follow(tmp_path, told, checkpoints=checkpoints)
+    steps(tmp_path, 0, 1)
+    add_row(tmp_path / "evaluations.jsonl", {"policy_version": 0})
+    followed.look()
+    followed.look()
+    checkpoints += [(2, "a"), (1, "b")]
+    steps(tmp_path, 2)
+    followed.look()
+    (tmp_path / "final.json").write_text('{"status": "ok"}')
+    steps(tmp_path, 3)
+    followed.end()
+    assert told.calls == [
+        ("start", False, {}), ("step", 0), ("step", 1), ("evaluation", 0), ("step", 2),
+        ("checkpoint", 1, "b"), ("checkpoint", 2, "a"), ("step", 3), ("end", "ok"),
+    ]  # fmt: skip
+
+
+def test_a_row_that_is_not_whole_is_told_later(tmp_path):
+    told = Told()
+    followed = follow(tmp_path, told)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 0}\n{"st')
+        file.flush()
+        followed.look()
+        file.write('ep": 1}\n')
+    followed.look()
+    assert told.calls[1:] == [("step", 0), ("step", 1)]
+
+
+def test_steps_that_are_trained_once_more_are_not_told_again(tmp_path):
+    """A run that begins again writes a new file, with fewer rows, over the old one."""
+    told = Told()
+    followed = follow(tmp_path, told)
+    steps(tmp_path, *range(6))
+    followed.look()
+    new = tmp_path / "new"
+    new.write_text("".join(json.dumps({"step": k, "more": "x" * 50}) + "\n" for k in range(9)))
+    new.replace(tmp_path / "metrics.jsonl")
+    followed.look()
+    assert [call[1] for call in told.calls[1:]] == list(range(9))
+
+
+def test_another_process_goes_on_where_the_first_one_was(tmp_path):
+    steps(tmp_path, 0, 1)
+    first = follow(tmp_path, Told())
+    first.look()
+    steps(tmp_path, 2)
+    told, newcomer = Told(), Told("new")
+    follow(tmp_path, told, newcomer).look()
+    assert told.calls == [("start", True, {"id": "abc"}), ("step", 2)]
+    assert newcomer.calls[0] == ("start", True, {})
+
+
+def test_what_raises_stops_neither_the_run_nor_the_others(tmp_path, caplog):
+    bad, good = Told("bad", raises="step"), Told("good")
+    followed = follow(tmp_path, bad, good)
+    steps(tmp_path, 0, 1, 2)
+    with caplog.at_level(logging.ERROR):
+        followed.end()
+    assert caplog.text.count("on_step of the callback bad raised RuntimeError: no network") == 1
+    assert [call[0] for call in good.calls] == ["start", "step", "step", "step", "end"]
+    assert [call[0] for call in bad.calls] == ["start", "end"]
+
+
+def test_a_run_is_followed_from_its_begin_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks_module, "_LOOK_S", 0.01)
+    spec = run_spec()
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    monkeypatch.setattr(callbacks_module, "kept_checkpoints", lambda spec: [])
+    told = Told()
+    with pytest.raises(KeyError), followed_by([told], spec):
+        steps(tmp_path, 0)
+        deadline = time.monotonic() + 20
+        while ("step", 0) not in told.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / "final.json").write_text('{"status": "failed"}')
+        raise KeyError
+    assert told.calls[-1] == ("end", "failed")
+    assert "callbacks" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_without_callbacks_there_is_neither_thread_nor_file(tmp_path, monkeypatch):
+    spec = run_spec()
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    with followed_by([], spec):
+        assert "callbacks" not in {thread.name for thread in threading.enumerate()}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_that_hangs_is_left_alone(tmp_path, monkeypatch, caplog):
+    class Hangs(RunCallback):
+        over = threading.Event()
+
+        def on_end(self, final):
+            self.over.wait(30)
+
+    monkeypatch.setattr(callbacks_module, "_END_S", 0.2)
+    spec = run_spec()
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    monkeypatch.setattr(callbacks_module, "kept_checkpoints", lambda spec: [])
+    with caplog.at_level(logging.ERROR), followed_by([Hangs()], spec):
+        pass
+    assert "did not end within 0.2 s" in caplog.text
+    Hangs.over.set()
+
+
+def test_what_is_no_callback_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"callbacks .*must be objects of a RunCallback"):
+        RunOptions(model="a/b", prompts=None, callbacks=[print])

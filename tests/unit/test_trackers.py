@@ -1,0 +1,169 @@
+"""W&B, MLflow and TensorBoard have what the run folder has (trackers/)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ray_apr.config.trackers import TrackersConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.callbacks import Followed
+from ray_apr.run.folder import add_row
+from ray_apr.trackers import trackers_of
+from ray_apr.trackers.mlflow import metric_name
+from ray_apr.trackers.rows import numbers, samples_due, texts
+from tests.tracked import read_mlflow, read_tensorboard, read_wandb
+from tests.unit.test_trained_samples import FIRST, SECOND, save
+
+ROWS = [
+    {
+        "step": k, "policy_version": k + 1, "time_s": 0.1 + k, "reward_mean": 1 / (k + 3),
+        "reward/form (a)_mean": 0.25 * k, "is_late": k == 2, "engines": 2,
+        "waiting_for": "rewards" if k else "", "phases": {"gather": 0.5, "what": "all"},
+        "nothing": None,
+    }
+    for k in range(4)
+]  # fmt: skip
+EVALUATION = {"policy_version": 2, "reward_mean": 0.5, "pass_at_k": {"1": 0.4, "2": 0.7}}
+CONFIG = {"model": "a/b", "train": {"steps": 4, "learning_rate": 1e-6}}
+
+
+def make_folder(where: Path) -> Path:
+    """A run folder with samples of two steps."""
+    run = where / "run"
+    run.mkdir()
+    for step in range(2):
+        save(run, step, FIRST, SECOND)
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory) -> Path:
+    """The folder of a run that all three trackers followed."""
+    folder = make_folder(tmp_path_factory.mktemp("tracked"))
+    track(folder, ROWS)
+    return folder
+
+
+def config(folder: Path, *kinds: str) -> TrackersConfig:
+    given = {
+        "wandb": {"mode": "offline", "project": "p"},
+        "mlflow": {"tracking_uri": f"sqlite:///{folder.parent}/m.db", "experiment": "e"},
+        "tensorboard": {},
+    }
+    kinds = kinds or tuple(given)
+    return TrackersConfig(**{name: given[name] for name in kinds}, samples_every=1, samples_each=1)
+
+
+def track(folder: Path, rows, *kinds: str, status: str | None = "ok") -> None:
+    """Follow a run to the end of these rows; without a status its process dies there."""
+    with contextlib.chdir(folder.parent):  # MLflow keeps artifacts where it is called
+        _track(folder, rows, *kinds, status=status)
+
+
+def _track(folder: Path, rows, *kinds: str, status: str | None) -> None:
+    followed = Followed(folder, trackers_of(config(folder, *kinds)), lambda: ())
+    followed.start("run", CONFIG)
+    for row in rows:
+        add_row(folder / "metrics.jsonl", row)
+    add_row(folder / "evaluations.jsonl", EVALUATION)
+    followed.look()
+    assert not followed._failed
+    if status is None:
+        for tracker in followed._callbacks:
+            if tracker.name == "wandb":
+                tracker._run.finish()  # what it has sent stays, as with a process that dies
+        return
+    (folder / "final.json").write_text(json.dumps({"status": status, "steps": len(rows)}))
+    followed.end()
+    assert not followed._failed
+
+
+def board_name(name: str) -> str:
+    """A name as TensorBoard's writer takes it."""
+    return re.sub(r"[^-/\w.]", "_", name)
+
+
+def test_all_three_have_every_key_of_every_step(tracked):
+    wandb, mlflow, board = read_wandb(tracked), read_mlflow(tracked), read_tensorboard(tracked)
+    for row in ROWS:
+        for name, value in numbers(row):
+            series = (name, row["step"])
+            assert wandb[series] == value, series
+            assert mlflow[metric_name(name), row["step"]] == value, series
+            assert board[board_name(name), row["step"]] == pytest.approx(value, rel=1e-6), series
+        for name, text in texts(row):
+            assert wandb[name, row["step"]] == text
+            assert board[name, row["step"]] == text
+    for name, value in numbers(EVALUATION, "evaluation/"):
+        assert wandb[name, 2] == mlflow[name, 2] == value
+        assert board[name, 2] == pytest.approx(value)
+    assert mlflow["tag", "waiting_for"] == "rewards", "the last one"
+    assert mlflow["param", "train.learning_rate"] == "1e-06"
+    assert (mlflow["status"], mlflow["name"]) == ("FINISHED", "run")
+
+
+def test_they_have_tables_of_samples(tracked):
+    assert [sample["sample_id"] for sample in read_mlflow(tracked)["samples", 1]] == ["e0-0-0"]
+    assert "one two" in read_tensorboard(tracked)["samples", 1]
+    tables = list((tracked / "wandb").glob("offline-*/files/media/table/samples*.json"))
+    assert len(tables) == 2
+    assert "e0-0-0" in tables[0].read_text()
+
+
+def test_a_run_that_is_gone_on_with_is_the_same_run_there(folder):
+    track(folder, ROWS[:2], status=None)
+    time.sleep(1.1)  # W&B names its folders by the second
+    track(folder, ROWS[2:])
+    wandb, mlflow, board = read_wandb(folder), read_mlflow(folder), read_tensorboard(folder)
+    assert mlflow["num_runs"] == 1 and wandb["num_ids"] == 1
+    for row in ROWS:
+        series = ("reward_mean", row["step"])
+        assert wandb[series] == mlflow[series] == row["reward_mean"]
+        assert board[series] == pytest.approx(row["reward_mean"])
+    assert mlflow["count", "reward_mean"] == 4, "none twice"
+
+
+def test_a_run_that_fails_is_one_that_failed_there(folder):
+    track(folder, ROWS[:1], "mlflow", status="failed")
+    assert read_mlflow(folder)["status"] == "FAILED"
+
+
+def test_the_table_of_a_step_comes_when_its_samples_are_there(tmp_path):
+    save(tmp_path, 10, FIRST, SECOND)
+    shared = TrackersConfig(samples_every=10, samples_each=2)
+    assert not list(samples_due(tmp_path, shared, 10)), "saved a step later"
+    ((step, rows),) = samples_due(tmp_path, shared, 11)
+    assert (step, [row["reward"] for row in rows]) == (10, [0.5, 1.0])
+    assert not list(samples_due(tmp_path, TrackersConfig(samples_every=0), 11))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"wandb": {"mode": "maybe"}}, r"trackers\.wandb\.mode = 'maybe': must be one of online"),
+        ({"wandb": {"project_name": "x"}}, r"trackers\.wandb\.project_name"),
+        ({"mlflow": "here"}, r"trackers\.mlflow = 'here': must be a mapping"),
+        ({"samples_every": -1}, r"trackers\.samples_every"),
+        ({"samples_each": 0}, r"trackers\.samples_each"),
+    ],
+)
+def test_settings_are_obeyed_or_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        TrackersConfig(**given)
+
+
+def test_a_tracker_that_is_not_installed_says_how(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs wandb.*pip install 'ray-apr\[trackers\]'"):
+        TrackersConfig(wandb={"mode": "offline"})
