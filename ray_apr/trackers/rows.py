@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,28 @@ COLUMNS = (
 
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of a row by name; those of a mapping in it as ``name/key``, truths as 0 and 1."""
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)
+    """Numbers of a row by name; those of a mapping or a list in it as ``name/key``, with places
+    from 0; truths as 0 and 1."""
+    for name, value in _flat(row, prefix):
+        if isinstance(value, int | float):
+            yield name, float(value)
 
 
 def texts(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """What is no number in a row, as text; what is null is left out."""
+    for name, value in _flat(row, prefix):
+        if value is not None and not isinstance(value, int | float):
+            yield name, str(value)
+
+
+def _flat(row: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from texts(value, f"{prefix}{name}/")
-        elif value is not None and not isinstance(value, int | float):
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+            yield from _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, list | tuple):
+            yield from _flat(dict(enumerate(value)), f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def samples_due(

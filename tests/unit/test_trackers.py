@@ -25,7 +25,7 @@ ROWS = [
         "step": k, "policy_version": k + 1, "time_s": 0.1 + k, "reward_mean": 1 / (k + 3),
         "reward/form (a)_mean": 0.25 * k, "is_late": k == 2, "engines": 2,
         "waiting_for": "rewards" if k else "", "phases": {"gather": 0.5, "what": "all"},
-        "nothing": None,
+        "quantiles": [0.1, 0.9], "nothing": None,
     }
     for k in range(4)
 ]  # fmt: skip
