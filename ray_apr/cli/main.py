@@ -101,19 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
 
-    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
-    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
-    report.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
-    )
-    report.set_defaults(command=_report)
-
-    _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
-
-    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
-    verify.add_argument("run", metavar="RUN_DIR", type=Path)
-    verify.set_defaults(command=_verify)
-
+    _add_reading(commands)
     _add_replay(
         commands.add_parser(
             "replay", help="train a step of a run again, and compare it with what the run has of it"
@@ -148,6 +136,26 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands that read a run folder."""
+    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
+    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
+    )
+    report.set_defaults(command=_report)
+
+    watch = commands.add_parser("watch", help="see how a run goes on, until it ends")
+    watch.add_argument("run", metavar="RUN_DIR", type=Path)
+    watch.set_defaults(command=_watch)
+
+    _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
+
+    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
+    verify.add_argument("run", metavar="RUN_DIR", type=Path)
+    verify.set_defaults(command=_verify)
 
 
 def _add_samples(samples: argparse.ArgumentParser) -> None:
@@ -287,6 +295,13 @@ def _make_report(run_dir: Path, out: Path | None) -> None:
     for warning in report.warnings:
         _show(f"  warning: {warning}")
     _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from ray_apr.tools.watch import watch
+
+    _show(watch(args.run, _show))
+    return EXIT_OK
 
 
 def _samples(args: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from ray_apr.core.exceptions import APRError, one_line
 from ray_apr.core.user import RunCallback, RunInfo
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import put_text
+from ray_apr.run.new_rows import NewRows
 from ray_apr.run.resume import kept_checkpoints
 from ray_apr.run.spec import RunSpec
 
@@ -36,42 +36,6 @@ _END_S = 120.0
 
 Checkpoints = Callable[[], Sequence[tuple[int, str]]]
 """Gives the steps that each checkpoint has trained, and its path."""
-
-
-class Rows:
-    """New rows of a file, of which the begin may be written anew.
-
-    Args:
-        file: JSON lines.
-        key: Name of a number that grows from row to row.
-        last: Of the last row that is known.
-    """
-
-    def __init__(self, file: Path, key: str, last: int) -> None:
-        self._file = file
-        self._key = key
-        self._inode = self._offset = 0
-        self.last = last
-
-    def new(self) -> list[dict[str, Any]]:
-        """Whole rows beyond the last one."""
-        if not self._file.is_file():
-            return []
-        found: list[dict[str, Any]] = []
-        with self._file.open("rb") as lines:
-            inode = os.fstat(lines.fileno()).st_ino
-            if inode != self._inode or lines.seek(0, os.SEEK_END) < self._offset:
-                self._inode, self._offset = inode, 0
-            lines.seek(self._offset)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                row = json.loads(line)
-                if row[self._key] > self.last:
-                    found.append(row)
-                    self.last = row[self._key]
-        return found
 
 
 class Followed:
@@ -93,8 +57,8 @@ class Followed:
         told = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
         self._notes: dict[str, dict[str, Any]] = told.get("notes", {})
         self._is_resumed = bool(told)
-        self._steps = Rows(folder / "metrics.jsonl", "step", told.get("step", -1))
-        self._evaluations = Rows(
+        self._steps = NewRows(folder / "metrics.jsonl", "step", told.get("step", -1))
+        self._evaluations = NewRows(
             folder / "evaluations.jsonl", "policy_version", told.get("policy_version", -1)
         )
         self._checkpoint: int = told.get("checkpoint", -1)

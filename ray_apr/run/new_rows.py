@@ -1,0 +1,44 @@
+"""Rows of a run folder as they come."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class NewRows:
+    """New rows of a file, of which the begin may be written anew.
+
+    Args:
+        file: JSON lines.
+        key: Name of a number that grows from row to row.
+        last: Of the last row that is known.
+    """
+
+    def __init__(self, file: Path, key: str, last: int) -> None:
+        self._file = file
+        self._key = key
+        self._inode = self._offset = 0
+        self.last = last
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole rows beyond the last one."""
+        if not self._file.is_file():
+            return []
+        found: list[dict[str, Any]] = []
+        with self._file.open("rb") as lines:
+            inode = os.fstat(lines.fileno()).st_ino
+            if inode != self._inode or lines.seek(0, os.SEEK_END) < self._offset:
+                self._inode, self._offset = inode, 0
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                row = json.loads(line)
+                if row[self._key] > self.last:
+                    found.append(row)
+                    self.last = row[self._key]
+        return found

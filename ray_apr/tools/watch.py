@@ -1,0 +1,212 @@
+"""A run that goes on, in a terminal: how far it is, what it learns, who waits for whom.
+
+All of it is read from the run folder, so that any machine that sees it can watch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.folder import holds_run, is_held
+from ray_apr.run.new_rows import NewRows
+from ray_apr.run.progress import step_line
+
+_LOOK_S = 1.0
+_NUM_SHOWN = 60
+"""Steps of the sparkline."""
+_RECENT_S = 30.0
+"""Time over which shares are told."""
+_END_OF_FILE = 1 << 18
+_BARS = "▁▂▃▄▅▆▇█"
+_COLORS = {
+    "generate": "blue", "train": "green", "sync": "yellow", "paused": "red", "write": "magenta",
+}  # fmt: skip
+
+
+class Watched:
+    """What the folder of a run says now.
+
+    Args:
+        folder: Of the run.
+
+    Raises:
+        ConfigError: If it is none of a run that has begun.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._config = folder / "config.json"
+        if not self._config.is_file():
+            raise ConfigError("RUN_DIR", str(folder), "is no run folder: it has no config.json")
+        self.folder = folder
+        self._steps = NewRows(folder / "metrics.jsonl", "step", -1)
+        self.shown: deque[dict[str, Any]] = deque(maxlen=_NUM_SHOWN)
+        """The last steps."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        config = json.loads(self._config.read_text(encoding="utf-8"))
+        number: int = config["train"]["steps"]
+        return number
+
+    def new_steps(self) -> Sequence[dict[str, Any]]:
+        """Rows of steps since the last call."""
+        if not holds_run(self.folder):
+            return ()
+        rows = self._steps.new()
+        self.shown.extend(rows)
+        return rows
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """What each engine and the trainer did lately, as shares of that time."""
+        spans = _last_rows(self.folder / "timeline.jsonl")
+        end = max((span["end_s"] for span in spans), default=0.0)
+        found: dict[str, Counter[str]] = {}
+        for span in spans:
+            begin = max(span["start_s"], end - _RECENT_S)
+            if span["end_s"] > begin and span["actor"] not in ("weights", "checkpoint"):
+                found.setdefault(span["actor"], Counter())[span["what"]] += span["end_s"] - begin
+        return {
+            actor: {what: s / sum(of.values()) for what, s in of.most_common()}
+            for actor, of in sorted(found.items())
+        }
+
+    def final(self) -> Mapping[str, Any] | None:
+        """How the run ended; None while it goes on, or if it could not say."""
+        file = self.folder / "final.json"
+        if is_held(self.folder) or not file.is_file():
+            return None
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+def _last_rows(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    with file.open("rb") as rows:
+        size = rows.seek(0, 2)
+        rows.seek(max(0, size - _END_OF_FILE))
+        lines = rows.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return [json.loads(line) for line in (whole if size <= _END_OF_FILE else whole[1:])]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars, the least one low and the greatest one high."""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 4:05 or 2:03:10."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def view(watched: Watched) -> RenderableType:
+    """What a terminal shows."""
+    steps, num_steps = list(watched.shown), watched.num_steps
+    if not steps:
+        return Text(f"{watched.folder.name}: no step yet; engines and train workers start")
+    last = steps[-1]
+    done = last["step"] + 1
+    top = Table.grid(padding=(0, 2))
+    top.add_row(
+        Text(watched.folder.name, style="bold"),
+        ProgressBar(total=num_steps, completed=done, width=30),
+        f"step {done}/{num_steps}",
+        f"{clock(last['time_s'])} passed{_left(steps, num_steps)}",
+    )
+    rewards = [row["reward_mean"] for row in steps]
+    learns = Text.assemble(
+        ("reward  ", "bold"), (sparkline(rewards), "cyan"),
+        f"  {rewards[0]:.3f} → {rewards[-1]:.3f}, of the last {len(rewards)} steps",
+    )  # fmt: skip
+    parts = Table.grid(padding=(0, 2))
+    for actor, shares in watched.shares().items():
+        parts.add_row(actor, _shares(shares))
+    buffer = (
+        f"{last.get('buffered', 0)} samples wait for the trainer, {last.get('inflight', 0)} in "
+        f"flight, {last.get('held', 0)} interrupted; staleness {last['staleness_mean']:.2f}, at "
+        f"most {last['staleness_max']}"
+    )
+    parts.add_row("buffer", buffer)
+    if len(steps) > 1:
+        tokens, seconds = (
+            last.get(n, 0) - steps[0].get(n, 0) for n in ("tokens_generated", "time_s")
+        )
+        parts.add_row("speed", f"{tokens / max(seconds, 1e-9):,.0f} tokens generated a second")
+    parts.add_row("waits for", last.get("waiting_for") or "nothing")
+    return Group(top, learns, parts)
+
+
+def _left(steps: Sequence[Mapping[str, Any]], num_steps: int) -> str:
+    times = [row["time_s"] for row in steps]
+    if len(times) < 2:
+        return ""
+    each = statistics.median(b - a for a, b in itertools.pairwise(times))
+    return f", about {clock(each * (num_steps - steps[-1]['step'] - 1))} left"
+
+
+def _shares(shares: Mapping[str, float]) -> Text:
+    text = Text()
+    for what, share in shares.items():
+        text.append(f"{what} {share:.0%}  ", style=_COLORS.get(what, ""))
+    return text
+
+
+def watch(folder: Path, show: Callable[[str], None], console: Console | None = None) -> str:
+    """Show a run until it ends: in a terminal as a view, elsewhere a line for each new step.
+
+    Waits for: the run. Unblocked by: its end, whatever ends it; Ctrl-C.
+
+    Args:
+        folder: Of the run.
+        show: Takes a line.
+        console: Where the view is; None: standard output.
+
+    Returns:
+        How the run ended, or that nobody trains it.
+
+    Raises:
+        ConfigError: If there is no run.
+    """
+    watched, console = Watched(folder), console or Console(file=sys.stdout)
+    if console.is_terminal:
+        watched.new_steps()
+        with Live(view(watched), console=console, auto_refresh=False) as live:
+            while is_held(folder):
+                time.sleep(_LOOK_S)
+                watched.new_steps()
+                live.update(view(watched), refresh=True)
+    else:
+        is_last = False
+        while not is_last:
+            is_last = not is_held(folder)  # before the look, which finds its last step
+            for row in watched.new_steps():
+                show(step_line(row, watched.num_steps))
+            if not is_last:
+                time.sleep(_LOOK_S)
+    final = watched.final()
+    if final is None:
+        return "no process trains it, and it has not said how it ended"
+    return f"{final['status']}: {final.get('steps', 0)} steps" + (
+        f"; {final['error']}" if final.get("error") else ""
+    )

@@ -1,0 +1,118 @@
+"""A run in another terminal (tools/watch.py)."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ray_apr.cli.main import main
+from ray_apr.run.folder import add_row
+from ray_apr.run.resume import hold_folder
+from ray_apr.tools import watch as watch_module
+from ray_apr.tools.watch import Watched, clock, sparkline, view, watch
+
+
+def step(number: int, **more) -> dict:
+    return {
+        "step": number, "time_s": 100.0 + 2 * number, "reward_mean": number / 10,
+        "staleness_mean": 1.5, "staleness_max": 3, "response_tokens_mean": 20.0,
+        "response_tokens_max": 40, "trainer_wait_s": 0.1, "trainer_step_s": 1.0,
+        "weight_sync_s": 0.2, "inflight": 7, "held": 2, "buffered": 5,
+        "tokens_generated": 1000 * number, "waiting_for": "rewards", **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """A run of 40 steps of which five are done."""
+    monkeypatch.setattr(watch_module, "_LOOK_S", 0.02)
+    run = tmp_path / "my-run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"train": {"steps": 40}}))
+    for number in range(5):
+        add_row(run / "metrics.jsonl", step(number))
+    for what, begin, end in (("idle", 0, 80), ("generate", 80, 95), ("paused", 95, 100)):
+        row = {"actor": "engine-0", "what": what, "start_s": begin, "end_s": end}
+        add_row(run / "timeline.jsonl", row)
+    add_row(
+        run / "timeline.jsonl", {"actor": "weights", "what": "sync", "start_s": 90, "end_s": 91}
+    )
+    return run
+
+
+def shown(folder: Path) -> str:
+    watched = Watched(folder)
+    watched.new_steps()
+    console = Console(file=io.StringIO(), width=120)
+    console.print(view(watched))
+    return console.file.getvalue()
+
+
+def test_a_view_says_how_far_a_run_is_and_who_waits_for_whom(folder):
+    text = shown(folder)
+    assert "step 5/40" in text and "1:48 passed, about 1:10 left" in text
+    assert "▁▃▅▆█  0.000 → 0.400, of the last 5 steps" in text
+    assert "generate 50%  idle 33%  paused 17%" in text, "of the last half minute"
+    assert "5 samples wait for the trainer, 7 in flight, 2 interrupted" in text
+    assert "500 tokens generated a second" in text and "waits for  rewards" in text
+    assert "weights" not in text
+
+
+def test_a_run_without_a_step_says_so(folder):
+    (folder / "metrics.jsonl").unlink()
+    assert "my-run: no step yet" in shown(folder)
+
+
+def test_bars_and_clocks():
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert (clock(65.4), clock(3 * 3600 + 62)) == ("1:05", "3:01:02")
+
+
+def end_soon(folder: Path, held: hold_folder) -> threading.Timer:
+    def end() -> None:
+        add_row(folder / "metrics.jsonl", step(5))
+        (folder / "final.json").write_text('{"status": "failed", "steps": 6, "error": "no room"}')
+        held.__exit__(None, None, None)
+
+    timer = threading.Timer(0.2, end)
+    timer.start()
+    return timer
+
+
+def test_where_there_is_no_terminal_each_step_is_a_line(folder):
+    held = hold_folder(folder)
+    held.__enter__()
+    end_soon(folder, held)
+    lines: list[str] = []
+    said = watch(folder, lines.append, Console(file=io.StringIO()))
+    assert [line[:9] for line in lines] == [f"step    {k}" for k in range(1, 7)]
+    assert said == "failed: 6 steps; no room"
+
+
+def test_in_a_terminal_the_view_goes_on_until_the_run_ends(folder):
+    held = hold_folder(folder)
+    held.__enter__()
+    end_soon(folder, held)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    lines: list[str] = []
+    assert watch(folder, lines.append, console) == "failed: 6 steps; no room"
+    assert not lines
+    assert "step 6/40" in console.file.getvalue()
+
+
+def test_a_run_that_nobody_trains_and_that_said_nothing(folder, capsys):
+    assert main(["watch", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("│ reward") == 5
+    assert out.endswith("no process trains it, and it has not said how it ended\n")
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "is no run folder: it has no config.json" in capsys.readouterr().err
