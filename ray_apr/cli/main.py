@@ -16,19 +16,18 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.cli.reading import add_reading, make_report
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, show
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
 if TYPE_CHECKING:
     from ray_apr.cli.settings import RunSettings
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _TRAIN_EXAMPLE = """\
 example:
@@ -53,20 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except ConfigError as error:
-        _complain(f"error: {error}", args.verbose)
+        complain(f"error: {error}", args.verbose)
         return EXIT_USAGE
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Stopped) else Stopped()
-        _complain(str(stopped), verbose=False)
+        complain(str(stopped), verbose=False)
         return stopped.exit_code
     except BrokenPipeError:  # `... | head`: the reader has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 (the outermost frame: reported, exit code 1)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        _complain(f"error: {type(error).__name__}: {one_line(error)}{notes}", args.verbose)
+        complain(f"error: {type(error).__name__}: {one_line(error)}{notes}", args.verbose)
         if not isinstance(error, APRError) and not args.verbose:
-            _complain("run again with -v for the traceback", verbose=False)
+            complain("run again with -v for the traceback", verbose=False)
         return EXIT_FAILED
 
 
@@ -101,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
 
-    _add_reading(commands)
+    add_reading(commands)
     _add_replay(
         commands.add_parser(
             "replay", help="train a step of a run again, and compare it with what the run has of it"
@@ -136,42 +135,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
     doctor.set_defaults(command=_doctor)
     return parser
-
-
-def _add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Commands that read a run folder."""
-    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
-    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
-    report.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
-    )
-    report.set_defaults(command=_report)
-
-    watch = commands.add_parser("watch", help="see how a run goes on, until it ends")
-    watch.add_argument("run", metavar="RUN_DIR", type=Path)
-    watch.set_defaults(command=_watch)
-
-    _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
-
-    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
-    verify.add_argument("run", metavar="RUN_DIR", type=Path)
-    verify.set_defaults(command=_verify)
-
-
-def _add_samples(samples: argparse.ArgumentParser) -> None:
-    samples.add_argument("run", metavar="RUN_DIR", type=Path)
-    samples.add_argument(
-        "--step", metavar="K", type=int, help="as in metrics.jsonl, from 0 (default: the last one)"
-    )
-    which = samples.add_mutually_exclusive_group()
-    for order, whose in (
-        ("worst", "of the least reward (default: 5)"),
-        ("best", "of the largest reward"),
-        ("longest", "with the most tokens"),
-    ):
-        which.add_argument(f"--{order}", metavar="N", type=int, help=f"so many {whose}")
-    which.add_argument("--id", metavar="SAMPLE_ID", help="this one, of whatever step")
-    samples.set_defaults(command=_samples)
 
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
@@ -214,12 +177,12 @@ def _train(args: argparse.Namespace) -> int:
         check_new_folder(settings.run_dir)  # before a report is made of what it holds
     if args.dry_run:
         plan = make_plan(settings)
-        _show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
+        show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
         warnings = dry_run(settings)
         for warning in warnings:
-            _complain(f"warning: {warning}", verbose=False)
+            complain(f"warning: {warning}", verbose=False)
         if not args.json:
-            _show("\ndry run: nothing was started")
+            show("\ndry run: nothing was started")
         return EXIT_OK
     if args.json:
         raise ConfigError("--json", True, "only with --dry-run")
@@ -237,11 +200,11 @@ def _run(settings: RunSettings) -> int:
     from ray_apr.cli.launch import make_plan, run_training
 
     began_at = time.monotonic()
-    _show(_plan_text(make_plan(settings)) + "\n")
+    show(_plan_text(make_plan(settings)) + "\n")
     with _report_at_end(settings.run_dir):
-        run_training(settings, progress=_show)
+        run_training(settings, progress=show)
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
-    _show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
+    show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK
 
 
@@ -256,79 +219,23 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
         failed = False
     finally:
         if not failed:
-            _make_report(run_dir, None)
+            make_report(run_dir, None)
         elif _written_at(settings) != before:
             try:
-                _make_report(run_dir, None)
+                make_report(run_dir, None)
             except Exception as error:  # noqa: BLE001 (the run's own error goes on)
-                _complain(f"the report could not be made: {error}", verbose=False)
+                complain(f"the report could not be made: {error}", verbose=False)
 
 
 def _written_at(file: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def _report(args: argparse.Namespace) -> int:
-    if len(args.runs) == 1:
-        _make_report(args.runs[0], args.out)
-        return EXIT_OK
-    if len(args.runs) > 2:
-        raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
-    if args.out is None:
-        raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
-    from ray_apr.tools.report.compare import comparison_table, write_comparison
-
-    first, second = args.runs
-    rows = write_comparison(first, second, args.out)
-    _show(comparison_table(rows))
-    _show(f"\ncomparison: {args.out}")
-    return EXIT_OK
-
-
-def _make_report(run_dir: Path, out: Path | None) -> None:
-    from ray_apr.tools.report.html import write_report
-
-    report = write_report(run_dir, out)
-    _show("")
-    for name, value in report.headline:
-        _show(f"  {name:<24} {value}")
-    for warning in report.warnings:
-        _show(f"  warning: {warning}")
-    _show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
-
-
-def _watch(args: argparse.Namespace) -> int:
-    from ray_apr.tools.watch import watch
-
-    _show(watch(args.run, _show))
-    return EXIT_OK
-
-
-def _samples(args: argparse.Namespace) -> int:
-    from ray_apr.tools.samples import ORDERS, as_text, select, tokenizer_of
-
-    order = next((name for name in ORDERS if getattr(args, name) is not None), ORDERS[0])
-    number = 5 if getattr(args, order) is None else getattr(args, order)
-    rows = select(args.run, step=args.step, order=order, number=number, sample_id=args.id)
-    decode, has_colors = tokenizer_of(args.run), sys.stdout.isatty()
-    _show("\n\n".join(as_text(row, decode, has_colors=has_colors) for row in rows))
-    return EXIT_OK
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from ray_apr.tools.verify import verify
-
-    checks = verify(args.run)
-    for check in checks:
-        _show(f"{'ok    ' if check.ok else 'BROKEN'}  {check.name:<10} {check.seen}")
-    return EXIT_OK if all(check.ok for check in checks) else EXIT_FAILED
-
-
 def _replay(args: argparse.Namespace) -> int:
     from ray_apr.cli.replay import replay_json, replay_run, replay_text
 
     replay = replay_run(args.run, args.step, args.overrides)
-    _show(replay_json(replay) if args.json else replay_text(replay))
+    show(replay_json(replay) if args.json else replay_text(replay))
     return EXIT_OK if replay.is_same else EXIT_FAILED
 
 
@@ -337,9 +244,9 @@ def _scale(args: argparse.Namespace) -> int:
 
     answer = scale(args.run, args.replicas, timeout_s=args.timeout)
     if answer.outcome != "done":
-        _complain(f"{answer.outcome}: {answer.reason}; engines: {answer.after}", verbose=False)
+        complain(f"{answer.outcome}: {answer.reason}; engines: {answer.after}", verbose=False)
         return EXIT_FAILED
-    _show(f"engines: {answer.before} → {answer.after} in {answer.seconds:.1f} s")
+    show(f"engines: {answer.before} → {answer.after} in {answer.seconds:.1f} s")
     return EXIT_OK
 
 
@@ -353,28 +260,28 @@ def _seconds(text: str) -> float:
 def _simulate(args: argparse.Namespace) -> int:
     from ray_apr.tools.simulator.commands import simulate
 
-    _show(simulate(args))
+    show(simulate(args))
     return EXIT_OK
 
 
 def _tune(args: argparse.Namespace) -> int:
     from ray_apr.tools.simulator.commands import tune
 
-    _show(tune(args))
+    show(tune(args))
     return EXIT_OK
 
 
 def _dashboard_json(args: argparse.Namespace) -> int:
     from ray_apr.tools.grafana.dashboard import dashboard_json
 
-    _show(dashboard_json().rstrip("\n"))
+    show(dashboard_json().rstrip("\n"))
     return EXIT_OK
 
 
 def _dashboard_install(args: argparse.Namespace) -> int:
     from ray_apr.tools.grafana.dashboard import install
 
-    _show(f"dashboard: {install(args.folder)}")
+    show(f"dashboard: {install(args.folder)}")
     return EXIT_OK
 
 
@@ -384,10 +291,10 @@ def _doctor(args: argparse.Namespace) -> int:
     num_problems = 0
     for check in run_checks():
         num_problems += not check.ok
-        _show(f"{'ok     ' if check.ok else 'problem'}  {check.name:<22} {check.seen}")
+        show(f"{'ok     ' if check.ok else 'problem'}  {check.name:<22} {check.seen}")
         if not check.ok:
-            _show(f"{'':<33}-> {check.remedy}")
-    _show(f"\n{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
+            show(f"{'':<33}-> {check.remedy}")
+    show(f"\n{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
     return EXIT_FAILED if num_problems else EXIT_OK
 
 
@@ -398,13 +305,3 @@ def _plan_text(plan: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(section)
         lines += [f"  {name:<{width}}  {value}" for name, value in values.items()]
     return "\n".join(lines)
-
-
-def _show(text: str) -> None:
-    print(text, flush=True)
-
-
-def _complain(text: str, verbose: bool) -> None:
-    print(text, file=sys.stderr, flush=True)
-    if verbose:
-        traceback.print_exc()

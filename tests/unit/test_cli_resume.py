@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_anywhere_with_the_settings_of_its_command(
     run_dir = begin_run(config, "train.steps=7", "rollout.group_size=2")
     begun = []
     monkeypatch.setattr(launch, "run_training", lambda settings, **_: begun.append(settings))
-    monkeypatch.setattr(cli, "_make_report", lambda run_dir, out: None)
+    monkeypatch.setattr(cli, "make_report", lambda run_dir, out: None)
     monkeypatch.chdir(tmp_path)
     paths = list(sys.path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *paths])

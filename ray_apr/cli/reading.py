@@ -1,0 +1,108 @@
+"""Commands that read a run folder: report, watch, samples, verify."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, show
+from ray_apr.core.exceptions import ConfigError
+
+
+def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands that read a run folder."""
+    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
+    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
+    )
+    report.set_defaults(command=_report)
+
+    watch = commands.add_parser("watch", help="see how a run goes on, until it ends")
+    watch.add_argument("run", metavar="RUN_DIR", type=Path)
+    watch.set_defaults(command=_watch)
+
+    _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
+
+    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
+    verify.add_argument("run", metavar="RUN_DIR", type=Path)
+    verify.set_defaults(command=_verify)
+
+
+def _add_samples(samples: argparse.ArgumentParser) -> None:
+    samples.add_argument("run", metavar="RUN_DIR", type=Path)
+    samples.add_argument(
+        "--step", metavar="K", type=int, help="as in metrics.jsonl, from 0 (default: the last one)"
+    )
+    which = samples.add_mutually_exclusive_group()
+    for order, whose in (
+        ("worst", "of the least reward (default: 5)"),
+        ("best", "of the largest reward"),
+        ("longest", "with the most tokens"),
+    ):
+        which.add_argument(f"--{order}", metavar="N", type=int, help=f"so many {whose}")
+    which.add_argument("--id", metavar="SAMPLE_ID", help="this one, of whatever step")
+    samples.set_defaults(command=_samples)
+
+
+def _report(args: argparse.Namespace) -> int:
+    if len(args.runs) == 1:
+        make_report(args.runs[0], args.out)
+        return EXIT_OK
+    if len(args.runs) > 2:
+        raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
+    if args.out is None:
+        raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
+    from ray_apr.tools.report.compare import comparison_table, write_comparison
+
+    first, second = args.runs
+    rows = write_comparison(first, second, args.out)
+    show(comparison_table(rows))
+    show(f"\ncomparison: {args.out}")
+    return EXIT_OK
+
+
+def make_report(run_dir: Path, out: Path | None) -> None:
+    """Make the report of a run, and show what matters most.
+
+    Args:
+        run_dir: Of the run.
+        out: Where the page goes; None puts it into the run folder.
+    """
+    from ray_apr.tools.report.html import write_report
+
+    report = write_report(run_dir, out)
+    show("")
+    for name, value in report.headline:
+        show(f"  {name:<24} {value}")
+    for warning in report.warnings:
+        show(f"  warning: {warning}")
+    show(f"\nsummary: {report.summary_path}\nreport:  {report.html_path}")
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from ray_apr.tools.watch import watch
+
+    show(watch(args.run, show))
+    return EXIT_OK
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from ray_apr.tools.samples import ORDERS, as_text, select, tokenizer_of
+
+    order = next((name for name in ORDERS if getattr(args, name) is not None), ORDERS[0])
+    number = 5 if getattr(args, order) is None else getattr(args, order)
+    rows = select(args.run, step=args.step, order=order, number=number, sample_id=args.id)
+    decode, has_colors = tokenizer_of(args.run), sys.stdout.isatty()
+    show("\n\n".join(as_text(row, decode, has_colors=has_colors) for row in rows))
+    return EXIT_OK
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ray_apr.tools.verify import verify
+
+    checks = verify(args.run)
+    for check in checks:
+        show(f"{'ok    ' if check.ok else 'BROKEN'}  {check.name:<10} {check.seen}")
+    return EXIT_OK if all(check.ok for check in checks) else EXIT_FAILED
