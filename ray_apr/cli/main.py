@@ -210,20 +210,17 @@ def _run(settings: RunSettings) -> int:
 
 @contextlib.contextmanager
 def _report_at_end(run_dir: Path) -> Iterator[None]:
-    """Make the report of a run that ends or fails, from what it wrote; never hide its error. A run
-    that was refused has written nothing."""
+    """Make the report of a run that ends or fails, from what it wrote; whether that can be done
+    changes nothing about how the run ended. A run that was refused has written nothing."""
     settings = run_dir / "config.json"
-    before, failed = _written_at(settings), True
+    before = _written_at(settings)
     try:
         yield
-        failed = False
     finally:
-        if not failed:
-            make_report(run_dir, None)
-        elif _written_at(settings) != before:
+        if _written_at(settings) != before:
             try:
                 make_report(run_dir, None)
-            except Exception as error:  # noqa: BLE001 (the run's own error goes on)
+            except Exception as error:  # noqa: BLE001 (the run's own end goes on)
                 complain(f"the report could not be made: {error}", verbose=False)
 
 

@@ -144,8 +144,9 @@ class RunCallback:
     """What follows a run from its driver: a tracker, a notifier, a plot.
 
     Methods are called one after the other in a thread beside the run, which never waits for them; a
-    method that raises is logged, and the run goes on. Each step, evaluation and checkpoint is told
-    once, in order, also where the run fails and begins again or is gone on with by another process.
+    method that raises is logged, and the run goes on. Each step and evaluation is told once, in
+    order, also where the run fails and begins again or is gone on with by another process; where a
+    process is killed, the row at which it was may be told again.
 
     Example:
         >>> from ray_apr.core.user import RunCallback
@@ -156,7 +157,7 @@ class RunCallback:
     """
 
     name: str | None = None
-    """Under which its notes are kept; None: that of its class."""
+    """Under which its notes are kept, another one for each callback; None: that of its class."""
 
     def on_start(self, run: RunInfo) -> None:
         """The run begins, or is gone on with."""
@@ -168,7 +169,8 @@ class RunCallback:
         """Held-out prompts were evaluated; the row of ``evaluations.jsonl``."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
-        """A checkpoint of so many trained steps is written, at a path or URI."""
+        """A checkpoint of so many trained steps is there, at a path or URI, which may be gone
+        again when others have followed."""
 
     def on_end(self, final: Mapping[str, Any]) -> None:
         """The run has ended; what ``final.json`` has, its ``status`` ok, stopped or failed."""

@@ -331,14 +331,14 @@ class SampleBuffer:
             await self._changed.wait_for(lambda: self._closed)
 
     async def close(self) -> None:
-        """End all streams, once the samples of the last step are in the run folder.
-
-        Waits for: these. Unblocked by: what ends `KeptSamples.finish`.
-        """
+        """End all streams."""
         async with self._changed:
             self._closed = True
             self._stock.return_untrained()
             self._touch()
+
+    async def finish_samples(self) -> None:
+        """Wait until the samples of the last step are in the run folder; see `KeptSamples`."""
         await self._kept.finish()
 
     async def stats(self) -> BufferStats:

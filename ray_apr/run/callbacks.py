@@ -1,8 +1,9 @@
 """Callbacks of a run: they follow its folder, in a thread of the driver.
 
 Invariants, kept by `Followed`:
-    * Each row is told once and in order, whatever rows the run folder loses when the run begins
-      again: a row is told by its step or version, and the last one that was is in the folder.
+    * Each row is told in order, and once, whatever rows the run folder loses when the run begins
+      again: a row is told by its step or version, and the last one that was is in the folder. Only
+      the row at which a process was killed is told again by the next one.
     * A callback that raises is heard of in the log, once for each of its methods; neither the run
       nor the other callbacks notice it.
     * The run waits for callbacks at its end alone, and there only for `_END_S`.
@@ -34,6 +35,8 @@ _LOOK_S = 1.0
 _END_S = 120.0
 """Longest that the end of a run waits for them."""
 
+_TOLD = ("step", "policy_version", "checkpoint")
+
 Checkpoints = Callable[[], Sequence[tuple[int, str]]]
 """Gives the steps that each checkpoint has trained, and its path."""
 
@@ -56,23 +59,28 @@ class Followed:
         self._file = folder / CALLBACKS_FILE
         told = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
         self._notes: dict[str, dict[str, Any]] = told.get("notes", {})
-        self._is_resumed = bool(told)
-        self._steps = NewRows(folder / "metrics.jsonl", "step", told.get("step", -1))
+        self._told = {name: int(told.get(name, -1)) for name in _TOLD}
+        """The last of each that all callbacks were told."""
+        self._steps = NewRows(folder / "metrics.jsonl", "step", self._told["step"])
         self._evaluations = NewRows(
-            folder / "evaluations.jsonl", "policy_version", told.get("policy_version", -1)
+            folder / "evaluations.jsonl", "policy_version", self._told["policy_version"]
         )
-        self._checkpoint: int = told.get("checkpoint", -1)
+        self._wants_checkpoints = any(
+            type(callback).on_checkpoint is not RunCallback.on_checkpoint for callback in callbacks
+        )
         self._failed: set[tuple[str, str]] = set()
+        self._is_unsaved = False
 
     def start(self, name: str, config: Mapping[str, Any]) -> None:
         """The run begins."""
         for callback in self._callbacks:
+            key = name_of(callback)
             info = RunInfo(
                 name=name,
                 folder=self._folder,
                 config=config,
-                notes=self._notes.setdefault(name_of(callback), {}),
-                is_resumed=self._is_resumed,
+                is_resumed=key in self._notes,
+                notes=self._notes.setdefault(key, {}),
             )
             self._tell(callback, "on_start", info)
         self._save()
@@ -80,20 +88,20 @@ class Followed:
     def look(self, *, is_end: bool = False) -> None:
         """Tell what is new; of checkpoints only with a step, or at the end."""
         steps, evaluations = self._steps.new(), self._evaluations.new()
-        there = self._checkpoints() if steps or is_end else ()
-        checkpoints = [(n, path) for n, path in there if n > self._checkpoint]
-        for verb, rows in (("on_step", steps), ("on_evaluation", evaluations)):
-            for row in rows:
-                self._tell_all(verb, row)
-        for num_steps, path in sorted(checkpoints):
-            self._tell_all("on_checkpoint", num_steps, path)
-            self._checkpoint = num_steps
-        if steps or evaluations or checkpoints:
-            self._save()
+        for row in steps:
+            self._tell_all("on_step", row)
+            self._save(step=row["step"])
+        for row in evaluations:
+            self._tell_all("on_evaluation", row)
+            self._save(policy_version=row["policy_version"])
+        if self._wants_checkpoints and (steps or is_end):
+            for num_steps, path in sorted(self._checkpoints()):
+                if num_steps > self._told["checkpoint"]:
+                    self._tell_all("on_checkpoint", num_steps, path)
+                    self._save(checkpoint=num_steps)
 
     def end(self) -> None:
-        """Tell what is new, and how the run ended."""
-        self.look(is_end=True)
+        """Tell how the run ended."""
         file = self._folder / FINAL_FILE
         final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._tell_all("on_end", final)
@@ -105,7 +113,7 @@ class Followed:
     def _tell(self, callback: RunCallback, verb: str, *args: Any) -> None:
         try:
             getattr(callback, verb)(*args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             which = (name_of(callback), verb)
             if which not in self._failed:
                 self._failed.add(which)
@@ -114,14 +122,16 @@ class Followed:
                     "of it are not shown", verb, which[0], type(error).__name__, one_line(error),
                 )  # fmt: skip
 
-    def _save(self) -> None:
-        told = {
-            "step": self._steps.last,
-            "policy_version": self._evaluations.last,
-            "checkpoint": self._checkpoint,
-            "notes": self._notes,
-        }
-        put_text(self._file, json.dumps(told, default=str) + "\n")
+    def _save(self, **told: int) -> None:
+        """Note what was told, and what the callbacks want to know again."""
+        self._told |= told
+        try:
+            text = json.dumps({**self._told, "notes": self._notes}, default=str)
+            put_text(self._file, text + "\n")
+        except (OSError, TypeError, ValueError) as error:  # a full disk, or notes that are no JSON
+            if not self._is_unsaved:
+                self._is_unsaved = True
+                logger.error("%s is not written: %s", self._file, one_line(error))
 
 
 def name_of(callback: RunCallback) -> str:
@@ -147,14 +157,16 @@ def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[Non
     def follow() -> None:
         """Consumes: the run folder. Waits for: the clock. Unblocked by: the end of the block.
         Produces: calls of the callbacks."""
-        try:
-            followed = Followed(spec.folder, callbacks, lambda: _checkpoints(spec))
-            followed.start(spec.name, spec.describe())
-            while not over.wait(_LOOK_S):
-                followed.look()
-            followed.end()
-        except Exception:
-            logger.exception("callbacks are told nothing more")
+        followed = Followed(spec.folder, callbacks, lambda: _checkpoints(spec))
+        followed.start(spec.name, spec.describe())
+        is_over = False
+        while not is_over:
+            is_over = over.wait(_LOOK_S)
+            try:
+                followed.look(is_end=is_over)
+            except (OSError, ValueError) as error:  # of the run folder; the next look may succeed
+                logger.warning("callbacks are told later: %s", one_line(error))
+        followed.end()
 
     thread = threading.Thread(target=follow, name="callbacks", daemon=True)
     thread.start()

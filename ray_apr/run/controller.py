@@ -263,7 +263,9 @@ class _Parts:
             own = self._actors.name_of("recorder")
             drained = watched_nodes(self.spec, self.side, own, self._started_at, self._show)
             with watched, drained, placement_limit(limit_s):
-                return self._make_trainer().fit()
+                result = self._make_trainer().fit()
+            self.side.finish_samples()
+            return result
         except Exception as error:  # noqa: BLE001  (its cause is raised)
             raise self._reason(error) from None
         finally:
@@ -358,6 +360,7 @@ class _Parts:
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             write_final(spec.folder, final, error)
+            self._ask(side.buffer.finish_samples.remote(), "sample buffer")
             self._ask(side.buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")
         finally:

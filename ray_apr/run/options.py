@@ -23,6 +23,7 @@ from ray_apr.config.trackers import TrackersConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction, RunCallback
 from ray_apr.data.rows import PromptRows
+from ray_apr.run.callbacks import name_of
 from ray_apr.run.command import Command
 from ray_apr.run.model import check_model, context_of
 from ray_apr.run.spec import RunSpec
@@ -68,6 +69,9 @@ class RunOptions:
         for callback in self.callbacks:
             if not isinstance(callback, RunCallback):
                 raise ConfigError("callbacks", callback, "must be objects of a RunCallback")
+        names = [name_of(callback) for callback in self.callbacks]
+        if len(set(names)) < len(names):
+            raise ConfigError("callbacks", names, "must have a `name` of their own each")
         object.__setattr__(self, "spec", self._make_spec())
 
     def _make_spec(self) -> RunSpec:

@@ -86,6 +86,7 @@ class RunRecorder:
         self._failure: ResourceError | None = None
         self._status: dict[str, Any] = {}
         self._new_step = asyncio.Condition()
+        self._saving = asyncio.Lock()
         self._is_closed = False
 
     async def record(self, kind: str, row: Mapping[str, Any]) -> None:
@@ -152,10 +153,13 @@ class RunRecorder:
             ResourceError: If they cannot be written.
         """
         samples, step = list(itertools.chain.from_iterable(groups)), rows[0]["step"]
-        with self._failing():
-            await asyncio.to_thread(
-                lambda: write_step(self._folder, step, table_of(rows, samples, self._prompt_column))
-            )
+        async with self._saving:  # a buffer that has died may have asked for the same step
+            with self._failing():
+                await asyncio.to_thread(
+                    lambda: write_step(
+                        self._folder, step, table_of(rows, samples, self._prompt_column)
+                    )
+                )
 
     def _write(self, kind: str, lines: Sequence[str]) -> None:
         with self._failing():

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import (
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 RESTARTS_FILE = "restarts.jsonl"
 _CALL_TIMEOUT_S = 60.0
+_SAMPLES_S = 300.0
+"""Longest that the texts of the last step may take into the run folder."""
 _ASK_AGAIN_S = 1.0
 _LOOK_S = 5.0
 _MOST_IN_A_ROW = 5
@@ -287,6 +289,19 @@ class RolloutSide:
             logger.error("the sample buffer does not answer: %s", one_line(error))
             return None
         return failure
+
+    def finish_samples(self) -> None:
+        """Wait until the texts of the last step are in the run folder.
+
+        Waits for: the buffer. Unblocked by: its answer, its death, or `_SAMPLES_S`.
+
+        Raises:
+            ResourceError: If they cannot be written.
+        """
+        try:
+            ray.get(self.buffer.finish_samples.remote(), timeout=_SAMPLES_S)
+        except (RayActorError, GetTimeoutError) as error:
+            logger.error("the texts of the last step may be missing: %s", one_line(error))
 
     # -- end -------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ of the steps after it go, as those rows of ``samples.jsonl`` do.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ray_apr.core.sample import Prompt, Sample
 from ray_apr.run.folder import not_written
 
 SAMPLES_FOLDER = "samples"
+_FILE = re.compile(r"step-(\d{6,})\.parquet")
 _OF_STEP = {
     "step": pa.int32(),
     "staleness": pa.int32(),  # null: no token of it is in the loss
@@ -57,9 +60,13 @@ def table_of(
 
     by_id = {row["sample_id"]: row for row in rows}
     found = [by_id[sample.sample_id] for sample in samples]
+    prompts = {sample.group_id: sample.prompt for sample in samples}
+    prompt_rows = {
+        name: json.dumps(dict(prompt.row), default=_plain) for name, prompt in prompts.items()
+    }
     columns: dict[str, list[Any]] = {
         "prompt": [prompt_text(sample.prompt, prompt_column) for sample in samples],
-        "prompt_row": [json.dumps(dict(sample.row), default=str) for sample in samples],
+        "prompt_row": [prompt_rows[sample.group_id] for sample in samples],
     }
     for name in _OF_STEP.keys() - columns.keys():
         columns[name] = [row[name] for row in found]
@@ -71,7 +78,15 @@ def table_of(
 def prompt_text(prompt: Prompt, column: str) -> str:
     """What a person reads of a prompt: its text, or messages and whatever else it is as JSON."""
     value = prompt.row.get(column)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON takes in place of a value that it does not: of arrays lists, of bytes their
+    number."""
+    if isinstance(value, bytes | bytearray):
+        return f"<{len(value)} bytes>"
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def write_step(folder: Path, step: int, table: pa.Table) -> None:
@@ -85,6 +100,8 @@ def write_step(folder: Path, step: int, table: pa.Table) -> None:
     try:
         file.parent.mkdir(exist_ok=True)
         pq.write_table(table, new, compression="zstd")
+        with new.open("rb") as written:
+            os.fsync(written.fileno())
         new.replace(file)
     except OSError as error:
         new.unlink(missing_ok=True)
@@ -94,12 +111,24 @@ def write_step(folder: Path, step: int, table: pa.Table) -> None:
 def saved_steps(folder: Path) -> list[int]:
     """Steps of a run folder whose samples are there, in order."""
     files = (folder / SAMPLES_FOLDER).glob("step-*.parquet")
-    return sorted(int(file.stem.removeprefix("step-")) for file in files)
+    return sorted(int(found[1]) for file in files if (found := _FILE.fullmatch(file.name)))
 
 
-def read_step(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step, a mapping of columns each."""
-    rows: list[dict[str, Any]] = pq.read_table(_file(folder, step)).to_pylist()
+def read_step(folder: Path, step: int, sample_id: str | None = None) -> list[dict[str, Any]]:
+    """The samples of a step, a mapping of columns each.
+
+    Args:
+        folder: Of the run.
+        step: One of `saved_steps`.
+        sample_id: This one alone; None takes all.
+
+    Raises:
+        OSError: If the file is gone, or cannot be read.
+        pa.ArrowInvalid: If it is no file of samples, as a crash of the machine may leave it.
+    """
+    wanted = None if sample_id is None else [("sample_id", "=", sample_id)]
+    table = pq.read_table(_file(folder, step), filters=wanted)
+    rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         row["reward_metrics"] = json.loads(row["reward_metrics"])
     return rows

@@ -20,6 +20,8 @@ Order = Literal["worst", "best", "longest"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 _BROKEN = "\ufffd"
 """What a tokenizer makes of the first bytes of a character whose others are in the next token."""
+_CONTEXT = 8
+"""Tokens before a segment that may have a say in how its first ones are written."""
 _COLORS = (36, 33, 35, 32, 34, 31)
 """Of a terminal, for policy versions in turn."""
 
@@ -53,8 +55,8 @@ def tokenizer_of(folder: Path) -> Decode | None:
 def pieces_of(row: Mapping[str, Any], decode: Decode | None) -> list[Piece]:
     """The response of a sample, a piece for each of its segments.
 
-    The pieces together are the response: each is what a longer beginning of the ids adds to the
-    text, and a character that two segments share is of the second one.
+    The pieces together are the response: each is as long as what its ids add to the text of the few
+    ids before them, and a character that two segments share is of the second one.
 
     Args:
         row: Of the file of samples.
@@ -66,35 +68,42 @@ def pieces_of(row: Mapping[str, Any], decode: Decode | None) -> list[Piece]:
         return [Piece(text=text, policy_version=versions[0], is_generated=True)]
     if decode is None:
         return [Piece(text=text, policy_version=None, is_generated=True)]
-    pieces, num_tokens, begin = [], 0, 0
+    ids, pieces, first, begin = row["token_ids"], [], 0, 0
     for version, length, is_generated in zip(
         versions, lengths, row["segment_generated"], strict=True
     ):
-        num_tokens += length
-        is_last = num_tokens == len(row["token_ids"])
-        known = text if is_last else decode(row["token_ids"][:num_tokens]).rstrip(_BROKEN)
-        end = max(begin, min(len(known), len(text)))
+        last, end = first + length, len(text)
+        if last < len(ids):
+            known = max(0, first - _CONTEXT)
+            before, after = decode(ids[known:first]), decode(ids[known:last])
+            added = len(after.rstrip(_BROKEN)) - len(before.rstrip(_BROKEN))
+            end = min(begin + max(0, added), len(text))
         pieces.append(
             Piece(text=text[begin:end], policy_version=version, is_generated=is_generated)
         )
-        begin = end
+        first, begin = last, end
     return pieces
 
 
-def all_samples(folder: Path, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Saved samples of a run, or of one of its steps, in order.
+def all_samples(
+    folder: Path, step: int | None = None, sample_id: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Saved samples of a run, or of one of its steps, in order; or the one of an id.
 
     Raises:
         ConfigError: If there are none.
     """
     steps = saved_steps(folder)
     if not steps:
-        remedy = f"has no {SAMPLES_FOLDER}/: the run saves none with train.save_samples = 0"
+        remedy = (
+            f"has no samples in {SAMPLES_FOLDER}/: it is no run folder, no step of it is trained "
+            "yet, or the run saves none (train.save_samples = 0)"
+        )
         raise ConfigError("RUN_DIR", str(folder), remedy)
     if step is not None and step not in steps:
         raise ConfigError("--step", step, f"has no saved samples; there are {_ranges(steps)}")
     for each in steps if step is None else [step]:
-        yield from read_step(folder, each)
+        yield from read_step(folder, each, sample_id)
 
 
 def select(
@@ -109,11 +118,11 @@ def select(
 
     Args:
         folder: Of the run.
-        step: As in metrics.jsonl, from 0; None: the last one that is saved. Not looked at with
-            `sample_id`.
+        step: As in metrics.jsonl, from 0; None: the last one that is saved, or with `sample_id`
+            all of them.
         order: Which come first: of the least reward, of the largest, the longest.
         number: How many.
-        sample_id: The one of this id alone, of whatever step.
+        sample_id: The one of this id alone.
 
     Raises:
         ConfigError: If there is none, or the number is none.
@@ -121,7 +130,7 @@ def select(
     if number < 1:
         raise ConfigError(f"--{order}", number, "must be at least 1")
     if sample_id is not None:
-        found = [row for row in all_samples(folder) if row["sample_id"] == sample_id]
+        found = list(all_samples(folder, step, sample_id))
         if not found:
             raise ConfigError("--id", sample_id, "was not trained, or is not among the saved ones")
         return found
@@ -150,19 +159,24 @@ def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool =
         f"{row['num_generated']} tokens, ended by {row['finish_reason']}; staleness {staleness}, "
         f"interrupted {row['num_interruptions']} times, turns {row['num_turns']}"
     )
-    lines = [head, row["prompt"], "→ "]
+    lines = [head, _printable(row["prompt"]), "→ "]
     for piece in pieces_of(row, decode):
         version = piece.policy_version
         if has_colors and version is not None and piece.text:
             style = f"{_COLORS[version % len(_COLORS)]}{'' if piece.is_generated else ';2'}"
-            lines[-1] += f"\x1b[{style}m{piece.text}\x1b[0m"
+            lines[-1] += f"\x1b[{style}m{_printable(piece.text)}\x1b[0m"
         else:
-            lines[-1] += piece.text
+            lines[-1] += _printable(piece.text)
     tokens: dict[int, int] = {}
     for version, length in zip(row["segment_versions"], row["segment_lengths"], strict=True):
         tokens[version] = tokens.get(version, 0) + length
     lines.append("by version: " + ", ".join(f"v{v} {n} tokens" for v, n in tokens.items()))
     return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """A text of a model without what would steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ class MLflowTracker(RunCallback):
     def __init__(self, config: MLflowConfig, shared: TrackersConfig) -> None:
         self._config = config
         self._shared = shared
+        self._step = -1
 
     def on_start(self, run: RunInfo) -> None:
         """Begin a run of MLflow, or go on with the one that the run has."""
@@ -57,10 +58,9 @@ class MLflowTracker(RunCallback):
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Metrics of a step, and now and then a table of samples."""
-        self._add(row, "", row["step"])
-        for of_step, rows in samples_due(self._folder, self._shared, row["step"]):
-            text = json.dumps(rows, indent=1, ensure_ascii=False)
-            self._client.log_text(self._id, text, f"samples/step-{of_step:06d}.json")
+        self._step = row["step"]
+        self._add(row, "", self._step)
+        self._add_samples(self._step)
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
         """Metrics of an evaluation, at its policy version."""
@@ -68,8 +68,14 @@ class MLflowTracker(RunCallback):
 
     def on_end(self, final: Mapping[str, Any]) -> None:
         """End the run of MLflow as the run did."""
+        self._add_samples(self._step + 1)
         self._client.log_text(self._id, json.dumps(final, indent=2), "final.json")
         self._client.set_terminated(self._id, _STATUS.get(str(final.get("status")), "FAILED"))
+
+    def _add_samples(self, step: int) -> None:
+        for of_step, rows in samples_due(self._folder, self._shared, step):
+            text = json.dumps(rows, indent=1, ensure_ascii=False)
+            self._client.log_text(self._id, text, f"samples/step-{of_step:06d}.json")
 
     def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:
         now_ms = int(unix_s() * 1000)

@@ -46,7 +46,7 @@ def samples_due(
     folder: Path, config: TrackersConfig, step: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The table of samples that is due once a step is told, if one is: of the step before, which is
-    saved by then.
+    saved by then. That of the last step is due at the end.
 
     Args:
         folder: Of the run.

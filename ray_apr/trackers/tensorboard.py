@@ -26,6 +26,7 @@ class TensorBoardTracker(RunCallback):
     def __init__(self, config: TensorBoardConfig, shared: TrackersConfig) -> None:
         self._config = config
         self._shared = shared
+        self._step = -1
 
     def on_start(self, run: RunInfo) -> None:
         """Open the event file; a run that is gone on with has another one in the same folder."""
@@ -36,10 +37,9 @@ class TensorBoardTracker(RunCallback):
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Scalars of a step, and now and then a table of samples."""
-        step = row["step"]
-        self._add(row, "", step)
-        for of_step, rows in samples_due(self._folder, self._shared, step):
-            self._writer.add_text("samples", _table(rows), of_step)
+        self._step = row["step"]
+        self._add(row, "", self._step)
+        self._add_samples(self._step)
         self._writer.flush()
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -49,8 +49,13 @@ class TensorBoardTracker(RunCallback):
 
     def on_end(self, final: Mapping[str, Any]) -> None:
         """Close the file."""
+        self._add_samples(self._step + 1)
         self._writer.add_text("final", f"```json\n{json.dumps(final, indent=2)}\n```", 0)
         self._writer.close()
+
+    def _add_samples(self, step: int) -> None:
+        for of_step, rows in samples_due(self._folder, self._shared, step):
+            self._writer.add_text("samples", _table(rows), of_step)
 
     def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:
         for name, value in numbers(row, prefix):

@@ -26,6 +26,7 @@ class WandbTracker(RunCallback):
     def __init__(self, config: WandbConfig, shared: TrackersConfig) -> None:
         self._config = config
         self._shared = shared
+        self._step = -1
 
     def on_start(self, run: RunInfo) -> None:
         """Begin a run of W&B, or go on with the one that the run has."""
@@ -49,11 +50,8 @@ class WandbTracker(RunCallback):
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Figures of a step, and now and then a table of samples."""
-        figures: dict[str, Any] = {**dict(numbers(row)), **dict(texts(row))}
-        for _, rows in samples_due(self._folder, self._shared, row["step"]):
-            data = [[sample[name] for name in COLUMNS] for sample in rows]
-            figures["samples"] = wandb.Table(columns=list(COLUMNS), data=data)
-        self._run.log(figures)
+        self._step = row["step"]
+        self._run.log({**dict(numbers(row)), **dict(texts(row)), **self._samples(self._step)})
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
         """Figures of an evaluation."""
@@ -61,5 +59,15 @@ class WandbTracker(RunCallback):
 
     def on_end(self, final: Mapping[str, Any]) -> None:
         """End the run of W&B as the run did."""
+        if last := self._samples(self._step + 1):
+            self._run.log(last)
         self._run.summary.update({f"final/{name}": v for name, v in numbers(final)})
         self._run.finish(exit_code=0 if final.get("status") == "ok" else 1)
+
+    def _samples(self, step: int) -> dict[str, Any]:
+        """The table that is due once a step is told, if one is."""
+        found: dict[str, Any] = {}
+        for _, rows in samples_due(self._folder, self._shared, step):
+            data = [[sample[name] for name in COLUMNS] for sample in rows]
+            found["samples"] = wandb.Table(columns=list(COLUMNS), data=data)
+        return found

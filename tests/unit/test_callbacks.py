@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,11 @@ class Told(RunCallback):
             raise RuntimeError("no network")
         self.calls.append((verb, *args))
 
+    notes: Any = "abc"
+
     def on_start(self, run):
         self._take("start", run.is_resumed, dict(run.notes))
-        run.notes["id"] = "abc"
+        run.notes["id"] = self.notes
 
     def on_step(self, row):
         self._take("step", row["step"])
@@ -72,6 +75,7 @@ def test_each_row_and_checkpoint_is_told_once_and_in_order(tmp_path):
     followed.look()
     (tmp_path / "final.json").write_text('{"status": "ok"}')
     steps(tmp_path, 3)
+    followed.look(is_end=True)
     followed.end()
     assert told.calls == [
         ("start", False, {}), ("step", 0), ("step", 1), ("evaluation", 0), ("step", 2),
@@ -112,7 +116,7 @@ def test_another_process_goes_on_where_the_first_one_was(tmp_path):
     told, newcomer = Told(), Told("new")
     follow(tmp_path, told, newcomer).look()
     assert told.calls == [("start", True, {"id": "abc"}), ("step", 2)]
-    assert newcomer.calls[0] == ("start", True, {})
+    assert newcomer.calls[0] == ("start", False, {})
 
 
 def test_what_raises_stops_neither_the_run_nor_the_others(tmp_path, caplog):
@@ -120,10 +124,59 @@ def test_what_raises_stops_neither_the_run_nor_the_others(tmp_path, caplog):
     followed = follow(tmp_path, bad, good)
     steps(tmp_path, 0, 1, 2)
     with caplog.at_level(logging.ERROR):
+        followed.look()
         followed.end()
     assert caplog.text.count("on_step of the callback bad raised RuntimeError: no network") == 1
     assert [call[0] for call in good.calls] == ["start", "step", "step", "step", "end"]
     assert [call[0] for call in bad.calls] == ["start", "end"]
+
+
+def test_each_row_is_noted_as_told_before_the_next_one(tmp_path):
+    class Dies(Told):
+        def on_step(self, row):
+            super().on_step(row)
+            if row["step"] == 2:
+                raise KeyboardInterrupt  # as if the process were killed there
+
+    steps(tmp_path, *range(5))
+    with pytest.raises(KeyboardInterrupt):
+        follow(tmp_path, Dies()).look()
+    told = Told()
+    follow(tmp_path, told).look()
+    assert [call[1] for call in told.calls[1:]] == [2, 3, 4]
+
+
+def test_a_full_disk_and_notes_that_are_no_json_cost_the_notes_alone(tmp_path, caplog, monkeypatch):
+    told, other = Told(), Told("other")
+    told.notes = {("a", "b"): 1}
+    with caplog.at_level(logging.ERROR):
+        followed = follow(tmp_path, told, other)
+        steps(tmp_path, 0, 1)
+        followed.look()
+        followed.end()
+    assert caplog.text.count("callbacks.json is not written") == 1
+    assert [call[0] for call in other.calls] == ["start", "step", "step", "end"]
+
+
+def test_a_callback_that_exits_ends_itself_alone(tmp_path, caplog):
+    class Exits(RunCallback):
+        def on_start(self, run):
+            raise SystemExit(3)
+
+    good = Told()
+    with caplog.at_level(logging.ERROR):
+        follow(tmp_path, Exits(), good).end()
+    assert "raised SystemExit" in caplog.text
+    assert [call[0] for call in good.calls] == ["start", "end"]
+
+
+def test_checkpoints_are_looked_for_where_somebody_wants_them(tmp_path):
+    def never():
+        raise AssertionError
+
+    followed = Followed(tmp_path, [RunCallback()], never)
+    steps(tmp_path, 0)
+    followed.look(is_end=True)
 
 
 def test_a_run_is_followed_from_its_begin_to_its_end(tmp_path, monkeypatch):
@@ -172,3 +225,5 @@ def test_a_callback_that_hangs_is_left_alone(tmp_path, monkeypatch, caplog):
 def test_what_is_no_callback_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks .*must be objects of a RunCallback"):
         RunOptions(model="a/b", prompts=None, callbacks=[print])
+    with pytest.raises(ConfigError, match=r"callbacks .*must have a `name` of their own"):
+        RunOptions(model="a/b", prompts=None, callbacks=[Told(), Told()])

@@ -156,7 +156,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     return parts
 
 
-BUFFER = Handle(failure=None, stats=STATS, close=None, fail=None)
+BUFFER = Handle(failure=None, stats=STATS, close=None, fail=None, finish_samples=None)
 RECORDER = Handle(num_steps=3, close=None)
 
 

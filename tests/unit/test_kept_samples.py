@@ -62,7 +62,8 @@ async def test_a_step_is_a_step_behind_at_most_and_the_end_waits_for_the_last_on
     recorder.may_write.release()
     await second
     assert [steps for steps, _ in recorder.begun] == [{0}, {1}]
-    end = asyncio.create_task(buffer.close())
+    await buffer.close()
+    end = asyncio.create_task(buffer.finish_samples())
     await asyncio.sleep(0.05)
     assert not end.done()
     recorder.may_write.release()
@@ -73,7 +74,7 @@ async def test_without_a_share_nothing_is_handed_over():
     recorder = SlowRecorder()
     buffer = make(recorder, share=0.0)
     await train(buffer, 0)
-    await buffer.close()
+    await buffer.finish_samples()
     assert not recorder.begun
 
 

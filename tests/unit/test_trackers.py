@@ -37,7 +37,7 @@ def make_folder(where: Path) -> Path:
     """A run folder with samples of two steps."""
     run = where / "run"
     run.mkdir()
-    for step in range(2):
+    for step in (0, 1, 3):
         save(run, step, FIRST, SECOND)
     return run
 
@@ -85,6 +85,7 @@ def _track(folder: Path, rows, *kinds: str, status: str | None) -> None:
                 tracker._run.finish()  # what it has sent stays, as with a process that dies
         return
     (folder / "final.json").write_text(json.dumps({"status": status, "steps": len(rows)}))
+    followed.look(is_end=True)
     followed.end()
     assert not followed._failed
 
@@ -116,8 +117,9 @@ def test_all_three_have_every_key_of_every_step(tracked):
 def test_they_have_tables_of_samples(tracked):
     assert [sample["sample_id"] for sample in read_mlflow(tracked)["samples", 1]] == ["e0-0-0"]
     assert "one two" in read_tensorboard(tracked)["samples", 1]
+    assert ("samples", 3) in read_mlflow(tracked) and ("samples", 3) in read_tensorboard(tracked)
     tables = list((tracked / "wandb").glob("offline-*/files/media/table/samples*.json"))
-    assert len(tables) == 2
+    assert len(tables) == 3
     assert "e0-0-0" in tables[0].read_text()
 
 

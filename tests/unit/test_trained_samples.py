@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
 import errno
 import gzip
 import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -138,6 +141,23 @@ def test_prompts_are_texts_or_messages(value, text):
     assert prompt_text(Prompt(prompt_id="p", token_ids=(1,), row={"q": value}), "q") == text
 
 
+def test_rows_of_a_dataset_are_made_plain(tmp_path):
+    row = {"prompt": "p", "grid": np.arange(2000), "image": b"123", "when": Path("x")}
+    prompt = Prompt(prompt_id="e0-0", token_ids=(1,), row=row)
+    save(tmp_path, 0, dataclasses.replace(FIRST, prompt=prompt))
+    found = json.loads(read_step(tmp_path, 0)[0]["prompt_row"])
+    assert found["grid"] == list(range(2000))
+    assert (found["image"], found["when"]) == ("<3 bytes>", "x")
+
+
+async def test_two_buffers_may_have_the_same_step_written(tmp_path):
+    """One that has died had asked for it just before."""
+    recorder = RunRecorder(str(tmp_path), 0.0)
+    rows = rows_of(3, FIRST, SECOND)
+    await asyncio.gather(*(recorder.save_samples(rows, (FIRST, SECOND)) for _ in range(8)))
+    assert len(read_step(tmp_path, 3)) == 2
+
+
 async def test_the_recorder_writes_some_groups_of_a_step(tmp_path):
     recorder = RunRecorder(str(tmp_path), 0.0)
     other = sample("e0-1-0", 0.0, (4, True, "left out"), group="e0-1")
@@ -192,7 +212,9 @@ def test_the_worst_the_best_and_the_longest_of_a_step(folder):
     ids = lambda **asked: [row["sample_id"] for row in select(folder, step=0, **asked)]  # noqa: E731
     assert ids() == ["e0-0-0", "e0-0-1"]
     assert ids(order="best", number=1) == ids(order="longest", number=1) == ["e0-0-1"]
-    assert [row["step"] for row in select(folder, sample_id="e0-0-1")] == [0]
+    assert [row["sample_id"] for row in select(folder, sample_id="e0-0-1")] == ["e0-0-1"]
+    with pytest.raises(ConfigError, match="--id"):
+        select(folder, sample_id="e0-0-1", step=12)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +245,13 @@ def test_a_sample_in_a_terminal_has_a_colour_for_each_version():
     assert len(set(re.findall(r"\x1b\[(\d+(?:;2)?)m", colored)) - {"0"}) == 3
 
 
+def test_a_text_of_a_model_does_not_steer_the_terminal():
+    evil = sample("e0-0-0", 0.0, (4, True, "\x1b[2J\x1b]52;c;aGk=\x07 and\ttabs"))
+    shown = as_text(row_of(evil), decode)
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "\\x1b[2J" in shown and "and\ttabs" in shown
+
+
 def test_the_command_shows_them(folder, capsys):
     model = make_tiny_model(folder / "model", characters="one tw")
     (folder / "config.json").write_text(json.dumps({"model": str(model)}))
@@ -251,10 +280,10 @@ def unpacked(page: str) -> list[dict]:
 def test_the_report_has_all_samples_and_no_text_becomes_markup(folder):
     page = write_report(folder).html_path.read_text()
     rows = unpacked(page)
-    assert [row["id"] for row in rows] == ["e0-0-0", "e0-0-1", "e0-9-0"]
-    assert rows[2]["pieces"] == [[5, True, EVIL]]
+    assert [row["id"] for row in rows] == ["e0-9-0", "e0-0-0", "e0-0-1"], "the last step first"
+    assert rows[0]["pieces"] == [[5, True, EVIL]]
     assert "alert(1)" not in page
-    assert rows[0]["parts"] == {"form": 0.25}
+    assert rows[1]["parts"] == {"form": 0.25}
 
 
 def test_samples_beyond_one_page_have_pages_beside_the_report(folder, monkeypatch, tmp_path):
@@ -263,10 +292,39 @@ def test_samples_beyond_one_page_have_pages_beside_the_report(folder, monkeypatc
     page = write_report(folder, out).html_path.read_text()
     links = re.findall(r'href="(mine_samples/[^"]*)"', page)
     assert [Path(link).name for link in links] == [
-        "steps-000000-000000.html",
         "steps-000012-000012.html",
+        "steps-000000-000000.html",
     ]
-    assert [row["id"] for row in unpacked((out.parent / links[1]).read_text())] == ["e0-9-0"]
+    assert [row["id"] for row in unpacked((out.parent / links[0]).read_text())] == ["e0-9-0"]
+    assert "samples before step" not in page
+
+
+def test_a_long_run_has_its_last_steps_in_the_report_and_says_how_to_read_others(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(browser, "_MOST_CHARACTERS", 1)
+    monkeypatch.setattr(browser, "_MOST_PAGES", 2)
+    for step in (13, 14):
+        save(folder, step, FIRST)
+    page = write_report(folder).html_path.read_text()
+    assert re.findall(r"steps (\d+) to", page) == ["14", "13"]
+    assert f"samples before step 13: python -m ray_apr samples {folder} --step K" in page
+
+
+def test_a_file_that_cannot_be_read_is_left_out_of_the_report(folder):
+    (folder / "samples" / "step-000003.parquet").write_bytes(b"")
+    (folder / "samples" / "step-000004 (1).parquet").write_bytes(b"")
+    page = write_report(folder).html_path.read_text()
+    assert len(unpacked(page)) == 3
+    assert "the files of steps 3 cannot be read" in page
+
+
+def test_a_page_has_the_begin_of_a_large_row_of_the_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "_LONGEST_ROW", 10)
+    save(tmp_path, 0, FIRST)
+    (tmp_path / "config.json").write_text("{}")
+    (row,) = unpacked(write_report(tmp_path).html_path.read_text())
+    assert row["row"] == '{"prompt":'
 
 
 def test_a_run_without_samples_has_no_browser(tmp_path):

@@ -1,29 +1,38 @@
 """The browser of samples in a report: filter, sort, and read any trained sample, by policy version.
 
 The samples are in the page as compressed JSON, which its script unpacks. Where they are too many
-for one page, pages of their own beside the report have them, a range of steps each.
+for one page, pages of their own beside the report have them, a range of steps each, from the last
+step on, as many as a reader can wait for. One page at a time is in memory.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
 
 from ray_apr.run.trained_samples import read_step, saved_steps
 from ray_apr.tools.report.figures import esc
 from ray_apr.tools.report.page import page
 from ray_apr.tools.samples import Decode, pieces_of, tokenizer_of
 
-_MOST_CHARACTERS = 12_000_000
+_MOST_CHARACTERS = 6_000_000
 """Of the texts of one page."""
+_MOST_PAGES = 4
+_LONGEST_ROW = 20_000
+"""Characters that a page has of a dataset's row."""
 
 
 def sample_browser(folder: Path, out: Path) -> str:
-    """The section of a report with the samples of a run; nothing if it has saved none.
+    """The section of a report with the samples of a run, the last ones of a long run; nothing if it
+    has saved none.
 
     Args:
         folder: Of the run.
@@ -32,33 +41,59 @@ def sample_browser(folder: Path, out: Path) -> str:
     steps = saved_steps(folder)
     if not steps:
         return ""
-    decode = tokenizer_of(folder)
-    ranges = list(_ranges(folder, steps, decode))
     title = "<h2>Read the samples</h2>"
-    if len(ranges) == 1:
-        return title + _browser(ranges[0])
-    links = []
-    for rows in ranges:
-        first, last = rows[0]["step"], rows[-1]["step"]
-        name = f"{out.stem}_samples/steps-{first:06d}-{last:06d}.html"
-        file = out.parent / name
-        file.parent.mkdir(exist_ok=True)
-        heading = f"samples of steps {first} to {last}"
-        text = page(heading, folder.name, _browser(rows), style=STYLE, scripts=[SCRIPT])
-        file.write_text(text, encoding="utf-8")
-        links.append(f'<li><a href="{esc(name)}">steps {first} to {last}</a></li>')
-    return f'{title}<ul class="panel pages">{"".join(links)}</ul>'
+    broken: list[int] = []
+    pages = _pages(folder, steps[::-1], tokenizer_of(folder), broken)
+    newest, second = next(pages, []), next(pages, None)
+    oldest, body = newest[-1]["step"] if newest else steps[-1], ""
+    if second is None:
+        body = _browser(newest)
+    else:
+        rest = itertools.islice(pages, _MOST_PAGES - 2)
+        links = []
+        for rows in itertools.chain([newest, second], rest):
+            oldest = rows[-1]["step"]
+            links.append(_write_page(folder, out, rows))
+        body = f'<ul class="panel pages">{"".join(links)}</ul>'
+    notes = [f"the files of steps {', '.join(map(str, broken))} cannot be read"] if broken else []
+    if oldest > steps[0] and second is not None:
+        notes.append(f"samples before step {oldest}: python -m ray_apr samples {folder} --step K")
+    return title + body + "".join(f'<p class="empty">{esc(note)}</p>' for note in notes)
 
 
-def _ranges(
-    folder: Path, steps: Sequence[int], decode: Decode | None
+def _write_page(folder: Path, out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write a page of its own; returns a link to it."""
+    first, last = rows[-1]["step"], rows[0]["step"]
+    file = out.parent / f"{out.stem}_samples" / f"steps-{first:06d}-{last:06d}.html"
+    file.parent.mkdir(exist_ok=True)
+    heading = f"samples of steps {first} to {last}"
+    text = page(heading, folder.name, _browser(rows), style=STYLE, scripts=[SCRIPT])
+    file.write_text(text, encoding="utf-8")
+    link = quote(f"{file.parent.name}/{file.name}")
+    return f'<li><a href="{esc(link)}">steps {first} to {last}</a></li>'
+
+
+def _pages(
+    folder: Path, steps: Sequence[int], decode: Decode | None, broken: list[int]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows of pages, whole steps each."""
+    """Rows of pages, whole steps each, in the order of the steps.
+
+    Args:
+        folder: Of the run.
+        steps: Whose samples are saved.
+        decode: Of the run's tokenizer.
+        broken: Gets the steps whose files cannot be read.
+    """
     rows: list[dict[str, Any]] = []
     num_characters = 0
     for step in steps:
-        new = [_row(sample, decode) for sample in read_step(folder, step)]
-        size = sum(len(row["prompt"]) + sum(len(p[2]) for p in row["pieces"]) for row in new)
+        try:
+            samples = read_step(folder, step)
+        except (OSError, pa.ArrowInvalid):
+            broken.append(step)
+            continue
+        new = [_row(sample, decode) for sample in samples]
+        size = sum(map(_size, new))
         if rows and num_characters + size > _MOST_CHARACTERS:
             yield rows
             rows, num_characters = [], 0
@@ -68,6 +103,11 @@ def _ranges(
         yield rows
 
 
+def _size(row: Mapping[str, Any]) -> int:
+    texts = sum(len(text) for _, _, text in row["pieces"])
+    return len(row["prompt"]) + len(row["row"]) + texts
+
+
 def _row(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
     """What the page has of a sample."""
     return {
@@ -75,7 +115,7 @@ def _row(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
         "id": sample["sample_id"],
         "group": sample["group_id"],
         "prompt": sample["prompt"],
-        "row": sample["prompt_row"],
+        "row": sample["prompt_row"][:_LONGEST_ROW],
         "reward": sample["reward"],
         "parts": sample["reward_metrics"],
         "tokens": sample["num_generated"],
@@ -137,8 +177,8 @@ function browse(box, rows) {
     return field(name, s); };
   const number = name => { const i = make("input"); i.type = "number"; i.step = "any";
     return field(name, i); };
-  const steps = [...new Set(rows.map(r => r.step))];
-  const step = choose("step", [["", "all"], ...steps.map(s => [s, s]).reverse()]);
+  const steps = [...new Set(rows.map(r => r.step))].sort((a, b) => b - a);
+  const step = choose("step", [["", "all"], ...steps.map(s => [s, s])]);
   const order = choose("first", [["worst", "worst reward"], ["best", "best reward"],
     ["long", "longest"], ["short", "shortest"], ["old", "stalest"], ["late", "latest step"]]);
   const low = number("reward from"), high = number("to"), least = number("tokens from");
