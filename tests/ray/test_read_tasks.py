@@ -18,8 +18,8 @@ ORDER = Order(OrderKind.CHECKPOINT, 4)
 class Buffer:
     """Has one order, and then ends the stream."""
 
-    def take(self, rank, last_step, told):
-        assert (rank, last_step) == (1, None)
+    def take(self, rank, last_step, told, *, reader):
+        assert (rank, last_step) == (1, None) and reader
         return BatchTicket() if told else BatchTicket(order=ORDER)
 
 
