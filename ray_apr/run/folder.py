@@ -92,6 +92,19 @@ def append(rows: BinaryIO, lines: str) -> None:
         raise not_written(Path(rows.name), error) from error
 
 
+def last_lines(file: Path, most: int) -> list[str]:
+    """Whole lines of a file's end, which has this many bytes; none if there is no such file."""
+    if not file.exists():
+        return []
+    with file.open("rb") as rows:
+        size = rows.seek(0, os.SEEK_END)
+        rows.seek(max(0, size - most))
+        lines = rows.read().splitlines(keepends=True)
+    if size > most:
+        del lines[0]
+    return [line.decode() for line in lines if line.endswith(b"\n")]
+
+
 def end_with_a_line(file: Path) -> None:
     """Take a last line off that was cut off."""
     if not file.exists():

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.sample import Sample
-from ray_apr.run.folder import append, end_with_a_line, open_rows
+from ray_apr.run.folder import append, end_with_a_line, last_lines, open_rows
 from ray_apr.run.trained_samples import table_of, write_step
 
 POISON_FILE = "poison.jsonl"
@@ -72,7 +71,7 @@ class RunRecorder:
         self._last_step = {kind: _last_step(paths[kind]) for kind in ("step", "sample")}
         """Of each file's rows; -1 without any."""
         self._known = {
-            kind: set(_last_lines(path, _END_OF_CALLS))
+            kind: set(last_lines(path, _END_OF_CALLS))
             for kind, path in paths.items()
             if kind not in self._last_step
         }
@@ -129,12 +128,12 @@ class RunRecorder:
     async def record_missing(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take those of some rows that the end of their file does not have."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        known = set(_last_lines(self._paths[kind]))
+        known = set(last_lines(self._paths[kind], _END))
         self._write(kind, [line for line in lines if line not in known])
 
     def _without_known(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Samples of a step that the file of samples does not have."""
-        lines = map(json.loads, _last_lines(self._paths["sample"]))
+        lines = map(json.loads, last_lines(self._paths["sample"], _END))
         known = {row["sample_id"] for row in lines if row["step"] == rows[-1]["step"]}
         return [row for row in rows if row["sample_id"] not in known]
 
@@ -201,7 +200,7 @@ class RunRecorder:
             del self._steps[: num_seen - self._num_shown]
             self._num_shown = num_seen
         if num_seen < self._num_shown:  # written by the one before this, which died
-            lines = _last_lines(self._paths["step"])[num_seen - self._num_steps :]
+            lines = last_lines(self._paths["step"], _END)[num_seen - self._num_steps :]
             return [json.loads(line) for line in lines], self._status
         return list(self._steps), self._status
 
@@ -227,19 +226,8 @@ class RunRecorder:
             self._new_step.notify_all()
 
 
-def _last_lines(file: Path, most: int = _END) -> list[str]:
-    """Whole lines of a file's end, which has this many bytes."""
-    if not file.exists():
-        return []
-    with file.open("rb") as rows:
-        size = rows.seek(0, os.SEEK_END)
-        rows.seek(max(0, size - most))
-        lines = rows.read().decode().splitlines(keepends=True)
-    return lines if size <= most else lines[1:]
-
-
 def _last_step(file: Path) -> int:
-    lines = _last_lines(file)
+    lines = last_lines(file, _END)
     step: int = json.loads(lines[-1])["step"] if lines else -1
     return step
 

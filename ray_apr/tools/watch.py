@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run.folder import holds_run, is_held
+from ray_apr.run.folder import holds_run, is_held, last_lines
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
 
@@ -74,7 +74,8 @@ class Watched:
 
     def shares(self) -> dict[str, dict[str, float]]:
         """What each engine and the trainer did lately, as shares of that time."""
-        spans = _last_rows(self.folder / "timeline.jsonl")
+        lines = last_lines(self.folder / "timeline.jsonl", _END_OF_FILE)
+        spans = [json.loads(line) for line in lines]
         end = max((span["end_s"] for span in spans), default=0.0)
         found: dict[str, Counter[str]] = {}
         for span in spans:
@@ -93,17 +94,6 @@ class Watched:
             return None
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
-
-
-def _last_rows(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    with file.open("rb") as rows:
-        size = rows.seek(0, 2)
-        rows.seek(max(0, size - _END_OF_FILE))
-        lines = rows.read().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith(b"\n")]
-    return [json.loads(line) for line in (whole if size <= _END_OF_FILE else whole[1:])]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -200,8 +190,9 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
         is_last = False
         while not is_last:
             is_last = not is_held(folder)  # before the look, which finds its last step
+            num_steps = watched.num_steps
             for row in watched.new_steps():
-                show(step_line(row, watched.num_steps))
+                show(step_line(row, num_steps))
             if not is_last:
                 time.sleep(_LOOK_S)
     final = watched.final()
