@@ -2,7 +2,8 @@
 
 Two kinds of restart read it. Where the trainer begins again with its checkpoint, the steps after it
 are trained again, with the batches that they had: the journal has what was chosen. Where the
-trainer lives, and rollout worker and buffer alone begin again, what it has trained is gone here.
+trainer lives, and rollout worker and buffer alone begin again, what it has trained is gone here;
+what was written before that trainer began is read as of the first kind.
 
 Invariants, kept by `replay`:
     * Each group is in one place: held, trained, or gone with a reason; a prompt that was handed out
@@ -56,26 +57,26 @@ def replay(
     """Add to a checkpoint what the journal has since then.
 
     Args:
-        begin: Of the checkpoint, or of a run without any.
+        begin: Of the checkpoint, or of a run without any; or where a trainer that lives began.
         epochs: Those since it, in order. Of the last one whose header differs, and of those before
             it, nothing is used.
         header: Settings of the run; those of an epoch have ``num_prompts`` beside them.
         trainer_lives: Whether the trainer goes on where it is, and not with the checkpoint.
 
     Returns:
-        `begin`, the same if there is nothing.
+        `begin`, the same if there is nothing and the trainer begins again.
     """
     used: list[Epoch] = []
     for epoch in epochs:
         if epoch.header:
             is_same = all(epoch.header.get(name) == value for name, value in header.items())
             used = [*used, epoch] if is_same else []
-    if not used:
+    if not used and not trainer_lives:
         return begin
     journal = _Journal(begin)
     for epoch in used:
         journal.read(epoch, trainer_lives=trainer_lives)
-    return journal.end(used[-1].header, trainer_lives=trainer_lives)
+    return journal.end(used[-1].header if used else {}, trainer_lives=trainer_lives)
 
 
 def ended_row(
@@ -194,6 +195,8 @@ class _Journal:
                 self.rows[values["sample_id"]] = _Row(values, tokens)
                 if values["is_handed_over"]:
                     self.handed.add(values["group_id"])
+        if self.begin.replayed is not None:
+            self.plan |= self.begin.replayed.plan
 
     def read(self, epoch: Epoch, *, trainer_lives: bool) -> None:
         """Take the frames of an epoch."""
@@ -254,11 +257,13 @@ class _Journal:
             rows = self._cut(rows, begin.policy_version + len(plan))
         samples = _table(rows.values(), self.handed)
         newest = max((row.newest_version for row in rows.values()), default=0)
-        version: int = self.state.get("version", begin.policy_version)
+        version: int = begin.policy_version
+        if trainer_lives:
+            version = self.state.get("version", version)
         replayed = Replayed(
             plan=plan,
-            policy_version=begin.policy_version,
-            goes_on_at=max(newest, begin.policy_version),
+            policy_version=version,
+            goes_on_at=max(newest, version),
             ended=tuple(self.ended.values()),
             dropped=tuple(self.gone.values()),
         )
@@ -268,13 +273,11 @@ class _Journal:
                 takes_over=True,
                 granted=self.granted,
                 trained=self.trained,
-                policy_version=version,
-                goes_on_at=version,
                 received=self.state.get("received", {}),
             )
         return dataclasses.replace(
             begin,
-            rollout=self._progress(header, samples, gone),
+            rollout=self._progress(header, samples, gone) if header else begin.rollout,
             samples=samples,
             before=begin.before + self.counters,
             replayed=replayed,

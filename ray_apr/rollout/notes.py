@@ -124,6 +124,10 @@ class Notes:
         self._journal.forget(group)
         await self._journal.flush()
 
+    def soon(self) -> None:
+        """Have the figures of the moment written."""
+        self._journal.soon()
+
     async def flush(self) -> None:
         """Wait until all is in the file."""
         await self._journal.flush()

@@ -147,7 +147,8 @@ class RolloutWorker(WeightSyncs):
         self._goes_on_at = policy_version if replayed is None else replayed.goes_on_at
         self._received = replayed.received if replayed and replayed.takes_over else None
         """Tokens that a worker had from each engine, which was here before and died."""
-        if self._received is not None or (self._goes_on_at == 0 and not rollout.is_colocated):
+        have_weights = self._received is not None or not (policy_version or rollout.is_colocated)
+        if have_weights and policy_version >= self._goes_on_at:
             self._has_weights.set()
         self._main: asyncio.Task[None] | None = None
         self._metrics = Metrics(run)
@@ -392,4 +393,5 @@ class RolloutWorker(WeightSyncs):
         self._scheduler.on_version(policy_version)
         if self._partial_rollout.restarts:
             self._notes.of_cuts()
+        self._notes.soon()  # the next worker would not know the version
         self._wake.set()

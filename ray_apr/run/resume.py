@@ -48,36 +48,24 @@ _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 
 
-def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
+def find_begin(spec: RunSpec) -> Begin:
     """Where a run begins: with the last checkpoint of its name, else that of the spec, or anew.
-
-    Args:
-        spec: What runs.
-        trainer_lives: Whether the trainer goes on where it is (`data.replay`).
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
-        ResourceError: If the checkpoints of a run that has begun cannot be read; where the trainer
-            lives, that may be so for a moment.
+        ResourceError: If the checkpoints of a run that has begun cannot be read.
     """
-    last = _last_checkpoint(spec, mends=not trainer_lives)
+    last = _last_checkpoint(spec)
     checkpoint = last or spec.checkpoint
     is_resumed = last is not None or holds_run(spec.folder)
     if checkpoint is None:
         begin = Begin(is_resumed=is_resumed)
         if not is_resumed:
             return begin
-        return with_journal(spec, begin, first=0, trainer_lives=trainer_lives)
-    try:
-        begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
-    except (ConfigError, OSError) as error:
-        if not trainer_lives:
-            raise
-        raise ResourceError(  # Ray Train removes those that a newer one takes the place of
-            f"{checkpoint.path} cannot be read, or was removed meanwhile: {one_line(error)}"
-        ) from error
+        return with_journal(spec, begin, first=0)
+    begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
     assert begin.rollout is not None, "a checkpoint has it"
-    if begin.step >= spec.train.steps and not trainer_lives:
+    if begin.step >= spec.train.steps:
         raise ConfigError(
             "train.steps",
             spec.train.steps,
@@ -94,7 +82,34 @@ def find_begin(spec: RunSpec, *, trainer_lives: bool = False) -> Begin:
     if last is None:  # of another run: what goes on is all that this one has made
         begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
     first = 0 if last is None or begin.rollout is None else begin.rollout.epoch
-    return with_journal(spec, begin, first=first, trainer_lives=trainer_lives)
+    return with_journal(spec, begin, first=first)
+
+
+def find_side_begin(spec: RunSpec, began: Begin) -> Begin:
+    """Where rollout worker and buffer begin again beside a trainer that goes on where it is.
+
+    What the journal has of attempts before is in `began`: a trainer that had gone further than this
+    one wrote it.
+
+    Args:
+        spec: What runs.
+        began: Where this trainer began.
+
+    Raises:
+        ResourceError: If its checkpoints cannot be read, which may be so for a moment.
+    """
+    checkpoint, begin = _last_checkpoint(spec, mends=False), began
+    if checkpoint is not None:
+        try:
+            last = begin_with(spec, checkpoint)
+        except (ConfigError, OSError) as error:
+            raise ResourceError(  # Ray Train removes those that a newer one takes the place of
+                f"{checkpoint.path} cannot be read, or was removed meanwhile: {one_line(error)}"
+            ) from error
+        assert last.rollout is not None, "a checkpoint has it"
+        if last.rollout.epoch > began.epoch:
+            begin = dataclasses.replace(last, epoch=last.rollout.epoch)
+    return with_journal(spec, begin, first=begin.epoch, trainer_lives=True)
 
 
 def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:

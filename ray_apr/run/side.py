@@ -35,7 +35,7 @@ from ray_apr.data.parts import DEATHS
 from ray_apr.data.resumption import Begin
 from ray_apr.run.causes import cause_of, death_of
 from ray_apr.run.folder import add_row
-from ray_apr.run.resume import find_begin
+from ray_apr.run.resume import find_side_begin
 from ray_apr.run.scaling import as_scaled
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class RolloutSide:
         self._spec = spec
         self._actors = actors
         self._prompts = prompts
+        self._began = begin
+        """Where the trainer began."""
         self.begin = begin
         """Where the present ones began."""
         self._recorder = recorder
@@ -219,7 +221,7 @@ class RolloutSide:
         self._closing.wait(_FIRST_PAUSE_S * (2 ** (self._in_a_row - 1) - 1))
         _end(self.worker, self.buffer)
         try:
-            begin = find_begin(self._spec, trainer_lives=True)
+            begin = find_side_begin(self._spec, self._began)
         except ResourceError as error:  # Ray Train writes its list or removes a checkpoint just now
             if self._in_a_row == _MOST_IN_A_ROW:
                 raise

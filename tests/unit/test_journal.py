@@ -80,9 +80,10 @@ def replayed(folder, begin=None, *, trainer_lives=False, header=HEADER):
     epochs = [
         Epoch(tuple(folder.frames(n, "worker")), tuple(folder.frames(n, "buffer")))
         for n in folder.epochs()
-        if n >= (0 if begin.rollout is None else begin.rollout.epoch)
+        if n >= begin.epoch
     ]
-    return replay(begin, epochs, header, trainer_lives=trainer_lives)
+    begin = replay(begin, epochs, header, trainer_lives=trainer_lives)
+    return dataclasses.replace(begin, epoch=max(folder.epochs(), default=-1) + 1)
 
 
 def only(begin):
@@ -180,7 +181,8 @@ async def test_a_journal_of_other_settings_is_not_used(folder):
     found = await written(folder, sample_of(segment(0, 10, 3)))
     assert found.samples.num_rows == 2
     begin = Begin(rollout=None)
-    assert replayed(folder, begin, header=HEADER | {"seed": 1}) is begin
+    found = replayed(folder, begin, header=HEADER | {"seed": 1})
+    assert found == dataclasses.replace(begin, epoch=1)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -192,20 +194,21 @@ class Killed:
     def __init__(self, folder, *, trainer_lives, partial, **settings) -> None:
         self.folder, self.trainer_lives = folder, trainer_lives
         self.partial, self.settings = partial, settings
-        self.begin = self.checkpoint = Begin(rollout=None)
+        self.begin = self.checkpoint = self.began = Begin(rollout=None)
+        """Where it goes on, its last checkpoint, and where its trainer began."""
         self.step = 0
         self.batches: dict[int, set[str]] = {}
         """Groups of each step, as it was trained last."""
+        self.trained: list[Sample] = []
         self.engine = ScriptedEngine(LENGTHS, auto=1)
         self.num_lost = 0
 
     async def __aenter__(self):
         begin = self.begin
         given = settings_of(begin) if begin.samples is not None else {}
-        epochs = self.folder.epochs()
         journal = {
             "journal": self.folder, "header": HEADER, "replayed": begin.replayed,
-            "epoch": max(epochs, default=-1) + 1,
+            "epoch": begin.epoch,
         }  # fmt: skip
         self.run = Run(
             self.engine, policy_version=begin.of_engines, journal=journal, before=begin.before,
@@ -217,6 +220,7 @@ class Killed:
     async def train(self, num_steps) -> None:
         for _ in range(num_steps):
             samples = await self.run.step(self.step)
+            self.trained += samples
             groups = {sample.group_id for sample in samples}
             assert self.batches.get(self.step, groups) == groups, "trained again, it is the same"
             self.batches[self.step] = groups
@@ -231,8 +235,9 @@ class Killed:
         )  # fmt: skip
         self.checkpoint = Begin(
             step=self.step, policy_version=self.step, rollout=progress, samples=taken.samples[0],
-            before=progress.counters,
+            before=progress.counters, epoch=taken.epoch,
         )  # fmt: skip
+        self.began = self.checkpoint
 
     async def __aexit__(self, *error) -> None:
         """Kill it: nothing of it is told that it ends."""
@@ -242,12 +247,12 @@ class Killed:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
-        self.begin = replayed(self.folder, self.checkpoint, trainer_lives=self.trainer_lives)
-        begin = self.begin
+        since = self.began if self.trainer_lives else self.checkpoint
+        begin = replayed(self.folder, since, trainer_lives=self.trainer_lives)
         before, self.num_lost = begin.before.lose(0, begin.num_kept)
         self.begin = dataclasses.replace(begin, before=before)
         if not self.trainer_lives:
-            self.step = begin.step
+            self.began, self.step = self.begin, begin.step
             await self.engine.abort(None)
             self.engine = ScriptedEngine(LENGTHS, auto=1, policy_version=self.step)
 
@@ -341,6 +346,46 @@ async def test_a_death_that_follows_a_capture_at_once_finds_the_step_under_way(f
         summary = await run.run.worker.stop()
         ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
         assert (ledger.error, ledger.discarded["lost"]) == (0, 0)
+
+
+@pytest.mark.parametrize("has_frames", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with_that_one(
+    folder, partial, num_steps, has_frames
+):
+    """known fault: the next one took version, grant, last step and tokens of the trainer before,
+    which had gone further."""
+    killed = Killed(folder, trainer_lives=False, partial=partial)
+    async with killed as run:
+        await run.train(2)
+        await run.save()
+        await run.train(3)
+        await run.run.worker._notes.flush()
+    assert (killed.step, killed.begin.policy_version, len(killed.begin.replayed.plan)) == (2, 2, 3)
+    killed.trainer_lives = True
+    async with killed as run:
+        if has_frames:
+            await run.train(num_steps)
+            await run.run.worker._notes.flush()
+    begin, num_repeated = killed.begin, num_steps if has_frames else 0
+    assert begin.of_engines == killed.step == 2 + num_repeated
+    assert begin.replayed.granted in (None, (killed.step, killed.step))
+    assert begin.replayed.trained is None or begin.replayed.trained[0] == killed.step - 1
+    assert set(begin.replayed.plan) >= {2, 3, 4} - set(range(killed.step))
+    assert begin.before.samples_trained == killed.step * 4
+    newest = max(max(sample.token_versions, default=0) for sample in samples_of(begin))
+    assert newest <= max(killed.step, 5) and begin.replayed.goes_on_at >= newest
+    async with killed as run:
+        await run.train(12 - killed.step)
+        await run.run.worker._notes.flush()
+        summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
+        ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
+        assert ledger.error == 0
+        for sample in killed.trained:
+            assert list(sample.token_versions) == sorted(sample.token_versions)
+    trained = Counter(group for groups in killed.batches.values() for group in groups)
+    assert set(trained.values()) == {1} and len(killed.batches) == 12
 
 
 async def test_what_was_counted_between_two_tries_of_a_checkpoint_counts_once(folder):

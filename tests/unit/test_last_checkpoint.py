@@ -21,9 +21,16 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
-from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, PROGRESS_FILE, ROLLOUT_FILE
+from ray_apr.data.resumption import (
+    LIST_COPY_FILE,
+    LIST_FILE,
+    PROGRESS_FILE,
+    ROLLOUT_FILE,
+    Begin,
+    RolloutProgress,
+)
 from ray_apr.run.checks import check_retention
-from ray_apr.run.resume import find_begin, kept_checkpoints, last_step
+from ray_apr.run.resume import find_begin, find_side_begin, kept_checkpoints, last_step
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import write_checkpoint
 
@@ -177,6 +184,20 @@ async def test_a_checkpoint_that_goes_while_it_is_read_beside_a_trainer_may_be_r
     await write_listed(tmp_path, 2, 4)
     (tmp_path / "run" / "checkpoint_4" / gone).unlink()
     with pytest.raises(ResourceError, match=rf"removed meanwhile: .*has no {gone}"):
-        find_begin(spec_of(tmp_path), trainer_lives=True)
+        find_side_begin(spec_of(tmp_path), Begin())
     with pytest.raises(ConfigError, match=f"has no {gone}"):
         find_begin(spec_of(tmp_path))
+
+
+@pytest.mark.parametrize("epoch, step", [(0, 4), (1, 2), (9, 2)])
+async def test_a_side_begins_again_where_its_trainer_began_or_has_saved_since(
+    tmp_path, epoch, step
+):
+    """A checkpoint of an attempt before is in what the attempt began with."""
+    await write_listed(tmp_path, 4)
+    file = tmp_path / "run" / "checkpoint_4" / ROLLOUT_FILE
+    progress = RolloutProgress.from_json(file.read_text())
+    file.write_text(dataclasses.replace(progress, epoch=1).to_json())
+    found = find_side_begin(spec_of(tmp_path), Begin(step=2, policy_version=2, epoch=epoch))
+    assert (found.step, found.of_engines, found.epoch) == (step, step, max(1, epoch))
+    assert found.replayed.takes_over, "the engines work for a worker that is dead"

@@ -30,6 +30,9 @@ from tests.run_specs import run_spec
 # -- who calls them --------------------------------------------------------------------------------
 
 
+BEGAN = Begin(step=3, policy_version=3, epoch=5)
+
+
 class Generations:
     """Ray's table of names: what each of an actor's generations answers."""
 
@@ -211,10 +214,10 @@ class Cluster:
             monkeypatch.setattr(side_module.ray, name, value)
         for name in ("_FIRST_PAUSE_S", "_ASK_AGAIN_S", "_LOOK_S"):
             monkeypatch.setattr(side_module, name, 0.01)
-        monkeypatch.setattr(side_module, "find_begin", self.find_begin)
+        monkeypatch.setattr(side_module, "find_side_begin", self.find_begin)
         self.recorder = Actor("recorder")
         self.side = RolloutSide(
-            self.spec, self, None, Begin(), self.recorder, 0.0, self.said.append
+            self.spec, self, None, BEGAN, self.recorder, 0.0, self.said.append
         )  # fmt: skip
 
     def make_pipeline(self, prompts, begin, recorder, *, generation=0):
@@ -226,8 +229,8 @@ class Cluster:
         self.failed_buffers.append(Actor(f"buffer {generation}"))
         return self.failed_buffers[-1]
 
-    def find_begin(self, spec, *, trainer_lives):
-        assert trainer_lives
+    def find_begin(self, spec, began):
+        assert began is BEGAN, "the trainer's begin, however often they begin again"
         assert all(actor.ended.is_set() for actor in self.pairs[-1]), "the journal is whole"
         return Begin(before=Counters(tokens_generated=7))
 
@@ -330,10 +333,10 @@ def test_what_dies_again_and_again_without_a_step_ends_the_run(monkeypatch, tmp_
 def test_a_side_that_cannot_begin_again_says_why(monkeypatch, tmp_path):
     cluster = Cluster(monkeypatch, tmp_path)
 
-    def find_begin(spec, *, trainer_lives):
+    def find_begin(spec, began):
         raise ConfigError("rollout.journal.path", "/x", "cannot be reached")
 
-    monkeypatch.setattr(side_module, "find_begin", find_begin)
+    monkeypatch.setattr(side_module, "find_side_begin", find_begin)
     cluster.pairs[0][1].die()
     cluster.until(lambda: cluster.failed_buffers and cluster.failed_buffers[-1].failure)
     assert "cannot be reached" in str(cluster.failed_buffers[-1].failure)
@@ -380,13 +383,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_one_more_death(
     cluster.side.start()
     find_begin, tries = cluster.find_begin, []
 
-    def removed(spec, *, trainer_lives):
-        tries.append(trainer_lives)
+    def removed(spec, began):
+        tries.append(began)
         if len(tries) < num_tries:
             raise ResourceError("/c/checkpoint_3 cannot be read, or was removed meanwhile")
-        return find_begin(spec, trainer_lives=trainer_lives)
+        return find_begin(spec, began)
 
-    monkeypatch.setattr(side_module, "find_begin", removed)
+    monkeypatch.setattr(side_module, "find_side_begin", removed)
     cluster.pairs[0][1].die()
     if num_tries == 2:
         cluster.until(lambda: len(cluster.pairs) == 2 and cluster.pairs[1][1].num_started)
