@@ -88,6 +88,42 @@ def _watch(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def diagnose(run_dir: Path) -> int:
+    """Show what held a run back, which settings to change, and what the simulator makes of that."""
+    from ray_apr.tools.diagnosis import findings, shares_of
+    from ray_apr.tools.report.load import load_run
+    from ray_apr.tools.simulator.of_run import estimate
+
+    run = load_run(run_dir)
+    shares = shares_of(run)
+    show(
+        f"{run.name}, {len(run.steps)} steps\n"
+        f"  trainer   trains {shares.trains:.0%}, waits {shares.waits:.0%} of the time\n"
+        f"  engines   generate {shares.generates:.0%}, are paused {shares.paused:.0%}, idle "
+        f"{shares.idle:.0%}\n"
+    )
+    found = findings(run)
+    for finding in found:
+        show(f"{finding.share:4.0%}  {finding.what}\n      -> {finding.remedy}")
+    if not found:
+        show("nothing that costs much")
+    show(
+        "\nthe simulator, with engines and trainer as the rows have them; one more has a GPU, "
+        "or CPU cores, of its own:"
+    )
+    try:
+        guess = estimate(run)
+    except ConfigError as error:
+        show(f"  no estimate: {error}")
+        return EXIT_OK
+    show(f"  the run as it was: {guess.off:+.0%} of its seconds a step")
+    for change in guess.changes:
+        show(f"  {change.gain:+5.0%} steps in a time: {change.what}")
+    if not guess.changes:
+        show("  that is too far off for estimates of changes")
+    return EXIT_OK
+
+
 def _samples(args: argparse.Namespace) -> int:
     from ray_apr.tools.samples import ORDERS, as_text, select, tokenizer_of
 

@@ -70,12 +70,15 @@ class Figures:
         await self._buffer.report_rollout.remote(diagnosis, self._moves())
         await self._engines.read(client)
         await self.record_ends()
-        counts = self._scheduler.counts()
+        counts, room = self._scheduler.counts(), self._scheduler.room()
         ledger = self._scheduler.live.ledger.snapshot()
         self._set_gauges(counts, ledger)
         status: dict[str, Any] = {
             "inflight": counts.inflight,
             "held": counts.interrupted,
+            "unscored": counts.finished,
+            "stepping": counts.stepping,
+            "limited_by": None if room.num_groups else room.limit,
             "buffered": counts.buffered,
             "tokens_generated": ledger.generated,
             "tokens_discarded": sum(ledger.discarded.values()),

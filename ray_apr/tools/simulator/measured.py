@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.report.load import load_run
+from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.simulator.trace import Trace
 
 RUN_NOTE = (
@@ -23,9 +23,18 @@ def trace_of_run(run_dir: str | Path) -> Trace:
         ConfigError: If it is no run folder, or has no trained samples.
         RunFolderError: If its files are broken.
     """
-    samples = load_run(run_dir).samples
+    return trace_of(load_run(run_dir))
+
+
+def trace_of(run: RunData) -> Trace:
+    """The same of a run that is read already.
+
+    Raises:
+        ConfigError: If it has no trained samples.
+    """
+    samples = run.samples
     if not samples:
-        raise ConfigError("--run", str(run_dir), "holds no trained sample; give a longer run")
+        raise ConfigError("--run", str(run.path), "holds no trained sample; give a longer run")
     seen: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
     for number, sample in enumerate(samples):

@@ -1,0 +1,199 @@
+"""A run as the simulator sees it: its machine, measured from its own rows, and what would help it.
+
+An engine's decode step is fitted as ``decode_base_s + decode_per_sequence_s * n`` to the steps of
+the run, which had different numbers n of requests; what a request costs beside that is in these
+two. A trainer's step is fitted as ``step_overhead_s + tokens / tokens_per_s``. The run as it was is
+simulated, too: how far that is off is told beside the estimates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.report.load import RunData
+from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
+from ray_apr.tools.simulator.measured import trace_of
+from ray_apr.tools.simulator.study import Study, search_steps, study
+from ray_apr.tools.simulator.trace import Trace
+
+WARM_UP_STEPS = 2
+"""Steps at the begin that are not fitted: they compile, and engines fill."""
+_FEWEST = 6
+"""Steps that can be fitted."""
+_NO_LIMIT = 1 << 40
+_MOST_OFF = 0.3
+"""Share by which the simulation of the run as it was may be off for its estimates to be told."""
+_STALENESS_MORE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of a run, and what the simulator makes of it."""
+
+    what: str
+    gain: float
+    """By which share more steps are trained in a time; below 0: fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What would change a run."""
+
+    off: float
+    """Simulated over measured time of the run as it was, minus 1."""
+    changes: tuple[Change, ...]
+    """The best first; none where `off` is too large."""
+
+
+def estimate(run: RunData) -> Estimate:
+    """Simulate a run as it was, and with one thing changed each time.
+
+    Raises:
+        ConfigError: If it has too few steps, or its engines and trainer take turns on their GPUs.
+        SimulationError: If a simulated run gets stuck.
+    """
+    trace, config = trace_of(run), _config_of(run)
+    cluster = cluster_of(run)
+    cluster = dataclasses.replace(cluster, steps=search_steps(cluster))
+    base = study(trace, cluster, config)
+    steps = run.steps[WARM_UP_STEPS:]
+    measured_s = (steps[-1]["time_s"] - steps[0]["time_s"]) / (len(steps) - 1)
+    off = _step_s(base) / measured_s - 1
+    changes = _changes(trace, base) if abs(off) <= _MOST_OFF else ()
+    return Estimate(off=off, changes=tuple(sorted(changes, key=lambda change: -change.gain)))
+
+
+def cluster_of(run: RunData) -> ClusterConfig:
+    """The machine of a run; a GPU stands for an engine or a train worker.
+
+    Raises:
+        ConfigError: If the run cannot tell it.
+    """
+    settings = run.config
+    engine, scaling = settings["rollout"]["engine"], settings["scaling"]
+    if engine["placement"] == "colocated":
+        raise ConfigError(
+            "RUN_DIR",
+            str(run.path),
+            "has engines and train workers that take turns on their GPUs, for which its rows do "
+            "not tell the simulator enough; see `ray_apr simulate`",
+        )
+    rows = run.steps[WARM_UP_STEPS:]
+    if len(rows) < _FEWEST or "engines_request_s" not in rows[0]:
+        raise ConfigError(
+            "RUN_DIR",
+            str(run.path),
+            f"has too few steps for an estimate ({len(run.steps)}); it takes "
+            f"{_FEWEST + WARM_UP_STEPS}",
+        )
+    workers = scaling["num_workers"]
+    num_workers = workers if isinstance(workers, int) else workers[-1]
+    num_engines = settings["rollout"]["num_replicas"]
+    group_size = settings["rollout"]["group_size"]
+    return ClusterConfig(
+        gpus=num_engines + num_workers,
+        rollout_gpus=num_engines,
+        engine=_engine_of(run),
+        trainer=_trainer_of(run, num_workers),
+        weight_sync_s=statistics.median(row["generation_stopped_s"] for row in rows),
+        reward_workers=settings["rollout"]["reward"]["concurrency"],
+        batch=BatchConfig(
+            prompts=settings["train"]["batch_size"] // group_size, group_size=group_size
+        ),
+        steps=len(run.steps),
+        notes=f"measured from {run.path.name}",
+    )
+
+
+def _config_of(run: RunData) -> PartialRolloutConfig:
+    names = {field.name for field in dataclasses.fields(PartialRolloutConfig)}
+    given = {k: v for k, v in run.config["partial_rollout"].items() if k in names and k != "mode"}
+    return PartialRolloutConfig.preset(run.config["partial_rollout"]["mode"], **given)
+
+
+def _engine_of(run: RunData) -> EngineConfig:
+    points = []
+    for before, after in itertools.pairwise(run.steps[WARM_UP_STEPS:]):
+        names = ("tokens_generated", "engines_busy_s", "engines_request_s")
+        tokens, busy_s, request_s = (after[name] - before[name] for name in names)
+        if tokens > 0 and busy_s > 0 and request_s > 0:
+            points.append((request_s / busy_s, request_s / tokens))
+    if not points:
+        raise ConfigError("RUN_DIR", str(run.path), "has steps in which no engine made tokens")
+    base_s, slope_s = fitted(points)
+    kwargs = run.config["rollout"]["engine"]["kwargs"]
+    return EngineConfig(
+        decode_base_s=base_s,
+        decode_per_sequence_s=slope_s,
+        decode_per_context_token_s=0.0,
+        kv_capacity_tokens=_NO_LIMIT,
+        max_sequences=kwargs.get("max_num_seqs", 1024),
+        prefill_tokens_per_s=float(_NO_LIMIT),
+    )
+
+
+def _trainer_of(run: RunData, num_workers: int) -> TrainerConfig:
+    points = [(row["num_tokens"], row["trainer_step_s"]) for row in run.steps[WARM_UP_STEPS:]]
+    overhead_s, slope_s = fitted(points)
+    return TrainerConfig(
+        tokens_per_s_per_gpu=1.0 / (max(slope_s, 1.0 / _NO_LIMIT) * num_workers),
+        step_overhead_s=overhead_s,
+    )
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares of ``y = a + b * x`` with b >= 0 and a at least a tenth of the mean of y.
+
+    Returns:
+        a, b.
+    """
+    x_mean = statistics.fmean(x for x, _ in points)
+    y_mean = statistics.fmean(y for _, y in points)
+    spread = sum((x - x_mean) ** 2 for x, _ in points)
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread if spread else 0.0
+    slope = min(max(slope, 0.0), 0.9 * y_mean / x_mean)
+    return y_mean - slope * x_mean, slope
+
+
+def _changes(trace: Trace, base: Study) -> Iterator[Change]:
+    """What is tried, each alone."""
+    cluster, config = base.cluster, base.config
+    engines, workers = base.rollout_gpus, cluster.gpus - base.rollout_gpus
+    more = dataclasses.replace(cluster, gpus=cluster.gpus + 1)
+    tried: list[tuple[str, ClusterConfig, PartialRolloutConfig]] = [
+        (f"an engine more (rollout.num_replicas: {engines + 1})",
+         more.with_rollout_gpus(engines + 1), config),
+        (f"a train worker more (scaling.num_workers: {workers + 1})", more, config),
+    ]  # fmt: skip
+    if engines > 1:
+        tried.append(
+            (f"an engine less and a train worker more ({engines - 1} and {workers + 1})",
+             cluster.with_rollout_gpus(engines - 1), config)
+        )  # fmt: skip
+    if workers > 1:
+        tried.append(
+            (f"a train worker less and an engine more ({workers - 1} and {engines + 1})",
+             cluster.with_rollout_gpus(engines + 1), config)
+        )  # fmt: skip
+    if config.mode != "apr":
+        apr = PartialRolloutConfig.preset("apr")
+        tried.append(("mode: apr", cluster, apr))
+    else:
+        staleness = config.max_staleness + _STALENESS_MORE
+        older = dataclasses.replace(config, max_staleness=staleness)
+        tried.append((f"partial_rollout.max_staleness: {staleness}", cluster, older))
+    for what, on, with_settings in tried:
+        changed = study(trace, on, with_settings)
+        yield Change(what=what, gain=_step_s(base) / _step_s(changed) - 1)
+
+
+def _step_s(simulated: Study) -> float:
+    """Seconds of a step, without those in which engines fill."""
+    ends = simulated.outcome.step_ends[WARM_UP_STEPS:]
+    return (ends[-1] - ends[0]) / (len(ends) - 1)

@@ -1,0 +1,272 @@
+"""What `ray_apr doctor RUN_DIR` says of made-up runs, whose faults are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_apr.cli.main import main
+from ray_apr.config import PartialRolloutConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.diagnosis import findings, limit_of, shares_of
+from ray_apr.tools.report.load import RunData
+from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
+from ray_apr.tools.simulator.measured import trace_of
+from ray_apr.tools.simulator.of_run import cluster_of, estimate, fitted
+from ray_apr.tools.simulator.study import study
+from tests.fakes import step_row
+
+NUM_STEPS = 24
+GROUPS, SIZE = 8, 4
+
+
+def run_of(
+    *,
+    waits: float = 0.0,
+    generates: float = 1.0,
+    paused: float = 0.0,
+    placement: str = "disaggregated",
+    rows: list[dict[str, Any]] | None = None,
+    samples: list[dict[str, Any]] | None = None,
+    **final: Any,
+) -> RunData:
+    """A run of steps of 10 s, in each of which the parts do so much of the time."""
+    timeline, steps = [], []
+    for k in range(NUM_STEPS):
+        start = 10.0 * k
+        spans = [
+            ("trainer", "wait", 0.0, waits),
+            ("trainer", "train", waits, 1.0),
+            *(
+                (f"engine-{i}", what, *span)
+                for i in range(2)
+                for what, span in {
+                    "generate": (0.0, generates),
+                    "paused": (generates, generates + paused),
+                }.items()
+            ),
+        ]
+        timeline += [
+            {"actor": actor, "what": what, "start_s": start + 10 * begin, "end_s": start + 10 * end}
+            for actor, what, begin, end in spans
+        ]
+        steps.append(step_row(k, time_s=start + 10.0))
+    config = PartialRolloutConfig.preset("apr")
+    return RunData(
+        path=Path("runs/made-up"),
+        config={
+            "rollout": {
+                "num_replicas": 2, "group_size": SIZE, "reward": {"concurrency": 16},
+                "engine": {"placement": placement, "kwargs": {"max_num_seqs": 64}},
+            },
+            "partial_rollout": {"mode": "apr", "max_staleness": config.max_staleness},
+            "train": {"batch_size": GROUPS * SIZE},
+            "scaling": {"num_workers": 1},
+        },
+        steps=[row | change for row, change in zip(steps, rows or [{}] * NUM_STEPS, strict=True)],
+        samples=samples or [],
+        timeline=timeline,
+        evaluations=[],
+        final={"setup_s": 0.0, "wall_s": 10.0 * NUM_STEPS} | final,
+    )  # fmt: skip
+
+
+def said(run: RunData) -> str:
+    return "\n".join(f"{found.what} -> {found.remedy}" for found in findings(run))
+
+
+def test_shares_are_those_of_the_spans():
+    shares = shares_of(run_of(waits=0.25, generates=0.5, paused=0.125))
+    assert (shares.waits, shares.trains) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert (shares.generates, shares.paused) == (pytest.approx(0.5), pytest.approx(0.125))
+    assert shares.idle == pytest.approx(0.375)
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit", "remedy"),
+    [
+        ({"waits": 0.5}, "engines", "more engines (rollout.num_replicas)"),
+        ({"generates": 0.5}, "trainer", "more train workers (scaling.num_workers)"),
+        ({"waits": 0.5, "generates": 0.5}, "neither", "the longest responses of a batch"),
+        ({"waits": 0.05, "generates": 0.95}, "both", None),
+        (
+            {"waits": 0.5, "generates": 0.5, "placement": "colocated"},
+            "neither",
+            "rollout.engine.placement: disaggregated",
+        ),
+    ],
+)
+def test_who_waits_says_what_to_change(parts, limit, remedy):
+    run = run_of(**parts)
+    assert limit_of(shares_of(run)) == limit
+    assert said(run) == "" if remedy is None else remedy in said(run)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"inflight": 2, "unscored": 30}, "30 samples wait for their reward"),
+        ({"inflight": 2, "stepping": 30}, "30 samples wait for their environment"),
+        ({"limited_by": "max_staleness is reached"}, "larger partial_rollout.max_staleness,"),
+        ({"limited_by": None}, "the longest responses"),
+    ],
+)
+def test_where_both_wait_the_rows_say_for_what(row, text):
+    assert text in said(run_of(waits=0.5, generates=0.5, rows=[row] * NUM_STEPS))
+
+
+def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
+    run = run_of(
+        generates=0.8,
+        paused=0.2,
+        tokens_generated=1000,
+        tokens_discarded={"stale": 300, "masked": 10, "shutdown": 50},
+        setup_s=200.0,
+    )
+    found = findings(run)
+    assert [round(finding.share, 2) for finding in found] == sorted(
+        (round(finding.share, 2) for finding in found), reverse=True
+    )
+    text = said(run)
+    assert "weight syncs stop the engines 20% of the time" in text
+    assert "30% of the generated tokens were discarded: stale" in text
+    assert "the start took 200 of 240 s" in text and "masked" not in text
+    assert "5% of the generated tokens were discarded: shutdown -> none" in text
+
+
+def test_samples_that_teach_little_are_told():
+    samples = [
+        {
+            "step": k, "group_id": f"g{k}", "reward": float(k == 0 and i == 0),
+            "num_tokens": 10, "finish_reason": "length" if i else "stop",
+            "staleness": 0, "num_interruptions": 0,
+        }
+        for k in range(4)
+        for i in range(4)
+    ]  # fmt: skip
+    text = said(run_of(samples=samples))
+    assert "in 75% of the trained groups all samples have the same reward" in text
+    assert "75% of the trained responses were cut" in text
+
+
+def test_a_run_of_few_steps_is_refused():
+    run = run_of()
+    with pytest.raises(ConfigError, match="has 3 steps, of which nothing can be said yet"):
+        shares_of(dataclasses.replace(run, steps=run.steps[:3]))
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)], (1.0, 2.0)),
+        ([(2.0, 5.0), (2.0, 7.0)], (6.0, 0.0)),
+        ([(1.0, 5.0), (2.0, 3.0)], (4.0, 0.0)),
+        ([(1.0, 1.0), (3.0, 9.0)], (0.5, 2.25)),
+    ],
+)
+def test_a_line_is_fitted_that_a_machine_can_have(points, line):
+    assert fitted(points) == pytest.approx(line)
+
+
+# -- estimates -------------------------------------------------------------------------------------
+
+ENGINE = EngineConfig(
+    decode_base_s=0.02, decode_per_sequence_s=0.001, decode_per_context_token_s=0.0,
+    kv_capacity_tokens=1 << 40, max_sequences=64, prefill_tokens_per_s=float(1 << 40),
+)  # fmt: skip
+
+
+def simulated(trainer: TrainerConfig) -> tuple[RunData, ClusterConfig]:
+    """A run whose times are those of a simulated one on a known machine, and that machine."""
+    samples = [
+        {
+            "step": k, "group_id": f"g{k}-{g}", "reward": 1.0, "num_prompt_tokens": 10,
+            "num_tokens": 20 + 37 * (7 * k + 3 * g + i) % 200, "staleness": 0,
+            "num_interruptions": 0,
+        }
+        for k in range(NUM_STEPS) for g in range(GROUPS) for i in range(SIZE)
+    ]  # fmt: skip
+    cluster = ClusterConfig(
+        gpus=3, rollout_gpus=2, engine=ENGINE, trainer=trainer, weight_sync_s=0.1,
+        reward_workers=16, batch=BatchConfig(prompts=GROUPS, group_size=SIZE), steps=NUM_STEPS,
+    )  # fmt: skip
+    run = run_of(samples=samples)
+    ends = study(trace_of(run), cluster, PartialRolloutConfig.preset("apr")).outcome.step_ends
+    rows, tokens, busy_s, request_s = [], 0.0, 0.0, 0.0
+    for k, end in enumerate(ends):
+        running, seconds = 20 + k % 9, 10.0
+        busy_s, request_s = busy_s + seconds, request_s + seconds * running
+        decode_s = ENGINE.decode_base_s + ENGINE.decode_per_sequence_s * running
+        tokens += seconds * running / decode_s
+        num_tokens = 3000 + 100 * (k % 7)
+        step_s = trainer.step_overhead_s + num_tokens / trainer.tokens_per_s_per_gpu
+        rows.append(
+            {
+                "time_s": end, "engines_busy_s": busy_s, "engines_request_s": request_s,
+                "tokens_generated": tokens, "num_tokens": num_tokens, "trainer_step_s": step_s,
+                "generation_stopped_s": 0.1,
+            }
+        )  # fmt: skip
+    steps = [row | change for row, change in zip(run.steps, rows, strict=True)]
+    return dataclasses.replace(run, steps=steps), cluster
+
+
+SLOW = TrainerConfig(tokens_per_s_per_gpu=800.0, step_overhead_s=0.5)
+FAST = TrainerConfig(tokens_per_s_per_gpu=80000.0, step_overhead_s=0.01)
+
+
+@pytest.mark.parametrize("trainer", [SLOW, FAST])
+def test_the_machine_of_a_run_is_found_in_its_rows(trainer):
+    run, cluster = simulated(trainer)
+    found = cluster_of(run)
+    assert found.engine.decode_base_s == pytest.approx(ENGINE.decode_base_s)
+    assert found.engine.decode_per_sequence_s == pytest.approx(ENGINE.decode_per_sequence_s)
+    assert found.trainer.tokens_per_s_per_gpu == pytest.approx(trainer.tokens_per_s_per_gpu)
+    assert found.trainer.step_overhead_s == pytest.approx(trainer.step_overhead_s, abs=1e-3)
+    assert dataclasses.replace(
+        found, engine=cluster.engine, trainer=trainer, notes=""
+    ) == dataclasses.replace(cluster, weight_sync_s=found.weight_sync_s)
+
+
+@pytest.mark.parametrize(("trainer", "first"), [(SLOW, "a train worker"), (FAST, "an engine more")])
+def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
+    guess = estimate(simulated(trainer)[0])
+    assert abs(guess.off) < 0.02
+    assert first in guess.changes[0].what and guess.changes[0].gain > 0.2
+    assert [change.gain for change in guess.changes] == sorted(
+        (change.gain for change in guess.changes), reverse=True
+    )
+    useless = "an engine more (" if trainer is SLOW else "a train worker more"
+    assert abs(next(c.gain for c in guess.changes if useless in c.what)) < 0.03
+
+
+def test_a_simulation_that_is_far_off_gives_no_estimates():
+    run, _ = simulated(FAST)
+    slower = [row | {"time_s": 2 * row["time_s"]} for row in run.steps]
+    guess = estimate(dataclasses.replace(run, steps=slower))
+    assert guess.off == pytest.approx(-0.5, abs=0.02) and not guess.changes
+
+
+def test_a_run_that_takes_turns_or_is_short_gets_no_estimate():
+    with pytest.raises(ConfigError, match="take turns on their GPUs"):
+        cluster_of(run_of(placement="colocated"))
+    run, _ = simulated(FAST)
+    with pytest.raises(ConfigError, match=r"too few steps for an estimate \(7\); it takes 8"):
+        cluster_of(dataclasses.replace(run, steps=run.steps[:7]))
+
+
+def test_the_command_shows_shares_findings_and_estimates(tmp_path, capsys):
+    run, _ = simulated(SLOW)
+    tables = {"metrics": run.steps, "samples": run.samples, "timeline": run.timeline}
+    for name, rows in tables.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, values in (("config", run.config), ("final", run.final)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path.name}, {NUM_STEPS} steps" in out and "trainer   trains" in out
+    assert "the run as it was: " in out and "steps in a time: a train worker more" in out
