@@ -221,7 +221,9 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     os.environ.setdefault(_TRAIN_STATE, "1")
     signals = StopSignals()
     with signals.listen():
-        _init_ray(settings.ray, settings.run_dir.name)
+        dashboard = _init_ray(settings.ray, settings.run_dir.name)
+        if progress is not None and dashboard:
+            progress(f"dashboard: http://{dashboard}")
         try:
             with signals.listen():  # `ray.init` has set a handler of its own
                 trainer.fit(progress=progress)
@@ -322,8 +324,8 @@ def joined_address(settings: RaySettings) -> str | None:
     return None if address == "local" else address
 
 
-def _init_ray(settings: RaySettings, run: str = "") -> None:
-    """Start a cluster, or join one.
+def _init_ray(settings: RaySettings, run: str = "") -> str | None:
+    """Start a cluster, or join one; returns where its dashboard is, if it has one.
 
     Args:
         settings: Which one.
@@ -340,13 +342,14 @@ def _init_ray(settings: RaySettings, run: str = "") -> None:
     local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
     try:
         _reach(joined)
-        ray.init(
+        context = ray.init(
             address=joined or "local",
             namespace=settings.namespace,
             log_to_driver=False,
             job_config=JobConfig(metadata=metadata),
             **local,
         )
+        return context.dashboard_url or None
     except OSError as error:  # among them ConnectionError, which Ray raises
         remedy = f"no Ray cluster can be joined there: {error}"
         raise ConfigError("ray.address", joined, remedy) from error

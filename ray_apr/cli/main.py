@@ -132,7 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     installed.set_defaults(command=_dashboard_install)
 
-    doctor = commands.add_parser("doctor", help="check whether this machine can run ray_apr")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check whether this machine can run ray_apr; of a run, say what holds it back",
+    )
+    doctor.add_argument(
+        "run", metavar="RUN_DIR", type=Path, nargs="?", help="a run, also one that goes on"
+    )
     doctor.set_defaults(command=_doctor)
     return parser
 
@@ -198,11 +204,17 @@ def _resume(args: argparse.Namespace) -> int:
 def _run(settings: RunSettings) -> int:
     """Show the plan, train, and make the report."""
     from ray_apr.cli.launch import make_plan, run_training
+    from ray_apr.cli.quiet import RAY_LOG, ray_lines_in
 
-    began_at = time.monotonic()
+    began_at, log = time.monotonic(), settings.run_dir / RAY_LOG
     show(_plan_text(make_plan(settings)) + "\n")
-    with _report_at_end(settings.run_dir):
+    is_verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
+    with _report_at_end(settings.run_dir), contextlib.ExitStack() as quiet:
+        if not is_verbose:
+            quiet.enter_context(ray_lines_in(log))
         run_training(settings, progress=show)
+    if not is_verbose:
+        show(f"ray:     {log}")
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
     show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK
@@ -283,6 +295,10 @@ def _dashboard_install(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        from ray_apr.cli.reading import diagnose
+
+        return diagnose(args.run)
     from ray_apr.cli.doctor import run_checks
 
     num_problems = 0

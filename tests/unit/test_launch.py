@@ -25,14 +25,20 @@ from tests.run_specs import run_spec
 def inits(monkeypatch):
     """Arguments of each `ray.init`."""
     seen: list[dict] = []
-    monkeypatch.setattr(ray, "init", lambda **kwargs: seen.append(kwargs))
+
+    def init(**kwargs):
+        seen.append(kwargs)
+        return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return seen
 
 
 @pytest.mark.parametrize("address", [None, "local"])
 def test_a_run_starts_its_own_cluster_although_one_runs_here(inits, address):
-    launch._init_ray(RaySettings(address=address, num_cpus=5))
+    url = launch._init_ray(RaySettings(address=address, num_cpus=5))
+    assert url == "127.0.0.1:8265"
     assert (inits[0]["address"], inits[0]["num_cpus"]) == ("local", 5)
 
 

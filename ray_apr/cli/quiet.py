@@ -1,0 +1,67 @@
+"""Ray's own lines of a run are in a file of its folder, so that a terminal shows the run's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+RAY_LOG = "ray.log"
+_LOGGERS = ("ray", "ray.data", "ray.serve")
+"""Those with a handler of their own for the terminal."""
+_OUR_DOING = "Progress bars disabled"
+"""Begin of what Ray Data warns of here."""
+
+
+class _InFolder(logging.FileHandler):
+    """Makes the folder with the first line: a run that is refused has none."""
+
+    def _open(self) -> io.TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+@contextlib.contextmanager
+def ray_lines_in(file: Path) -> Iterator[None]:
+    """Have what Ray says go to a file, and to the terminal from warnings on, without progress bars
+    of Ray Data.
+
+    Args:
+        file: It grows.
+    """
+    import ray.data
+    import ray.serve
+
+    kept = _InFolder(file, delay=True, encoding="utf-8")
+    kept.setLevel(logging.INFO)
+    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    shown = [
+        (handler, handler.level)
+        for logger in loggers
+        for handler in logger.handlers
+        if not isinstance(handler, logging.FileHandler)
+    ]
+    context = ray.data.DataContext.get_current()
+    has_bars, context.enable_progress_bars = context.enable_progress_bars, False
+    for logger in loggers:
+        logger.addHandler(kept)
+    for handler, level in shown:
+        handler.setLevel(max(level, logging.WARNING))
+        handler.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        for handler, level in shown:
+            handler.setLevel(level)
+            handler.removeFilter(_is_news)
+        for logger in loggers:
+            logger.removeHandler(kept)
+        kept.close()
+        context.enable_progress_bars = has_bars
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_OUR_DOING)

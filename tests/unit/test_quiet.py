@@ -1,0 +1,38 @@
+"""What Ray says of a run is in a file, and warnings are in both places."""
+
+from __future__ import annotations
+
+import logging
+
+import ray.data
+import ray.serve
+
+from ray_apr.cli.quiet import ray_lines_in
+
+
+def handlers():
+    names = ("ray", "ray.data", "ray.serve")
+    return [(h, h.level) for name in names for h in logging.getLogger(name).handlers]
+
+
+def test_rays_lines_go_to_a_file_and_warnings_to_the_terminal_too(tmp_path, capfd):
+    file, before = tmp_path / "run" / "ray.log", handlers()
+    context = ray.data.DataContext.get_current()
+    had_bars = context.enable_progress_bars
+    with ray_lines_in(file):
+        assert not context.enable_progress_bars
+        assert not file.exists(), "no line, no folder"
+        for name in ("ray.data.x", "ray.serve", "ray._private.worker"):
+            logging.getLogger(name).info("a word of %s", name)
+            logging.getLogger(name).warning("a warning of %s", name)
+        logging.getLogger("ray.data.x").debug("a detail")
+        logging.getLogger("ray.data.x").warning("Progress bars disabled. To enable, set ...")
+    for name in ("ray.data.x", "ray.serve", "ray._private.worker"):
+        logging.getLogger(name).info("later, of %s", name)
+    err = capfd.readouterr().err
+    text = file.read_text()
+    for name in ("ray.data.x", "ray.serve", "ray._private.worker"):
+        assert text.count(f"a word of {name}\n") == 1 and f"a word of {name}" not in err
+        assert f"a warning of {name}" in text and f"later, of {name}" not in text
+    assert "a detail" not in text and "Progress bars" in text and "Progress bars" not in err
+    assert handlers() == before and context.enable_progress_bars == had_bars
