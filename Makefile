@@ -46,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart test test-long test-unit architectures chaos resumes soak load fuzz-http check-deploy check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart wheel test test-long test-unit architectures chaos resumes soak load fuzz-http check-deploy check-versions lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -58,6 +58,11 @@ setup-dev: $(DEV) ## the same, and the tools for tests and lint
 
 quickstart: $(RUNTIME) ## train a tiny model on two CPU cores; ends in a report
 	@exec $(PY) -m ray_apr train examples/arithmetic/quickstart.yaml $(ARGS)
+
+wheel: $(RUNTIME) ## build dist/*.whl, to be installed anywhere (`ray-apr init` starts a project)
+	@rm -rf build dist
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+	ls dist/*.whl
 
 test: $(DEV) ## run the tests, in two processes, but for those of test-long
 	@exec $(PY) -m pytest $(TWO) $(ARGS)

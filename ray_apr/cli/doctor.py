@@ -136,7 +136,7 @@ def check_cpu_build(version_of: Callable[[str], str | None]) -> Check:
         name=name,
         ok=not wrong,
         seen=f"{', '.join(wrong)} beside torch {torch}" if wrong else "no CUDA build beside torch",
-        remedy=f"they break `import vllm`: pip uninstall -y {packages}",
+        remedy=f"models do not load beside them: pip uninstall -y {packages}",
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ray_apr train | resume | report | samples | verify | ...``.
+"""The command line: ``python -m ray_apr init | train | resume | report | samples | verify | ...``.
 
 Also installed as ``ray-apr``.
 
@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 _TRAIN_EXAMPLE = """\
 example:
-  python -m ray_apr train examples/arithmetic/quickstart.yaml --set train.steps=10 --dry-run
+  python -m ray_apr init my-run
+  python -m ray_apr train my-run/run.yaml --set train.steps=10 --dry-run
 """
 
 
@@ -75,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, show tracebacks")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    init = commands.add_parser("init", help="write a starter project: settings, reward, prompts")
+    init.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
+    init.set_defaults(command=_init)
 
     train = commands.add_parser(
         "train",
@@ -171,6 +177,16 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="replace one setting, e.g. train.steps=10 or mode=sync; may be repeated",
     )
+
+
+def _init(args: argparse.Namespace) -> int:
+    from ray_apr.cli.init import write_starter
+
+    names = write_starter(args.folder)
+    show(f"wrote {', '.join(names)}; next:\n")
+    show(f"  cd {shlex.quote(str(args.folder))}")
+    show("  ray-apr train run.yaml --dry-run\n  ray-apr train run.yaml")
+    return EXIT_OK
 
 
 def _train(args: argparse.Namespace) -> int:
