@@ -46,7 +46,7 @@ else ifneq ($(wildcard $(INCOMPLETE)),)
 REMAKE := remake
 endif
 
-.PHONY: help setup setup-dev quickstart wheel test test-long test-unit architectures chaos resumes soak load fuzz-http check-deploy check-versions lint format clean distclean remake
+.PHONY: help setup setup-dev quickstart wheel test test-long test-unit architectures chaos resumes soak load fuzz-http check-deploy check-versions docs lint format clean distclean remake
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.x]"
@@ -104,6 +104,10 @@ check-versions: $(DEV) ## names used of Ray's and vLLM's insides, in other versi
 		printf '==> %s\n' $$version
 		PYTHONPATH=$$folder:$(CURDIR) $(PY) -m pytest -q tests/versions $(ARGS)
 	done
+
+docs: $(DEV) ## write the pages as a site into build/docs/; a warning is an error
+	@$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees -b html $(ARGS) . build/docs
+	echo "build/docs/index.html"
 
 lint: $(DEV) ## check style, types and layers
 	@rc=0
