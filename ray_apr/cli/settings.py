@@ -125,6 +125,7 @@ class RaySettings:
     address that one. None joins that of the environment variable RAY_ADDRESS, as inside of a Ray
     job, and starts one where there is none."""
     namespace: str = "ray_apr"
+    """Of Ray, in which the run's actors have their names."""
 
     def __post_init__(self) -> None:
         _require_at_least("ray.num_cpus", self.num_cpus, 1)

@@ -132,6 +132,7 @@ class AlgorithmConfig:
     ``rollout.max_response_tokens`` the reward falls linearly, by `overlong_penalty` at the limit.
     None punishes no length."""
     overlong_penalty: float = 1.0
+    """What the soft overlong punishment takes off the reward at the limit."""
     overlong_filter: bool = False
     """DAPO's overlong filtering (2503.14476, section 3.4): responses that ended at the limit, of
     tokens or of turns, are left out of the loss, with KL and entropy. Their rewards still count for

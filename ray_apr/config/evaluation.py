@@ -23,6 +23,7 @@ class EvaluationConfig:
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
+    """Tokens are drawn from the likeliest that have this probability together."""
     max_response_tokens: int | None = None
     """Budget of a response; None takes that of the rollouts."""
     max_inflight: int = 32

@@ -26,10 +26,13 @@ class WandbConfig:
     """A run of Weights & Biases; what it needs of secrets it reads from its own variables."""
 
     project: str = "ray_apr"
+    """Where the run is listed."""
     entity: str | None = None
     """User or team; None: the default of the account."""
     group: str | None = None
+    """Runs of one group are shown together."""
     tags: tuple[str, ...] = ()
+    """Words to find the run by."""
     mode: _Mode = "online"
     """offline: into the run folder, for ``wandb sync``."""
 
@@ -47,6 +50,7 @@ class MLflowConfig:
     tracking_uri: str | None = None
     """A server, ``sqlite:///file.db``, or a folder; None: ``MLFLOW_TRACKING_URI``."""
     experiment: str = "ray_apr"
+    """Where the run is listed."""
 
     def __post_init__(self) -> None:
         _needs("mlflow", "trackers.mlflow", self)
@@ -76,8 +80,11 @@ class TrackersConfig:
     and tables of samples. Mappings of settings will do."""
 
     wandb: WandbConfig | None = None
+    """Weights & Biases; null: without."""
     mlflow: MLflowConfig | None = None
+    """MLflow; null: without."""
     tensorboard: TensorBoardConfig | None = None
+    """TensorBoard; null: without. An empty mapping takes the defaults."""
     samples_every: int = 10
     """Steps from one table of samples to the next; 0 makes none. Needs `train.save_samples`."""
     samples_each: int = 16

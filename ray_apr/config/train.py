@@ -49,6 +49,7 @@ class LoRAConfig:
     """
 
     rank: int = 16
+    """Of the two factors that an adapter is the product of."""
     alpha: float = 32.0
     """What an adapter adds is scaled by alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -92,12 +93,18 @@ class TrainConfig:
     """Times that each batch is trained, its mini-batches in the same order; the same holds for all
     of its optimizer steps, and the learning rate is that of the batch."""
     learning_rate: float = 1e-6
+    """Of AdamW, once warmed up."""
     lr_schedule: Schedule = "constant"
+    """What the learning rate does after the warm-up: it stays, or falls to 0 at `steps`, as a line
+    or half a cosine wave."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's."""
     eps: float = 1e-8
+    """AdamW's."""
     weight_decay: float = 0.0
+    """AdamW's."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = 16384
