@@ -104,7 +104,7 @@ class TrainConfig:
     eps: float = 1e-8
     """AdamW's."""
     weight_decay: float = 0.0
-    """AdamW's."""
+    """AdamW's; norms and biases are left alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = 16384

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import ray_apr
+from ray_apr import rewards
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted(
@@ -59,6 +62,13 @@ def test_pages_name_results_that_exist(page: Path) -> None:
 def test_every_page_of_docs_is_in_its_index() -> None:
     listed = {link.partition("#")[0] for link in LINK.findall(text_of(ROOT / "docs/index.md"))}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= listed
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    names = [f"ray_apr.{name}" for name in ray_apr.__all__]
+    names += [f"ray_apr.rewards.{name}" for name in rewards.__all__]
+    told = re.findall(r"^\| `([\w.]+)` \|", text_of(ROOT / "docs/api.md"), re.MULTILINE)
+    assert [name for name in names if name not in told] == []
 
 
 def test_the_readme_is_short() -> None:
