@@ -46,6 +46,7 @@ class APRTrainer(RunOptions):
             it is quick and runs in the rollout worker. None keeps all.
         evaluation_prompts: Held-out rows like those of `prompts`, on which the policy is evaluated
             beside the run, with the same reward; None evaluates nothing.
+        prompts_config: What becomes of prompts that are too long.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.

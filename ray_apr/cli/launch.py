@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.cli.settings import PromptsSettings, RaySettings, RunSettings
-from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
+from ray_apr.cli.prompt_files import read_prompts
+from ray_apr.cli.settings import RaySettings, RunSettings
+from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -32,6 +33,7 @@ _PREVIEW_LIMIT_S = 60.0
 _REACH_LIMIT_S = 10.0
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
+_TOO_LONG = {"error": "an error", "drop": "left out, and counted"}
 _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -51,6 +53,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "model": settings.model,
             "prompts": settings.prompts.path,
             "first prompts only": settings.prompts.limit or "no, all of them",
+            "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],
             "reward": settings.reward or "given by the environment",
             "group filter": settings.group_filter or "none: every scored group is trained",
             "environment": settings.environment or "none: every response is one turn",
@@ -122,27 +125,6 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def read_prompts(prompts: PromptsSettings) -> PromptRows:
-    """Read the prompts file.
-
-    Raises:
-        ConfigError: If it is broken; names the first line or row that is no JSON object.
-    """
-    import pyarrow.parquet
-
-    from ray_apr.data.rows import PromptRows
-
-    if not prompts.path.endswith(".parquet"):
-        # read_json guesses types: an answer "007" would come out as the number 7
-        return PromptRows(read_json_rows(Path(prompts.path))[: prompts.limit])
-    try:
-        table = pyarrow.parquet.read_table(prompts.path)
-    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
-        remedy = f"cannot be read: {' '.join(str(error).split())}"
-        raise ConfigError("prompts", prompts.path, remedy) from error
-    return PromptRows(table if prompts.limit is None else table.slice(0, prompts.limit))
-
-
 def dry_run(settings: RunSettings) -> list[str]:
     """Check what a run would check, and all of its prompts; start nothing.
 
@@ -152,7 +134,8 @@ def dry_run(settings: RunSettings) -> list[str]:
         settings: Of the run.
 
     Returns:
-        Warnings: what could not be looked at here, characters that the tokenizer does not know.
+        Warnings: what could not be looked at here, prompts that are left out, characters that the
+        tokenizer does not know.
 
     Raises:
         ConfigError: What the run would refuse.
@@ -187,6 +170,7 @@ def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
             name=name,
             column=spec.rollout.prompt_column,
             max_prompt_tokens=max_prompt_tokens,
+            drops_too_long=name == "prompts" and spec.prompts.on_too_long == "drop",
             limit_s=_PREVIEW_LIMIT_S,
         )
     ]
@@ -292,6 +276,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
         environment=environment,
         reward=functions["reward"],
         group_filter=functions["group_filter"],
+        prompts_config=settings.prompts,
         rollout_config=rollout,
         partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ray_apr.cli.user_files import check_code, check_prompts
+from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, prompts_of
+from ray_apr.cli.user_files import check_code
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -29,27 +30,13 @@ from ray_apr.config import (
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.trackers import TrackersConfig
-from ray_apr.config.yaml import check_types, read_yaml, set_override
-from ray_apr.core.checks import from_mapping
+from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of, set_override
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 from ray_apr.run.model import check_model
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptsSettings:
-    """Where the prompts come from."""
-
-    path: str
-    """A .parquet, .jsonl or .json file; relative to the YAML file."""
-    limit: int | None = None
-    """Take only the first rows; None takes all."""
-
-    def __post_init__(self) -> None:
-        _require_at_least("prompts.limit", self.limit, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +165,7 @@ class RunSettings(Sections):
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     group_filter: str | None
     """Like `reward`."""
-    evaluation_prompts: PromptsSettings | None
+    evaluation_prompts: PromptFile | None
     """With an absolute path; what is evaluated."""
     objective: Mapping[str, Any]
     """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
@@ -247,13 +234,14 @@ def _build(
     path: Path, values: Mapping[str, Any], now_s: float | None, command: Command
 ) -> RunSettings:
     sections = {
-        name: _section(name, cls, values.get(name))
+        name: section_of(name, cls, values.get(name))
         for name, cls in _SECTIONS.items()
         if name not in _PRESET_SECTIONS
     }
     sections["partial_rollout"], rules = _partial_rollout(values, path.parent)
     sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
-    evaluation, held_out = _evaluation(values, path.parent, sections["rollout"].prompt_column)
+    column = sections["rollout"].prompt_column
+    evaluation, held_out = _evaluation(values, path.parent, column)
     code = {name: values[name] for name in _CODE if values.get(name) is not None}
     for name, value in {"model": values["model"], **code}.items():
         if not isinstance(value, str):
@@ -264,7 +252,7 @@ def _build(
         check_code("rollout.engine.factory", factory, path.parent)
     if ":" in sections["train"].weight_transport:
         check_code("train.weight_transport", sections["train"].weight_transport, path.parent)
-    prompts = _prompts(values["prompts"], path.parent, sections["rollout"].prompt_column)
+    prompts = prompts_of("prompts", PromptsSettings, values["prompts"], path.parent, column)
     if sections["run"].name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
         name = f"{path.stem}-{sections['partial_rollout'].mode}-{stamp}"
@@ -293,39 +281,17 @@ def _of_user(*args: Any, **kwargs: Any) -> None:
     """Stands for code that the file names and that is not imported yet."""
 
 
-def _section(name: str, cls: type, given: Any) -> Any:
-    values = _mapping(name, given)
-    _check_section(name, cls, values)
-    return from_mapping(cls, name, values)
-
-
-def _check_section(name: str, cls: type, values: Mapping[str, Any]) -> None:
-    names = [f.name for f in dataclasses.fields(cls)]
-    for key, value in values.items():
-        if key not in names:
-            raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
-    check_types(cls, name, values)
-
-
-def _mapping(name: str, given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(name, given, "must be a section of `key: value` lines")
-    return dict(given)
-
-
 def _partial_rollout(
     values: Mapping[str, Any], base_dir: Path
 ) -> tuple[PartialRolloutConfig, dict[str, str]]:
     """The section, and the rules of the user's that it names."""
-    section = _mapping("partial_rollout", values.get("partial_rollout"))
+    section = as_mapping("partial_rollout", values.get("partial_rollout"))
     if "mode" in section:
         raise ConfigError(
             "partial_rollout.mode", section["mode"], "write `mode:` at the top level instead"
         )
     rules = _take_code("partial_rollout", ("admission", "resume_order"), section, base_dir)
-    _check_section("partial_rollout", PartialRolloutConfig, section)
+    check_section("partial_rollout", PartialRolloutConfig, section)
     mode = values.get("mode", "apr")
     if not isinstance(mode, str):
         raise ConfigError("mode", mode, f"must be one of {', '.join(get_args(Mode))}")
@@ -345,12 +311,12 @@ def _take_code(
 
 def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, Any]]:
     """The section; and the functions of the user's that it names, with their arguments."""
-    section = _mapping("algorithm", given)
+    section = as_mapping("algorithm", given)
     preset = section.pop("preset", None)
     named = _take_code("algorithm", ("advantage", "loss", "correction"), section, base_dir)
     given_by_name = {f"{key}_kwargs" for key in named} & section.keys()
     objective = {**named, **{key: section.pop(key) for key in given_by_name}}
-    _check_section("algorithm", AlgorithmConfig, section)
+    check_section("algorithm", AlgorithmConfig, section)
     if preset is None:
         return AlgorithmConfig(**section), objective
     return AlgorithmConfig.preset(preset, **section), objective
@@ -358,21 +324,13 @@ def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, A
 
 def _evaluation(
     values: Mapping[str, Any], base_dir: Path, column: str
-) -> tuple[EvaluationConfig | None, PromptsSettings | None]:
+) -> tuple[EvaluationConfig | None, PromptFile | None]:
     """The section, and the held-out prompts that it names."""
     if values.get("evaluation") is None:
         return None, None
-    section = _mapping("evaluation", values["evaluation"])
+    section = as_mapping("evaluation", values["evaluation"])
     given = section.pop("prompts", None)
     if given is None:
         raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
-    config: EvaluationConfig = _section("evaluation", EvaluationConfig, section)
-    return config, _prompts(given, base_dir, column)
-
-
-def _prompts(given: Any, base_dir: Path, column: str) -> PromptsSettings:
-    values = {"path": given} if isinstance(given, str) else _mapping("prompts", given)
-    if values.get("path") is None:
-        raise ConfigError("prompts.path", None, "is missing; give a .parquet, .jsonl or .json file")
-    settings = _section("prompts", PromptsSettings, values)
-    return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))
+    config: EvaluationConfig = section_of("evaluation", EvaluationConfig, section)
+    return config, prompts_of("evaluation.prompts", PromptFile, given, base_dir, column)

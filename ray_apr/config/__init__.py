@@ -14,6 +14,7 @@ from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.http import HttpConfig
 from ray_apr.config.journal import JournalConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig
+from ray_apr.config.prompts import OnTooLong, PromptsConfig
 from ray_apr.config.reward import RewardConfig
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.sampling import SamplingConfig
@@ -33,7 +34,9 @@ __all__ = [
     "LoRAConfig",
     "Mode",
     "OnStale",
+    "OnTooLong",
     "PartialRolloutConfig",
+    "PromptsConfig",
     "RewardConfig",
     "RolloutConfig",
     "SamplingConfig",

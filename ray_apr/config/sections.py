@@ -9,6 +9,7 @@ from typing import Protocol
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
+from ray_apr.config.prompts import PromptsConfig
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.config.train import BufferConfig, TrainConfig
@@ -35,6 +36,7 @@ class Scaling(Protocol):
 class Sections:
     """The sections that YAML, `APRTrainer` and RLlib's config fill alike."""
 
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)

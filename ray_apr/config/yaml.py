@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import ConfigError
 
 
@@ -96,6 +97,48 @@ def set_override(values: dict[str, Any], text: str) -> None:
             raise ConfigError("--set", text, f"{where} is no section but {parent[part]!r}")
         parent = parent[part]
     parent[parts[-1]] = _parse(value, f"--set {key}")
+
+
+def as_mapping(name: str, given: Any) -> dict[str, Any]:
+    """A section as it is in a file; one without a line is empty.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(name, given, "must be a section of `key: value` lines")
+    return dict(given)
+
+
+def section_of(name: str, cls: type, given: Any) -> Any:
+    """Build the settings of a section.
+
+    Args:
+        name: Of the section.
+        cls: Class of its settings.
+        given: The section as it is in a file.
+
+    Raises:
+        ConfigError: For an unknown key, or a value that is wrong.
+    """
+    values = as_mapping(name, given)
+    check_section(name, cls, values)
+    return from_mapping(cls, name, values)
+
+
+def check_section(name: str, cls: type, values: Mapping[str, Any]) -> None:
+    """Check keys and types of a section.
+
+    Raises:
+        ConfigError: Names the first key that is unknown, or has a value of the wrong type.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in names:
+            raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
+    check_types(cls, name, values)
 
 
 def check_types(cls: type, section: str, values: Mapping[str, Any]) -> None:

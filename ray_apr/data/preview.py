@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ray_apr.data.prompts import check_lengths, encode_prompt
+from ray_apr.data.encoding import LengthLimit
+from ray_apr.data.prompts import encode_prompt
 from ray_apr.data.rows import PromptRows
 
 _AT_ONCE = 256
@@ -21,7 +22,8 @@ def preview(
     *,
     name: str,
     column: str,
-    max_prompt_tokens: int | None,
+    max_prompt_tokens: int,
+    drops_too_long: bool = False,
     limit_s: float,
 ) -> list[str]:
     """Encode the prompts, as many as the time allows.
@@ -31,7 +33,8 @@ def preview(
         tokenizer: That of the model.
         name: What messages call them.
         column: Name of the prompt column.
-        max_prompt_tokens: Longest prompt that leaves room for the response; None is not checked.
+        max_prompt_tokens: Longest prompt that leaves room for the response.
+        drops_too_long: Whether the run leaves longer ones out.
         limit_s: Time after which the rest is left out.
 
     Returns:
@@ -40,6 +43,7 @@ def preview(
     Raises:
         ConfigError: Names the first row that the run would refuse.
     """
+    limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long, name=name)
     end = time.monotonic() + limit_s
     lost: Counter[str] = Counter()
     warnings = []
@@ -54,11 +58,11 @@ def preview(
             encode_prompt(tokenizer, prompt, field=f"{name}[{start + i}].{column}")
             for i, prompt in enumerate(prompts)
         ]
-        if max_prompt_tokens is not None:
-            lengths = [len(ids) for ids in encoded]
-            check_lengths(lengths, max_prompt_tokens, column=column, first=start, name=name)
+        limit.fits([len(ids) for ids in encoded])
         for prompt, ids in zip(prompts, encoded, strict=True):
             lost.update(lost_characters(tokenizer, prompt, ids))
+    if said := limit.end():
+        warnings.append(said)
     if lost:
         shown = " ".join(repr(character) for character, _ in lost.most_common(_MOST_SHOWN))
         more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""

@@ -3,15 +3,14 @@
 Invariants:
     * The order of an epoch is a permutation drawn from (seed, epoch): `position` alone says which
       prompts were handed out, so that a run can go on where it stopped.
-    * Every prompt fits the model beside the whole response budget; what does not is an error
-      before anything is generated, never a truncated prompt.
+    * Prompts are those that `data.encoding` has let through: each fits the model beside the whole
+      response budget.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     import ray.data
 
 TOKEN_IDS = "__apr_prompt_token_ids"
-_REFUSAL = "__apr_refusal"
-"""Column of a table that stands for one with a prompt that was refused."""
+ROW = "__apr_row"
+"""Column with the row of the dataset, of tables from which rows were left out."""
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.json")
 
 
@@ -164,95 +163,6 @@ def check_dataset(
         )
 
 
-def encode_dataset(
-    dataset: ray.data.Dataset,
-    *,
-    model: str,
-    column: str,
-    max_prompt_tokens: int,
-    name: str | None = None,
-    num_prompts: int | None = None,
-) -> list[ray.ObjectRef]:
-    """Encode every prompt as a Ray Data stage and return the Arrow tables by reference, in the
-    order of the dataset: a run that goes on counts how many of them were handed out.
-
-    Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
-    last table, or its error.
-
-    Args:
-        dataset: Rows with `column` and whatever the reward reads.
-        model: Folder or hub id whose tokenizer is used.
-        column: Name of the prompt column.
-        max_prompt_tokens: Longest prompt that leaves room for the response budget.
-        name: What Ray Data calls it, in its metrics and its log.
-        num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
-
-    Raises:
-        ConfigError: If a prompt is too long, naming the first one; or there are not so many.
-    """
-
-    def encode(table: pa.Table) -> pa.Table:
-        tokenizer = load_tokenizer(model)
-        try:
-            ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
-        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
-            return pa.table({_REFUSAL: [pickle.dumps(error)]})
-        return table.append_column(TOKEN_IDS, pa.array(ids, pa.list_(pa.int64())))
-
-    import ray
-
-    encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
-    encoded.set_name(name)
-    options = encoded.context.execution_options  # the dataset's own ones, too
-    options.preserve_order, as_given = True, options.preserve_order
-    try:
-        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
-    finally:
-        options.preserve_order = as_given
-    first = 0
-    for ref in refs:
-        table: pa.Table = ray.get(ref)
-        if _REFUSAL in table.column_names:
-            raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
-        lengths = table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist()
-        check_lengths(lengths, max_prompt_tokens, column=column, first=first)
-        first += table.num_rows
-    if num_prompts not in (None, first):
-        raise ConfigError(
-            "prompts",
-            f"{first} rows",
-            f"the checkpoint was made with {num_prompts}, and counts which of them were handed "
-            "out; give the same dataset, or begin a new run with the checkpoint's model",
-        )
-    return refs
-
-
-def check_lengths(
-    lengths: Sequence[int], most: int, *, column: str, first: int = 0, name: str = "prompts"
-) -> None:
-    """Raise for the first prompt that leaves no room for the response.
-
-    Args:
-        lengths: Tokens of each prompt.
-        most: Longest prompt that leaves room.
-        column: Name of the prompt column.
-        first: Row of the first of them.
-        name: What an error calls the dataset.
-
-    Raises:
-        ConfigError: Names the row.
-    """
-    for row, length in enumerate(lengths, start=first):
-        if length > most:
-            raise ConfigError(
-                f"{name}[{row}].{column}",
-                f"{length} tokens",
-                f"at most {most} leave room for the response budget in the model's context; drop "
-                "such prompts, lower rollout.max_response_tokens, or raise "
-                "rollout.engine.max_model_len",
-            )
-
-
 def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
     """All prompts once, in the order of the dataset.
 
@@ -267,10 +177,10 @@ def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
 
 
 class RowNumbers:
-    """The order of the prompts: which row of the dataset each group's prompt is.
+    """The order of the prompts: which of them each group's prompt is, by its place among them.
 
     Args:
-        num_prompts: Rows of the dataset.
+        num_prompts: How many there are.
         seed: Together with the epoch it fixes the order, a permutation for each epoch.
     """
 
@@ -281,12 +191,12 @@ class RowNumbers:
         self._order = functools.lru_cache(maxsize=4)(self._order_of)
 
     def at(self, position: int) -> int:
-        """Row of the prompt at a position."""
+        """The prompt at a position."""
         epoch, offset = divmod(position, self._num_prompts)
         return int(self._order(epoch)[offset])
 
     def of(self, group_id: str) -> int:
-        """Row of the prompt of a group."""
+        """The prompt of a group."""
         return self.at(prompt_position(group_id, self._num_prompts))
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -329,12 +239,16 @@ class PromptSource:
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
         row: dict[str, Any] = self._table.slice(self._rows.at(position), 1).to_pylist()[0]
+        row.pop(ROW, None)
         ids = row.pop(TOKEN_IDS)
         return Prompt(prompt_id=prompt_id(epoch, offset), token_ids=tuple(ids), row=row)
 
     def index_of(self, group_id: str) -> int:
         """Row of the dataset that the prompt of a group is."""
-        return self._rows.of(group_id)
+        index = self._rows.of(group_id)
+        if ROW not in self._table.column_names:
+            return index
+        return int(self._table[ROW][index].as_py())
 
     def of(self, group_id: str) -> Prompt:
         """The prompt of a group, as often tried again as the group's id says."""

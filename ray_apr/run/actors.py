@@ -12,8 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
+from ray_apr.data.encoding import EncodedPrompts, encode_dataset
 from ray_apr.data.parts import PartName, nth_name
-from ray_apr.data.prompts import PromptSource, encode_dataset, held_out_prompts
+from ray_apr.data.prompts import PromptSource, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
@@ -46,9 +47,8 @@ class Actors:
         self._run_id = uuid.uuid4().hex[:8]
         self.handles: list[Any] = []
         """In the order in which they were made."""
-        self._tables: list[ray.ObjectRef] | None = None
-        """Of the prompts, once they are encoded."""
-        self._num_prompts = 0
+        self.prompts: EncodedPrompts | None = None
+        """Once they are encoded."""
         self.num_replicas = spec.rollout.num_replicas
         """Engines that those which are made from now on know."""
 
@@ -117,37 +117,34 @@ class Actors:
     ) -> tuple[Any, Any]:
         """Start the sample buffer and the rollout worker, which feeds it; returns both.
 
-        Waits for: the encoded prompts. Unblocked by: the object store, or the error of what it has
-        lost.
-
         Args:
             prompts: The dataset; of the first ones only.
             begin: Where they begin.
             recorder: Handle.
             generation: How many of them have died.
         """
-        if self._tables is None:
+        if self.prompts is None:
             known = begin.rollout
             num_prompts = None if known is None else known.num_prompts
-            self._tables = self._encode(prompts, "prompts", num_prompts)
-            self._num_prompts = sum(ray.get(table).num_rows for table in self._tables)
+            drops = self._spec.prompts.on_too_long == "drop"
+            self.prompts = self._encode(
+                prompts, "prompts", num_prompts=num_prompts, drops_too_long=drops
+            )
         journal = {
             "journal": journal_of(self._spec),
             "epoch": begin.epoch,
-            "header": header_of(self._spec) | {"num_prompts": self._num_prompts},
+            "header": header_of(self._spec) | {"num_prompts": self.prompts.num_prompts},
             "replayed": begin.replayed,
             "generation": generation,
         }
         buffer = self.make_buffer(recorder, **journal)
-        return buffer, self._make_worker(self._tables, begin, buffer, recorder, **journal)
+        return buffer, self._make_worker(self.prompts.tables, begin, buffer, recorder, **journal)
 
     @property
     def _rollout(self) -> RolloutConfig:
         return dataclasses.replace(self._spec.rollout, num_replicas=self.num_replicas)
 
-    def _encode(
-        self, prompts: ray.data.Dataset, what: str, num_prompts: int | None = None
-    ) -> list[ray.ObjectRef]:
+    def _encode(self, prompts: ray.data.Dataset, what: str, **expected: Any) -> EncodedPrompts:
         spec = self._spec
         wait_for_cpu(spec.rollout.engine.start_timeout_s)
         return encode_dataset(
@@ -156,7 +153,7 @@ class Actors:
             model=spec.model,
             column=spec.rollout.prompt_column,
             max_prompt_tokens=spec.max_prompt_tokens(),
-            num_prompts=num_prompts,
+            **expected,
         )
 
     def make_buffer(self, recorder: Any, **journal: Any) -> Any:
@@ -222,7 +219,7 @@ class Actors:
 
     def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
         """Start what evaluates the policy on held-out prompts."""
-        spec, tables = self._spec, self._encode(held_out, "held_out")
+        spec, tables = self._spec, self._encode(held_out, "held_out").tables
         rollout, reward, environment = spec.rollout, spec.reward, spec.environment
         return self.make(
             Evaluator,

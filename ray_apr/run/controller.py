@@ -357,6 +357,8 @@ class _Parts:
             stats: BufferStats | None = self._ask(side.buffer.stats.remote(), "sample buffer")
             steps: int | None = self._ask(self.recorder.num_steps.remote(), "recorder")
             final = final_figures(side.spec_now, summary, stats, steps, side.begin.before)
+            if self._actors.prompts is not None:
+                final["num_prompts_dropped"] = self._actors.prompts.num_dropped
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
             write_final(spec.folder, final, error)

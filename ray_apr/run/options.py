@@ -15,6 +15,7 @@ from ray_apr.config import (
     BufferConfig,
     EvaluationConfig,
     PartialRolloutConfig,
+    PromptsConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -49,6 +50,7 @@ class RunOptions:
     environment: Environment | None = None
     group_filter: GroupFilter | None = None
     evaluation_prompts: Prompts | None = None
+    prompts_config: PromptsConfig | None = None
     rollout_config: RolloutConfig | None = None
     partial_rollout_config: PartialRolloutConfig | None = None
     buffer_config: BufferConfig | None = None
@@ -93,6 +95,7 @@ class RunOptions:
             environment=self.environment,
             group_filter=self.group_filter,
             max_model_len=rollout.engine.max_model_len or context_of(model),
+            prompts=self.prompts_config or PromptsConfig(),
             rollout=rollout,
             partial_rollout=partial_rollout,
             buffer=self.buffer_config or BufferConfig(),

@@ -12,6 +12,7 @@ Invariants, kept by `replay_step`:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.staleness import next_version
+from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.prompts import RowNumbers, encode_prompt, load_tokenizer
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
@@ -280,20 +282,21 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
         ConfigError: If prompts are others than those of the run.
     """
     assert begin.replayed is not None and begin.rollout is not None, "the journal has the step"
-    if begin.rollout.num_prompts != len(prompts):
+    kept = _kept(spec, prompts)
+    if begin.rollout.num_prompts != len(kept):
         raise ConfigError(
             "prompts",
-            f"{len(prompts)} rows",
+            f"{len(kept)} rows",
             f"the run had {begin.rollout.num_prompts}; give the same ones",
         )
     plan = {n: groups for n, groups in begin.replayed.plan.items() if n <= step}
     wanted = [group for groups in plan.values() for group in groups]
     table = begin.samples.filter(pc.is_in(begin.samples["group_id"], pa.array(wanted)))
-    of_prompts = RowNumbers(len(prompts), seed=spec.train.seed)
+    of_prompts = RowNumbers(len(kept), seed=spec.train.seed)
     tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
 
     def prompt_of(group_id: str) -> Prompt:
-        index = of_prompts.of(group_id)
+        index = kept[of_prompts.of(group_id)]
         (row,) = prompts.slice(index, index + 1)
         ids = tuple(encode_prompt(tokenizer, row[column], field=f"prompts[{index}].{column}"))
         return Prompt(prompt_id=group_id, token_ids=ids, row=row)
@@ -321,6 +324,19 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
         )
         version = next_version(version)
     return batches
+
+
+def _kept(spec: RunSpec, prompts: PromptRows) -> Sequence[int]:
+    """Rows of the prompts that the run had: without those that are too long, if it left them
+    out."""
+    rows = range(len(prompts))
+    if spec.prompts.on_too_long == "error":
+        return rows
+    tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
+    given = prompts.slice(0, len(prompts))
+    lengths = [len(encode_prompt(tokenizer, row[column])) for row in given]
+    limit = LengthLimit(spec.max_prompt_tokens(), column=column, drops=True)
+    return list(itertools.compress(rows, limit.fits(lengths)))
 
 
 def _shown(

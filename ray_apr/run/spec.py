@@ -190,8 +190,10 @@ class RunSpec(Sections):
         control token is left out."""
         sections = {
             name: dataclasses.asdict(getattr(self, name))
-            for name in ("rollout", "partial_rollout", "buffer", "algorithm", "train")
-        }
+            for name in (
+                "prompts", "rollout", "partial_rollout", "buffer", "algorithm", "train",
+            )
+        }  # fmt: skip
         sections["rollout"]["http"].pop("control_token")
         if callable(self.rollout.engine.factory):
             sections["rollout"]["engine"]["factory"] = _name(self.rollout.engine.factory)

@@ -24,7 +24,7 @@ from ray.util.state import list_actors
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Prompt, Sample
-from ray_apr.data.prompts import encode_dataset
+from ray_apr.data.encoding import encode_dataset
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.run.host import is_captured
 from ray_apr.run.preflight import found_no_place, nodes_without, not_placed, placement_limit
@@ -137,6 +137,19 @@ def test_a_prompt_longer_than_the_model_s_context_names_its_row(model):
         )
 
 
+def test_prompts_that_are_too_long_are_left_out_where_that_is_asked_for(model):
+    rows = [{"prompt": [1] * n, "id": n} for n in (3, 40, 200, 32)]
+    encoded = encode_dataset(
+        ray.data.from_items(rows, override_num_blocks=2),
+        model=model,
+        column="prompt",
+        max_prompt_tokens=32,
+        drops_too_long=True,
+    )
+    assert (encoded.num_prompts, encoded.num_dropped) == (2, 2)
+    assert [n for ref in encoded.tables for n in ray.get(ref)["id"].to_pylist()] == [3, 32]
+
+
 def test_chat_messages_without_a_chat_template(model):
     chat = ray.data.from_items([{"prompt": [{"role": "user", "content": "1+1"}]}])
     with pytest.raises(ConfigError, match=r"prompts\[0\]\.prompt = 'chat messages'.*no chat templ"):
@@ -159,8 +172,8 @@ def test_prompts_keep_their_order_whichever_block_is_read_first(model, tmp_path)
         return {"id": rows["id"], "prompt": [[1, 2, 3]] * len(rows["id"])}
 
     rows = ray.data.range(10_000, override_num_blocks=2).map_batches(read, batch_size=None)
-    refs = encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
-    ids = [number for ref in refs for number in ray.get(ref)["id"].to_pylist()]
+    tables = encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32).tables
+    ids = [number for ref in tables for number in ray.get(ref)["id"].to_pylist()]
     assert ids == list(range(10_000))
     assert not rows.context.execution_options.preserve_order  # as the user has it
 

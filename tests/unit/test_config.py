@@ -18,6 +18,7 @@ from ray_apr.config import (
     EngineConfig,
     HttpConfig,
     PartialRolloutConfig,
+    PromptsConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -31,6 +32,7 @@ from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import APRError, ConfigError
 
 SECTIONS = {
+    "prompts": PromptsConfig,
     "rollout": RolloutConfig,
     "rollout.engine": EngineConfig,
     "rollout.sampling": SamplingConfig,

@@ -22,6 +22,7 @@ from ray_apr.core.exceptions import (
     WeightSyncError,
 )
 from ray_apr.core.ledger import LedgerSnapshot
+from ray_apr.data.encoding import EncodedPrompts
 from ray_apr.data.resumption import Begin, Counters, RolloutSummary
 from ray_apr.data.store import put
 from ray_apr.run import controller, progress
@@ -188,11 +189,13 @@ def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_pa
     """final.json was missing."""
     worker = Handle(stop=ActorDiedError())
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=worker, recorder=RECORDER)
+    parts._actors.prompts = EncodedPrompts(tables=[], num_prompts=9, num_dropped=2)
     parts.close(APRError("the rollout worker died:\nkilled"))
     text = (tmp_path / "final.json").read_text()
     assert '"status": "failed"' in text and '"ledger_error": null' in text
     assert '"error": "APRError: the rollout worker died: killed"' in text
     assert '"samples_trained": 12' in text
+    assert '"num_prompts_dropped": 2' in text
     assert '"num_replicas": 3' in text, "as many engines as there were at the end"
 
 

@@ -13,6 +13,7 @@ import ray
 
 from ray_apr.cli import launch
 from ray_apr.cli.settings import RaySettings
+from ray_apr.config import PromptsConfig, RolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.prompts import encode_prompt, has_chat_template
@@ -123,6 +124,29 @@ def prompts_of(*prompts):
 def test_a_dry_run_names_the_row_that_the_run_would_refuse(bad, message):
     with pytest.raises(ConfigError, match=message):
         look(prompts_of("a", "bc", bad, "d"))
+
+
+def test_a_dry_run_says_what_is_left_out():
+    (said,) = look(prompts_of("a", "abcdef", "abcdefg"), drops_too_long=True)
+    assert said.startswith("prompts: 2 of 3 rows are left out (prompts.on_too_long: drop)")
+    assert said.endswith("more than 5 tokens: the first is row 1 with 6")
+    with pytest.raises(ConfigError, match="leaves none of 1 rows"):
+        look(prompts_of("abcdef"), drops_too_long=True)
+
+
+@pytest.mark.parametrize("name", ["prompts", "evaluation.prompts"])
+def test_held_out_prompts_are_never_left_out(of_the_hub, name):
+    of_the_hub({"architectures": ["Qwen3ForCausalLM"]})
+    spec = run_spec(
+        model="a/b", max_model_len=5, rollout=RolloutConfig(max_response_tokens=2),
+        prompts=PromptsConfig(on_too_long="drop"),
+    )  # fmt: skip
+    rows = {name: PromptRows(prompts_of("a", "abcdef"))}
+    if name == "prompts":
+        assert "1 of 2 rows are left out" in launch._preview(rows, spec)[0]
+    else:
+        with pytest.raises(ConfigError, match=r"evaluation\.prompts\[1\]\.prompt = '6 tokens'"):
+            launch._preview(rows, spec)
 
 
 @pytest.fixture

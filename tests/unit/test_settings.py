@@ -197,6 +197,12 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("prompts=other.jsonl", "prompts", "no file"),
         ("prompts=run.yaml", "prompts", r"\.parquet"),
         ("prompts.limit=0", "prompts.limit", "at least 1"),
+        ("prompts.on_too_long=cut", "prompts.on_too_long", "one of error, drop"),
+        (
+            "evaluation={prompts: {path: prompts.json, on_too_long: drop}}",
+            "evaluation.prompts.on_too_long",
+            "known: path, limit",
+        ),
         ("reward=task", "reward", "file.py:name"),
         ("reward=other.py:reward", "reward", "no file"),
         ("reward=task.py:score", "reward", "it defines reward"),

@@ -1,0 +1,186 @@
+"""The prompts of a dataset as token ids, and which of them fit the model.
+
+Invariants:
+    * Every prompt that is handed out leaves room for the whole response budget. What does not is an
+      error before anything is generated, or is left out and counted; it is never cut.
+    * Tables are in the order of the dataset: a run that goes on counts how many prompts were handed
+      out.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.prompts import ROW, TOKEN_IDS, encode_prompt, load_tokenizer
+
+if TYPE_CHECKING:
+    import ray
+    import ray.data
+
+logger = logging.getLogger(__name__)
+
+_REFUSAL = "__apr_refusal"
+"""Column of a table that stands for one with a prompt that was refused."""
+
+
+class LengthLimit:
+    """Says which prompts leave room for the response, and counts those that do not.
+
+    Args:
+        most: Tokens of the longest prompt that does.
+        column: Name of the prompt column.
+        drops: Whether those that are too long are left out; without, the first one is an error.
+        name: What messages call the dataset.
+    """
+
+    def __init__(
+        self, most: int, *, column: str, drops: bool = False, name: str = "prompts"
+    ) -> None:
+        self._most = most
+        self._column = column
+        self._drops = drops
+        self._name = name
+        self._example = ""
+        self.num_seen = 0
+        """Prompts that were looked at."""
+        self.num_dropped = 0
+        """Those of them that are too long."""
+
+    def fits(self, lengths: Sequence[int]) -> list[bool]:
+        """Whether each of the next prompts fits.
+
+        Args:
+            lengths: Tokens of each.
+
+        Raises:
+            ConfigError: If one does not, and those are not left out; names its row.
+        """
+        fitting = [length <= self._most for length in lengths]
+        for row, (length, fit) in enumerate(zip(lengths, fitting, strict=True), self.num_seen):
+            require(
+                fit or self._drops,
+                f"{self._name}[{row}].{self._column}",
+                f"{length} tokens",
+                f"at most {self._most} leave room for the response budget in the model's context; "
+                "leave such prompts out (prompts.on_too_long: drop), lower "
+                "rollout.max_response_tokens, or raise rollout.engine.max_model_len",
+            )
+            if not fit and not self.num_dropped:
+                self._example = f"row {row} with {length}"
+            self.num_dropped += not fit
+        self.num_seen += len(lengths)
+        return fitting
+
+    def end(self) -> str | None:
+        """What was left out, in words, once all prompts were looked at; None: nothing.
+
+        Raises:
+            ConfigError: If no prompt is left.
+        """
+        if not self.num_dropped:
+            return None
+        require(
+            self.num_dropped < self.num_seen,
+            "prompts.on_too_long",
+            "drop",
+            f"leaves none of {self.num_seen} rows: all have more than the {self._most} tokens that "
+            "leave room for the response budget; lower rollout.max_response_tokens, or raise "
+            "rollout.engine.max_model_len",
+        )
+        return (
+            f"{self._name}: {self.num_dropped} of {self.num_seen} rows are left out "
+            f"(prompts.on_too_long: drop), as they have more than {self._most} tokens: "
+            f"the first is {self._example}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompts:
+    """The prompts of a run."""
+
+    tables: list[ray.ObjectRef]
+    """Arrow tables with the column of token ids, in the order of the dataset."""
+    num_prompts: int
+    """Rows of all of them."""
+    num_dropped: int
+    """Rows of the dataset that were too long, and are in none."""
+
+
+def encode_dataset(
+    dataset: ray.data.Dataset,
+    *,
+    model: str,
+    column: str,
+    max_prompt_tokens: int,
+    drops_too_long: bool = False,
+    name: str | None = None,
+    num_prompts: int | None = None,
+) -> EncodedPrompts:
+    """Encode every prompt as a Ray Data stage.
+
+    Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
+    last table, or its error.
+
+    Args:
+        dataset: Rows with `column` and whatever the reward reads.
+        model: Folder or hub id whose tokenizer is used.
+        column: Name of the prompt column.
+        max_prompt_tokens: Longest prompt that leaves room for the response budget.
+        drops_too_long: Leave longer ones out, and log how many they are.
+        name: What Ray Data calls it, in its metrics and its log.
+        num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
+
+    Raises:
+        ConfigError: If a prompt is too long, naming the first one; or there are not so many.
+    """
+
+    def encode(table: pa.Table) -> pa.Table:
+        tokenizer = load_tokenizer(model)
+        try:
+            ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
+        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
+            return pa.table({_REFUSAL: [pickle.dumps(error)]})
+        return table.append_column(TOKEN_IDS, pa.array(ids, pa.list_(pa.int64())))
+
+    import ray
+
+    encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
+    encoded.set_name(name)
+    options = encoded.context.execution_options  # the dataset's own ones, too
+    options.preserve_order, as_given = True, options.preserve_order
+    try:
+        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
+    finally:
+        options.preserve_order = as_given
+    limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
+    for number, ref in enumerate(refs):
+        table: pa.Table = ray.get(ref)
+        if _REFUSAL in table.column_names:
+            raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
+        if drops_too_long:
+            rows = range(limit.num_seen, limit.num_seen + table.num_rows)
+            table = table.append_column(ROW, pa.array(rows, pa.int64()))
+        fitting = limit.fits(table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist())
+        if drops_too_long:
+            refs[number] = ray.put(table.filter(pa.array(fitting, pa.bool_())))
+    if said := limit.end():
+        logger.warning("%s", said)
+    number_left = limit.num_seen - limit.num_dropped
+    if num_prompts not in (None, number_left):
+        beside = f", and {limit.num_dropped} that are too long" if limit.num_dropped else ""
+        raise ConfigError(
+            "prompts",
+            f"{number_left} rows{beside}",
+            f"the checkpoint was made with {num_prompts}, and counts which of them were handed "
+            "out; give the same dataset (and the same limits, if prompts.on_too_long is drop), or "
+            "begin a new run with the checkpoint's model",
+        )
+    return EncodedPrompts(tables=refs, num_prompts=number_left, num_dropped=limit.num_dropped)

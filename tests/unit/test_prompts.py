@@ -1,0 +1,107 @@
+"""Prompts: which fit, which are left out, and what a run that goes on knows of it."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pyarrow as pa
+import pytest
+
+from ray_apr.config import PromptsConfig, RolloutConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.data import encoding
+from ray_apr.data.encoding import LengthLimit, encode_dataset
+from ray_apr.data.prompts import PromptSource
+from ray_apr.data.rows import PromptRows
+from ray_apr.run import replaying
+from tests.fakes import ArrowDataset
+from tests.run_specs import run_spec
+
+ROWS = [{"prompt": [1] * n, "answer": n} for n in (3, 9, 2, 8, 4)]
+"""At most 5 tokens fit: rows 1 and 3 do not."""
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch):
+    monkeypatch.setattr("ray.get", lambda ref: ref)
+    monkeypatch.setattr("ray.put", lambda value: value)
+    for module in (encoding, replaying):
+        monkeypatch.setattr(module, "load_tokenizer", lambda model: None)
+
+
+def encode(rows=ROWS, **given):
+    dataset = ArrowDataset([pa.Table.from_pylist(rows[:2]), pa.Table.from_pylist(rows[2:])])
+    settings = {"model": "m", "column": "prompt", "max_prompt_tokens": 5, "drops_too_long": True}
+    return encode_dataset(dataset, **settings | given)
+
+
+def handed_out(source, number):
+    return [source.next() for _ in range(number)]
+
+
+def test_prompts_that_are_too_long_are_left_out_counted_and_logged_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        encoded = encode()
+    assert (encoded.num_prompts, encoded.num_dropped) == (3, 2)
+    (record,) = caplog.records
+    assert "2 of 5 rows are left out" in record.getMessage()
+    assert "more than 5 tokens: the first is row 1 with 9" in record.getMessage()
+    source = PromptSource(encoded.tables, seed=0)
+    prompts = handed_out(source, 6)
+    assert sorted(len(p.token_ids) for p in prompts[:3]) == [2, 3, 4]
+    assert [p.prompt_id for p in prompts] == [f"e{e}-{i}" for e in range(2) for i in range(3)]
+    assert all(set(p.row) == {"prompt", "answer"} for p in prompts), "no column of ours"
+
+
+def test_a_prompt_is_named_by_its_row_of_the_dataset_whatever_was_left_out():
+    """Of poison.jsonl, and of who makes a run again with other limits."""
+    source = PromptSource(encode().tables, seed=0)
+    for prompt in handed_out(source, 3):
+        row = source.index_of(prompt.prompt_id)
+        assert ROWS[row]["answer"] == prompt.row["answer"]
+
+
+def test_without_the_setting_the_first_prompt_that_is_too_long_is_an_error():
+    with pytest.raises(ConfigError, match=r"prompts\[1\]\.prompt = '9 tokens'.*on_too_long: drop"):
+        encode(drops_too_long=False)
+    assert PromptsConfig().on_too_long == "error"
+
+
+def test_a_run_goes_on_with_as_many_prompts_as_it_began_with():
+    assert encode(num_prompts=3).num_prompts == 3
+    with pytest.raises(ConfigError, match=r"'3 rows, and 2 that are too long'.*made with 5"):
+        encode(num_prompts=5)
+    with pytest.raises(ConfigError, match=r"'4 rows, and 1 that are too long'.*made with 3"):
+        encode(num_prompts=3, max_prompt_tokens=8)
+
+
+def test_a_run_of_which_no_prompt_is_left_is_refused():
+    with pytest.raises(ConfigError, match=r"on_too_long = 'drop': leaves none of 5 rows"):
+        encode(max_prompt_tokens=1)
+
+
+def test_rows_are_counted_on_over_tables():
+    limit = LengthLimit(5, column="prompt", drops=True, name="held out")
+    assert limit.fits([5, 6]) == [True, False] and limit.fits([7]) == [False]
+    assert "held out: 2 of 3 rows" in limit.end() and "row 1 with 6" in limit.end()
+    assert LengthLimit(5, column="prompt").end() is None
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_replay_leaves_out_what_the_run_left_out(drops):
+    settings = PromptsConfig(on_too_long="drop" if drops else "error")
+    rollout = RolloutConfig(max_response_tokens=3)
+    spec = run_spec(prompts=settings, rollout=rollout, max_model_len=8)
+    assert list(replaying._kept(spec, PromptRows(ROWS))) == ([0, 2, 4] if drops else [*range(5)])
+
+
+def test_a_replay_with_other_prompts_is_refused():
+    spec = run_spec(
+        prompts=PromptsConfig(on_too_long="drop"),
+        rollout=RolloutConfig(max_response_tokens=3),
+        max_model_len=8,
+    )
+    begin = types.SimpleNamespace(replayed=True, rollout=types.SimpleNamespace(num_prompts=5))
+    with pytest.raises(ConfigError, match=r"'3 rows': the run had 5"):
+        replaying.batches_since(begin, spec, PromptRows(ROWS), 0)
