@@ -4,7 +4,7 @@ Invariants, kept by `TrainingSession`:
     * A step is trained in a call of `train`, and only there. In between, the batch of the next one
       may be chosen already: the policy version does not change.
     * Rows are returned once, in order, as they are in the run folder.
-    * The run ends with the last of ``train.steps``, with an error, with `stop`, or with this
+    * The run ends with the last of its steps, with an error, with `stop`, or with this
       process.
 """
 
@@ -49,7 +49,7 @@ class TrainingSession:
     staleness bound allows; then they wait, however long it takes.
 
     Args:
-        trainer: Its run starts now. ``train.steps`` is where it ends.
+        trainer: Its run starts now, and ends where its `TrainConfig` says.
 
     Raises:
         ConfigError: If the cluster does not hold the run, or it is to go on by itself after
@@ -96,6 +96,11 @@ class TrainingSession:
         return self._step
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self._spec.train.num_steps
+
+    @property
     def folder(self) -> Path:
         """The run folder."""
         return self._folder
@@ -109,7 +114,7 @@ class TrainingSession:
         """
         is_count = isinstance(num_steps, int) and num_steps >= 1
         require(is_count, "num_steps", num_steps, "must be a whole number of at least 1")
-        goal = min(self._step + num_steps, self._spec.train.steps)
+        goal = min(self._step + num_steps, self.num_steps)
         missing = max(0, goal - self._ordered)  # a call that was interrupted has ordered its own
         self._ordered += missing
         self._follow([None] * missing)
@@ -145,7 +150,7 @@ class TrainingSession:
 
     @property
     def _has_all_steps(self) -> bool:
-        return self._ordered >= self._spec.train.steps
+        return self._ordered >= self.num_steps
 
     def _follow(self, orders: Sequence[Order]) -> None:
         """Give orders, and wait until they are done; with the last step, until the run has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ray_apr.data.prompts import check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.checks import check_resources, check_spec
 from ray_apr.run.controller import run
+from ray_apr.run.ending import with_counted_steps
 from ray_apr.run.host import HostedRun, is_captured
 from ray_apr.run.options import RunOptions
 from ray_apr.run.preflight import check_port
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import ray.data
 
     from ray_apr.core.user import RunCallback
+
+logger = logging.getLogger(__name__)
 
 
 class APRTrainer(RunOptions):
@@ -151,9 +155,11 @@ class APRTrainer(RunOptions):
         if not ray.is_initialized():
             ray.init()
         self.check_cluster(ray.cluster_resources())
+        prompts, held_out = self._datasets()
         return HostedRun(
-            self.spec,
-            *self._datasets(),
+            with_counted_steps(self.spec, prompts, progress or logger.info),
+            prompts,
+            held_out,
             progress=progress,
             is_gated=is_gated,
             callbacks=self._all_callbacks(),

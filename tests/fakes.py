@@ -649,10 +649,10 @@ class FakeHostedRun:
         for name in orders if self._error is None else ():
             if name is not None:
                 self._save(name)
-            elif self._step < self.spec.train.steps:
+            elif self._step < self.spec.train.num_steps:
                 self._write("metrics.jsonl", {"step": self._step})
                 self._step += 1
-        if self._step == self.spec.train.steps and not self.is_over:
+        if self._step == self.spec.train.num_steps and not self.is_over:
             self.evaluate(self._step)
             self._save("last")
             self._end("ok")
@@ -768,13 +768,18 @@ class FakeSession:
         assert self in self.living
         if self.fail is not None:
             raise self.fail
-        steps = range(self.step, min(self.step + num_steps, self.spec.train.steps))
+        steps = range(self.step, min(self.step + num_steps, self.num_steps))
         rate = self.spec.train.learning_rate
         rows = [step_row(s, learning_rate=rate, reward_mean=s / 100 + rate) for s in steps]
         self.step += len(rows)
         evaluation = self.spec.evaluation
         due = [s + 1 for s in steps if evaluation is not None and evaluation.is_due(s + 1)]
         return FakeProgressed(rows, [evaluation_row(version) for version in due])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.spec.train.num_steps
 
     def save(self, folder: str | Path) -> None:
         """What `resume.find_begin` reads of a checkpoint."""

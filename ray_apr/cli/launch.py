@@ -24,6 +24,7 @@ from ray_apr.run.stopping import StopSignals
 from ray_apr.serve.vllm.plugin import why_not_loaded
 
 if TYPE_CHECKING:
+    from ray_apr.config import TrainConfig
     from ray_apr.data.rows import PromptRows
     from ray_apr.run.spec import RunSpec
     from ray_apr.trainer import APRTrainer
@@ -34,6 +35,7 @@ _REACH_LIMIT_S = 10.0
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 _TOO_LONG = {"error": "an error", "drop": "left out, and counted"}
+_UNCOUNTED = "counted with the prompts"
 _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -44,7 +46,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
     Pure: no file is read and nothing is started.
     """
     rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
-    batch_size = partial.step_size(train.batch_size)
+    batch_size, num_steps = settings.step_size, settings.with_steps().train.steps
     under_generation = math.ceil(partial.oversampling_factor * batch_size)
     return {
         "run": {
@@ -77,13 +79,22 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "response budget (tokens)": rollout.max_response_tokens,
         },
         "whole run": {
-            "batches": train.steps,
+            "ends after": _end(train),
+            "batches": _UNCOUNTED if num_steps is None else num_steps,
             "mini-batches of each": train.mini_batches,
             "epochs of each": train.epochs,
-            "samples trained": train.steps * batch_size,
+            "samples trained": _UNCOUNTED if num_steps is None else num_steps * batch_size,
             "checkpoint every": train.checkpoint_every or "only at the end",
         },
     }
+
+
+def _end(train: TrainConfig) -> str:
+    if train.total_samples is not None:
+        return f"{train.total_samples} samples, rounded up to whole batches"
+    if train.passes is not None:
+        return f"{train.passes} passes over the prompts, rounded down to whole batches"
+    return f"{train.num_steps} batches"
 
 
 def _evaluation(settings: RunSettings) -> str:
@@ -125,13 +136,14 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def dry_run(settings: RunSettings) -> list[str]:
+def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
     """Check what a run would check, and all of its prompts; start nothing.
 
     A cluster that the run would join is joined for a moment, to ask what it has.
 
     Args:
         settings: Of the run.
+        tell: Gets what follows from the prompts.
 
     Returns:
         Warnings: what could not be looked at here, prompts that are left out, characters that the
@@ -144,13 +156,17 @@ def dry_run(settings: RunSettings) -> list[str]:
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
     trainer.check_cluster(_resources_of_cluster(settings))
-    return _preview(rows, trainer.spec)
+    return _preview(rows, trainer.spec, tell)
 
 
-def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
+def _preview(
+    rows: Mapping[str, PromptRows], spec: RunSpec, tell: Callable[[str], None]
+) -> list[str]:
     """Encode the prompts with the model's tokenizer, if that is here."""
+    from ray_apr.data.encoding import LengthLimit
     from ray_apr.data.preview import preview
     from ray_apr.data.prompts import load_tokenizer
+    from ray_apr.run.ending import passes_line
 
     try:
         tokenizer = load_tokenizer(spec.model, is_here=True)
@@ -161,19 +177,20 @@ def _preview(rows: Mapping[str, PromptRows], spec: RunSpec) -> list[str]:
         return [f"{spec.model} is not on this machine, so that no prompt was encoded"]
     check_hub_model(spec.model, is_here=True)
     max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
-    return [
-        warning
-        for name, prompts in rows.items()
-        for warning in preview(
-            prompts,
-            tokenizer,
-            name=name,
+    warnings = []
+    for name, prompts in rows.items():
+        limit = LengthLimit(
+            max_prompt_tokens,
             column=spec.rollout.prompt_column,
-            max_prompt_tokens=max_prompt_tokens,
-            drops_too_long=name == "prompts" and spec.prompts.on_too_long == "drop",
-            limit_s=_PREVIEW_LIMIT_S,
+            drops=name == "prompts" and spec.prompts.on_too_long == "drop",
+            name=name,
         )
-    ]
+        warnings += preview(prompts, tokenizer, limit, limit_s=_PREVIEW_LIMIT_S)
+        passes = spec.train.passes
+        if name == "prompts" and passes is not None and limit.num_seen == len(prompts):
+            counted = spec.with_steps(limit.num_left)
+            tell(passes_line(passes, limit.num_left, counted.train.num_steps))
+    return warnings
 
 
 def run_training(settings: RunSettings, *, progress: Callable[[str], None] | None = None) -> Path:

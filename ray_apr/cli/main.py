@@ -200,7 +200,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         plan = make_plan(settings)
         show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
-        warnings = dry_run(settings)
+        warnings = dry_run(settings, (lambda _: None) if args.json else show)
         for warning in warnings:
             complain(f"warning: {warning}", verbose=False)
         if not args.json:

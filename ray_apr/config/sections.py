@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
@@ -44,6 +44,20 @@ class Sections:
     evaluation: EvaluationConfig | None = None
     """None evaluates nothing."""
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def step_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.partial_rollout.step_size(self.train.batch_size)
+
+    def with_steps(self, num_prompts: int | None = None) -> Self:
+        """The same with a number of steps; see `TrainConfig.with_steps`."""
+        train = self.train.with_steps(
+            step_size=self.step_size,
+            group_size=self.rollout.group_size,
+            num_prompts=num_prompts,
+        )
+        return replace(self, train=train)
 
     def check(self, scaling: Scaling) -> None:
         """Check the sections against each other and against the train workers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ray_apr.config.common import AutoDType, DType, dtype_on
@@ -24,6 +24,10 @@ from ray_apr.core.exceptions import ConfigError
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
 WeightTransport = Literal["auto", "nccl", "gloo", "shared"]
+
+_ENDS = ("steps", "total_samples", "passes")
+"""Settings of which one says where a run ends."""
+_DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +86,24 @@ class LoRAConfig:
 class TrainConfig:
     """The optimizer's side: batch, learning rate, memory, checkpoints, weight sync."""
 
-    steps: int = 100
-    """Batches of the run; the policy version rises by one with each."""
+    steps: int | None = None
+    """Batches of the run; the policy version rises by one with each. The run ends after so many, or
+    as `total_samples` or `passes` says, of which one at most is given; without any after 100."""
+    total_samples: int | None = None
+    """Samples that the run trains: as many batches as they fill, rounded up."""
+    passes: int | None = None
+    """Passes over the prompts: as many batches as their groups fill, rounded down, once the prompts
+    are counted at the run's begin (docs/prompts.md). What trains a batch several times is
+    `epochs`."""
     batch_size: int = 128
     """Samples of one batch over all train workers; a multiple of the group size."""
     mini_batches: int = 1
     """Optimizer steps of one epoch, each on a part of the batch's groups; the proximal policy stays
     that of the batch's start, and the policy version rises by one for the batch."""
     epochs: int = 1
-    """Times that each batch is trained, its mini-batches in the same order; the same holds for all
-    of its optimizer steps, and the learning rate is that of the batch."""
+    """Times that each batch is trained (not those over all prompts, which are `passes`), its
+    mini-batches in the same order; the same holds for all of its optimizer steps, and the learning
+    rate is that of the batch."""
     learning_rate: float = 1e-6
     """Of AdamW, once warmed up."""
     lr_schedule: Schedule = "constant"
@@ -170,10 +182,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         s = "train"
-        counts: tuple[str, ...] = ("steps", "batch_size", "mini_batches", "epochs")
+        counts: tuple[str, ...] = ("batch_size", "mini_batches", "epochs")
         counts += ("micro_batch_tokens", "num_checkpoints_to_keep", "report_every")
         whole(s, self, *counts, "warmup_steps", "checkpoint_every", "seed")
         at_least(s, self, 1, *counts)
+        whole_or_none(s, self, 1, *_ENDS)
+        first, *others = [name for name in _ENDS if getattr(self, name) is not None] or [""]
+        require(
+            not others,
+            f"{s}.{first}",
+            getattr(self, first, None),
+            f"says where the run ends, and so does {s}.{', '.join(others)}; leave one of them out",
+        )
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
         if self.weight_check_every != "auto":
             of_type(s, self, int, 'a whole number, or "auto"', "weight_check_every")
@@ -223,6 +243,43 @@ class TrainConfig:
             object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", lora))
         of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
         whole_or_none(s, self, 1, "num_threads", "shard_ranks")
+
+    def with_steps(
+        self, *, step_size: int, group_size: int, num_prompts: int | None = None
+    ) -> TrainConfig:
+        """The same with `steps` instead of `total_samples` or `passes`.
+
+        Args:
+            step_size: Samples of one optimizer step.
+            group_size: Samples of one prompt.
+            num_prompts: Prompts of a pass; None: they are not counted yet, and `passes` stays.
+
+        Raises:
+            ConfigError: If the prompts fill no batch.
+        """
+        steps = self.steps
+        if self.total_samples is not None:
+            steps = -(-self.total_samples // step_size)
+        elif self.passes is not None:
+            if num_prompts is None:
+                return self
+            num_groups, in_batch = self.passes * num_prompts, step_size // group_size
+            steps = num_groups // in_batch
+            require(
+                steps > 0,
+                "train.passes",
+                self.passes,
+                f"over {num_prompts} prompts fills no batch of {in_batch} groups; raise it, or "
+                "lower train.batch_size",
+            )
+        steps = _DEFAULT_STEPS if steps is None else steps
+        return replace(self, steps=steps, total_samples=None, passes=None)
+
+    @property
+    def num_steps(self) -> int:
+        """`steps` of a run that begins: those of `with_steps`."""
+        assert self.total_samples is None and self.passes is None, "with_steps comes first"
+        return _DEFAULT_STEPS if self.steps is None else self.steps
 
     @property
     def num_optimizer_steps(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,14 +45,19 @@ class LengthLimit:
         self, most: int, *, column: str, drops: bool = False, name: str = "prompts"
     ) -> None:
         self._most = most
-        self._column = column
+        self.column = column
         self._drops = drops
-        self._name = name
+        self.name = name
         self._example = ""
         self.num_seen = 0
         """Prompts that were looked at."""
         self.num_dropped = 0
         """Those of them that are too long."""
+
+    @property
+    def num_left(self) -> int:
+        """Those of them that fit."""
+        return self.num_seen - self.num_dropped
 
     def fits(self, lengths: Sequence[int]) -> list[bool]:
         """Whether each of the next prompts fits.
@@ -67,7 +72,7 @@ class LengthLimit:
         for row, (length, fit) in enumerate(zip(lengths, fitting, strict=True), self.num_seen):
             require(
                 fit or self._drops,
-                f"{self._name}[{row}].{self._column}",
+                f"{self.name}[{row}].{self.column}",
                 f"{length} tokens",
                 f"at most {self._most} leave room for the response budget in the model's context; "
                 "leave such prompts out (prompts.on_too_long: drop), lower "
@@ -96,7 +101,7 @@ class LengthLimit:
             "rollout.engine.max_model_len",
         )
         return (
-            f"{self._name}: {self.num_dropped} of {self.num_seen} rows are left out "
+            f"{self.name}: {self.num_dropped} of {self.num_seen} rows are left out "
             f"(prompts.on_too_long: drop), as they have more than {self._most} tokens: "
             f"the first is {self._example}"
         )
@@ -142,29 +147,15 @@ def encode_dataset(
         ConfigError: If a prompt is too long, naming the first one; or there are not so many.
     """
 
-    def encode(table: pa.Table) -> pa.Table:
-        tokenizer = load_tokenizer(model)
-        try:
-            ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
-        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
-            return pa.table({_REFUSAL: [pickle.dumps(error)]})
-        return table.append_column(TOKEN_IDS, pa.array(ids, pa.list_(pa.int64())))
-
     import ray
 
-    encoded = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
-    encoded.set_name(name)
-    options = encoded.context.execution_options  # the dataset's own ones, too
-    options.preserve_order, as_given = True, options.preserve_order
-    try:
-        refs: list[ray.ObjectRef] = encoded.materialize().to_arrow_refs()
-    finally:
-        options.preserve_order = as_given
+    def encode(table: pa.Table) -> pa.Table:
+        return table.append_column(TOKEN_IDS, _ids(table, model, column))
+
+    refs = _run(dataset, encode, name)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
     for number, ref in enumerate(refs):
-        table: pa.Table = ray.get(ref)
-        if _REFUSAL in table.column_names:
-            raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
+        table = _checked(ray.get(ref))
         if drops_too_long:
             rows = range(limit.num_seen, limit.num_seen + table.num_rows)
             table = table.append_column(ROW, pa.array(rows, pa.int64()))
@@ -173,14 +164,78 @@ def encode_dataset(
             refs[number] = ray.put(table.filter(pa.array(fitting, pa.bool_())))
     if said := limit.end():
         logger.warning("%s", said)
-    number_left = limit.num_seen - limit.num_dropped
-    if num_prompts not in (None, number_left):
+    if num_prompts not in (None, limit.num_left):
         beside = f", and {limit.num_dropped} that are too long" if limit.num_dropped else ""
         raise ConfigError(
             "prompts",
-            f"{number_left} rows{beside}",
+            f"{limit.num_left} rows{beside}",
             f"the checkpoint was made with {num_prompts}, and counts which of them were handed "
             "out; give the same dataset (and the same limits, if prompts.on_too_long is drop), or "
             "begin a new run with the checkpoint's model",
         )
-    return EncodedPrompts(tables=refs, num_prompts=number_left, num_dropped=limit.num_dropped)
+    return EncodedPrompts(tables=refs, num_prompts=limit.num_left, num_dropped=limit.num_dropped)
+
+
+def count_fitting(
+    dataset: ray.data.Dataset, *, model: str, column: str, max_prompt_tokens: int
+) -> int:
+    """How many prompts leave room for the response; all are encoded, and nothing is kept of them.
+
+    Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
+    last table, or its error.
+
+    Args:
+        dataset: Rows with `column`.
+        model: Folder or hub id whose tokenizer is used.
+        column: Name of the prompt column.
+        max_prompt_tokens: Longest prompt that leaves room for the response budget.
+
+    Raises:
+        ConfigError: If a prompt cannot be encoded.
+    """
+    import ray
+
+    def count(table: pa.Table) -> pa.Table:
+        lengths = _ids(table, model, column).value_lengths().to_pylist()
+        return pa.table({"fitting": [sum(length <= max_prompt_tokens for length in lengths)]})
+
+    counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, None))
+    return sum(sum(table["fitting"].to_pylist()) for table in counts)
+
+
+def _ids(table: pa.Table, model: str, column: str) -> pa.ListArray:
+    tokenizer = load_tokenizer(model)
+    ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
+    return pa.array(ids, pa.list_(pa.int64()))
+
+
+def _run(
+    dataset: ray.data.Dataset, stage: Callable[[pa.Table], pa.Table], name: str | None
+) -> list[ray.ObjectRef]:
+    """Run a stage of Ray Data over all tables, in their order; see `_checked`.
+
+    Waits for: Ray Data. Unblocked by: its last table, or its error.
+    """
+
+    def checked(table: pa.Table) -> pa.Table:
+        try:
+            return stage(table)
+        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
+            return pa.table({_REFUSAL: [pickle.dumps(error)]})
+
+    staged = dataset.map_batches(checked, batch_format="pyarrow", batch_size=4096)
+    staged.set_name(name)
+    options = staged.context.execution_options  # the dataset's own ones, too
+    options.preserve_order, as_given = True, options.preserve_order
+    try:
+        refs: list[ray.ObjectRef] = staged.materialize().to_arrow_refs()
+    finally:
+        options.preserve_order = as_given
+    return refs
+
+
+def _checked(table: pa.Table) -> pa.Table:
+    """A table of a stage; raises what the stage refused."""
+    if _REFUSAL in table.column_names:
+        raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
+    return table

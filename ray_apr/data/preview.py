@@ -19,11 +19,8 @@ _MOST_SHOWN = 12
 def preview(
     rows: PromptRows,
     tokenizer: Any,
+    limit: LengthLimit,
     *,
-    name: str,
-    column: str,
-    max_prompt_tokens: int,
-    drops_too_long: bool = False,
     limit_s: float,
 ) -> list[str]:
     """Encode the prompts, as many as the time allows.
@@ -31,10 +28,7 @@ def preview(
     Args:
         rows: The prompts.
         tokenizer: That of the model.
-        name: What messages call them.
-        column: Name of the prompt column.
-        max_prompt_tokens: Longest prompt that leaves room for the response.
-        drops_too_long: Whether the run leaves longer ones out.
+        limit: Of their lengths; it counts them, and says what messages call them.
         limit_s: Time after which the rest is left out.
 
     Returns:
@@ -43,7 +37,7 @@ def preview(
     Raises:
         ConfigError: Names the first row that the run would refuse.
     """
-    limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long, name=name)
+    name, column = limit.name, limit.column
     end = time.monotonic() + limit_s
     lost: Counter[str] = Counter()
     warnings = []

@@ -109,7 +109,7 @@ class APR(Algorithm):
             raise
         if not progressed.steps:
             raise TrainError(
-                f"the run has trained all of its {self._settings.train.steps} steps; set more of "
+                f"the run has trained all of its {session.num_steps} steps; set more of "
                 "them with .training(steps=...)"
             )
         self._drop_copy()
@@ -117,7 +117,7 @@ class APR(Algorithm):
         seconds = time.monotonic() - begun
         results = iteration_results(progressed.steps, self._lifetime, seconds)
         results |= self._evaluations(progressed.evaluations)
-        results[DONE] = session.step >= self._settings.train.steps
+        results[DONE] = session.step >= session.num_steps
         return merge_dicts(self.metrics.compile(), results)
 
     def _is_evaluated(self, step: int, num_steps: int) -> bool:

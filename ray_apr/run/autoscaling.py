@@ -152,6 +152,6 @@ def make_autoscaler(
         Autoscaling(config, start_s=start_s),
         rows=rows,
         num_places=lambda: count_places(free_by_node(), wanted),
-        num_steps=spec.train.steps,
+        num_steps=spec.train.num_steps,
         num_seen=num_seen,
     )

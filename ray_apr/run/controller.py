@@ -39,6 +39,7 @@ from ray_apr.run.callbacks import followed_by
 from ray_apr.run.causes import cause_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
 from ray_apr.run.draining import watched_nodes
+from ray_apr.run.ending import with_counted_steps
 from ray_apr.run.final import (
     ERROR_LOG,
     final_figures,
@@ -113,7 +114,8 @@ def run(
             check_resources(spec.scaling, spec.rollout, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
-        show, asked, began_at = progress or logger.info, spec, unix_s()
+        show, began_at = progress or logger.info, unix_s()
+        spec = asked = with_counted_steps(spec, prompts, show)
 
         def attempt() -> ray.train.Result:
             spec = choose_ranks(as_scaled(asked, since=began_at))
@@ -127,7 +129,7 @@ def run(
             if spec.command is not None:
                 spec.command.write(spec.folder)
             if begin != Begin():
-                show(resume_line(begin, spec.train.steps))
+                show(resume_line(begin, spec.train.num_steps))
             make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)
             with lost_nodes_excused(spec):
                 return _run_parts(make, spec, begin, started_at, signals, show)
@@ -144,7 +146,7 @@ def run(
             return run_with_restarts(
                 attempt,
                 max_failures=spec.max_failures,
-                num_steps=spec.train.steps,
+                num_steps=spec.train.num_steps,
                 last_step=lambda: last_step(spec),
                 show=show,
                 sleep=pause,
@@ -170,7 +172,9 @@ def _run_parts(
         write_end_of_start(spec, begin, caught, unix_s() - started_at)
         raise
     error: BaseException | None = None
-    with follow_progress(parts.recorder, spec.train.steps, show, begin.num_rows) as stop_showing:
+    with follow_progress(
+        parts.recorder, spec.train.num_steps, show, begin.num_rows
+    ) as stop_showing:
         try:
             with signals.listen():  # Ray Train leaves its own handler behind
                 return parts.fit()

@@ -224,7 +224,7 @@ class NodeWatch:
         except ResourceError as error:
             logger.warning("once more: %s", one_line(error))
             return False
-        if not self._step <= saved < self._spec.train.steps:  # the last one ends the run
+        if not self._step <= saved < self._spec.train.num_steps:  # the last one ends the run
             return False
         number, counts = self._spec.scaling.num_workers, ranks.counts(self._spec.train)
         room = num_that_fit(free_by_node(), resources_of_worker(self._spec.scaling), ranks.most)

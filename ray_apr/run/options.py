@@ -88,7 +88,7 @@ class RunOptions:
             raise ConfigError("evaluation_config", evaluation, remedy)
         if self.evaluation_prompts is not None:
             evaluation = evaluation or EvaluationConfig()
-        return RunSpec(
+        spec = RunSpec(
             name=run.name or default_name,
             model=model,
             reward=self.reward,
@@ -108,6 +108,7 @@ class RunOptions:
             checkpoint=_as_checkpoint(self.checkpoint),
             command=self.command,
         )
+        return spec.with_steps()
 
 
 def _as_checkpoint(

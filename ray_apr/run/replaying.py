@@ -168,6 +168,10 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
         ran = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError("RUN_DIR", str(file), f"cannot be read: {error}") from error
+    if spec.train.passes is not None:  # the run has counted the prompts
+        steps = ran.get("train", {}).get("steps")
+        train = dataclasses.replace(spec.train, passes=None, steps=steps)
+        spec = dataclasses.replace(spec, train=train)
     now = json.loads(json.dumps(spec.describe(), default=str))
     others = [
         name for part in _OF_A_STEP for name in _different(part, ran.get(part), now.get(part))

@@ -65,12 +65,13 @@ def find_begin(spec: RunSpec) -> Begin:
         return with_journal(spec, begin, first=0)
     begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
     assert begin.rollout is not None, "a checkpoint has it"
-    if begin.step >= spec.train.steps:
+    is_counted = spec.train.passes is None  # else once more, when the prompts are
+    if is_counted and begin.step >= spec.train.num_steps:
         raise ConfigError(
             "train.steps",
-            spec.train.steps,
+            spec.train.num_steps,
             f"{checkpoint.path} has trained {begin.step} steps, so that none is left; raise "
-            "it, or choose another run.name",
+            "it (or what says it: train.total_samples, train.passes), or choose another run.name",
         )
     if begin.rollout.seed != spec.train.seed:
         raise ConfigError(

@@ -84,11 +84,6 @@ class RunSpec(Sections):
         return 0 if failures is None else failures.max_failures
 
     @property
-    def step_size(self) -> int:
-        """Samples of one optimizer step."""
-        return self.partial_rollout.step_size(self.train.batch_size)
-
-    @property
     def batches(self) -> dict[str, Any]:
         """How groups become batches: arguments of `Stock`, and of the `SampleBuffer` around it."""
         return {

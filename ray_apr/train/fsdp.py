@@ -316,7 +316,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     """Learning rate of `step`: linear warm-up, then constant or falling to 0 at ``steps``."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    left = max(1, train.steps - train.warmup_steps)
+    left = max(1, train.num_steps - train.warmup_steps)
     done = min(1.0, (step - train.warmup_steps) / left)
     if train.lr_schedule == "linear":
         return train.learning_rate * (1 - done)

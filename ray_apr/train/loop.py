@@ -129,7 +129,7 @@ class _TrainLoop:
 
     def run(self) -> None:
         """Train all steps that are left."""
-        if self._progress.step >= self._train.steps:
+        if self._progress.step >= self._train.num_steps:
             return
         if self._progress.policy_version > 0 or self._residency.shares_device:
             # the servers start with the base model or asleep, and perhaps they are not there yet
@@ -138,7 +138,7 @@ class _TrainLoop:
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
         rows = self._rows()
-        while self._progress.step < self._train.steps:
+        while self._progress.step < self._train.num_steps:
             self._follow_orders()
             self._step(rows)
         self._evaluate_last()
@@ -178,7 +178,7 @@ class _TrainLoop:
         done = self._progress
         version = next_version(done.policy_version)
         self._progress = Progress(step=done.step + 1, policy_version=version)
-        is_last = self._progress.step == self._train.steps
+        is_last = self._progress.step == self._train.num_steps
         rewards: Mapping[str, float] = {}
         if self._control is not None:
             # granted before the sync: Ray Data reads the next batch while the weights move

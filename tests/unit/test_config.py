@@ -161,6 +161,45 @@ def test_values_out_of_range_are_refused(section, name, value):
     refused(section, name, value)
 
 
+def test_one_setting_says_where_a_run_ends():
+    with pytest.raises(
+        ConfigError, match=r"train\.steps = 3: says .* so does train\.passes; leave"
+    ):
+        TrainConfig(steps=3, passes=1)
+    with pytest.raises(ConfigError, match=r"total_samples = 9: .* train\.passes"):
+        TrainConfig(total_samples=9, passes=1)
+    assert TrainConfig().num_steps == 100 and TrainConfig(steps=3).num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "num_prompts", "steps"),
+    [
+        ({}, None, 100),
+        ({"steps": 7}, 5, 7),
+        ({"total_samples": 64}, None, 4),
+        ({"total_samples": 65}, None, 5),
+        ({"total_samples": 1}, None, 1),
+        ({"passes": 1}, 8, 2),
+        ({"passes": 1}, 11, 2),
+        ({"passes": 3}, 11, 8),
+        ({"passes": 4}, 1, 1),
+    ],
+)
+def test_samples_and_passes_become_steps(given, num_prompts, steps):
+    """A batch is of 4 groups of 4 samples."""
+    config = TrainConfig(**given, batch_size=8)
+    counted = config.with_steps(step_size=16, group_size=4, num_prompts=num_prompts)
+    assert counted == TrainConfig(steps=steps, batch_size=8)
+    assert dataclasses.replace(counted, param_dtype="float32").num_steps == steps
+
+
+def test_passes_wait_for_the_prompts_to_be_counted():
+    config = TrainConfig(passes=2, batch_size=8)
+    assert config.with_steps(step_size=8, group_size=4) is config
+    with pytest.raises(ConfigError, match=r"passes = 2: over 1 prompts fills no batch of 4 groups"):
+        config.with_steps(step_size=16, group_size=4, num_prompts=1)
+
+
 def test_selective_checkpointing_and_compiled_layers_exclude_each_other():
     with pytest.raises(ConfigError, match=r'train\.compile.*"selective"'):
         TrainConfig(compile=True, activation_checkpointing="selective")

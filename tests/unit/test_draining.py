@@ -151,7 +151,7 @@ def test_train_workers_leave_with_a_checkpoint_that_is_durable(monkeypatch, tmp_
 
 def test_a_run_that_has_its_last_checkpoint_does_not_begin_again(monkeypatch, tmp_path):
     cluster = Cluster(monkeypatch, tmp_path)
-    last = cluster.spec.train.steps
+    last = cluster.spec.train.num_steps
     cluster.drained, cluster.side.step, cluster.saved = {"n1": 0.0}, last, last
     assert not cluster.watch.look() and cluster.side.reason is None
 

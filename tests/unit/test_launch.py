@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -13,8 +14,9 @@ import ray
 
 from ray_apr.cli import launch
 from ray_apr.cli.settings import RaySettings
-from ray_apr.config import PromptsConfig, RolloutConfig
+from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.prompts import encode_prompt, has_chat_template
 from ray_apr.data.rows import PromptRows
@@ -103,9 +105,9 @@ class Letters:
         raise ValueError("roles must alternate")
 
 
-def look(rows, **kwargs):
-    settings = {"name": "prompts", "column": "prompt", "max_prompt_tokens": 5, "limit_s": 10.0}
-    return preview(PromptRows(rows), Letters(), **{**settings, **kwargs})
+def look(rows, *, drops=False, limit_s=10.0):
+    limit = LengthLimit(5, column="prompt", drops=drops)
+    return preview(PromptRows(rows), Letters(), limit, limit_s=limit_s)
 
 
 def prompts_of(*prompts):
@@ -127,11 +129,11 @@ def test_a_dry_run_names_the_row_that_the_run_would_refuse(bad, message):
 
 
 def test_a_dry_run_says_what_is_left_out():
-    (said,) = look(prompts_of("a", "abcdef", "abcdefg"), drops_too_long=True)
+    (said,) = look(prompts_of("a", "abcdef", "abcdefg"), drops=True)
     assert said.startswith("prompts: 2 of 3 rows are left out (prompts.on_too_long: drop)")
     assert said.endswith("more than 5 tokens: the first is row 1 with 6")
     with pytest.raises(ConfigError, match="leaves none of 1 rows"):
-        look(prompts_of("abcdef"), drops_too_long=True)
+        look(prompts_of("abcdef"), drops=True)
 
 
 @pytest.mark.parametrize("name", ["prompts", "evaluation.prompts"])
@@ -143,10 +145,28 @@ def test_held_out_prompts_are_never_left_out(of_the_hub, name):
     )  # fmt: skip
     rows = {name: PromptRows(prompts_of("a", "abcdef"))}
     if name == "prompts":
-        assert "1 of 2 rows are left out" in launch._preview(rows, spec)[0]
+        assert "1 of 2 rows are left out" in launch._preview(rows, spec, print)[0]
     else:
         with pytest.raises(ConfigError, match=r"evaluation\.prompts\[1\]\.prompt = '6 tokens'"):
-            launch._preview(rows, spec)
+            launch._preview(rows, spec, print)
+
+
+@pytest.mark.parametrize(("drops", "said"), [(False, "2 x 5 prompts"), (True, "2 x 3 prompts")])
+def test_a_dry_run_counts_the_batches_of_passes(of_the_hub, drops, said):
+    of_the_hub({"architectures": ["Qwen3ForCausalLM"]})
+    spec = run_spec(
+        model="a/b", max_model_len=7 if drops else 99,
+        rollout=RolloutConfig(group_size=2, max_response_tokens=2),
+        prompts=PromptsConfig(on_too_long="drop"), train=TrainConfig(passes=2, batch_size=4),
+    )  # fmt: skip
+    told: list[str] = []
+    rows = {"prompts": PromptRows(prompts_of("a", "abcdef", "b", "abcdefg", "c"))}
+    launch._preview(rows, spec, told.append)
+    assert told == [f"train.passes = 2: {said} fill {3 if drops else 5} batches"]
+    with pytest.raises(
+        ConfigError, match=r"train\.passes = 2: over . prompts fills no batch of 64"
+    ):
+        launch._preview(rows, dataclasses.replace(spec, train=TrainConfig(passes=2)), told.append)
 
 
 @pytest.fixture
@@ -172,7 +192,7 @@ def test_a_dry_run_refuses_a_model_of_the_hub_as_the_run_does(of_the_hub):
     asked = of_the_hub({"architectures": ["Gemma2ForCausalLM"]})
     rows = {"prompts": PromptRows(prompts_of("a"))}
     with pytest.raises(ConfigError, match=r"model = 'a/b'.*tanh"):
-        launch._preview(rows, run_spec(model="a/b", max_model_len=4096))
+        launch._preview(rows, run_spec(model="a/b", max_model_len=4096), print)
     assert asked == [True], "a dry run asks nobody"
 
 

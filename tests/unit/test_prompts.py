@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import types
 
 import pyarrow as pa
 import pytest
+import ray.train
 
-from ray_apr.config import PromptsConfig, RolloutConfig
+from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, encode_dataset
 from ray_apr.data.prompts import PromptSource
 from ray_apr.data.rows import PromptRows
-from ray_apr.run import replaying
+from ray_apr.run import ending, replaying
+from ray_apr.run.ending import with_counted_steps
+from ray_apr.run.spec import RunSpec
+from ray_apr.trainer import APRTrainer
 from tests.fakes import ArrowDataset
 from tests.run_specs import run_spec
 
@@ -105,3 +111,66 @@ def test_a_replay_with_other_prompts_is_refused():
     begin = types.SimpleNamespace(replayed=True, rollout=types.SimpleNamespace(num_prompts=5))
     with pytest.raises(ConfigError, match=r"'3 rows': the run had 5"):
         replaying.batches_since(begin, spec, PromptRows(ROWS), 0)
+
+
+# -- where a run ends ------------------------------------------------------------------------------
+
+
+def spec_of_passes(**given):
+    settings = {"on_too_long": "drop", **given}
+    return run_spec(
+        prompts=PromptsConfig(**settings),
+        rollout=RolloutConfig(group_size=2, max_response_tokens=3),
+        train=TrainConfig(passes=3, batch_size=4),
+        max_model_len=8,
+    )
+
+
+@pytest.mark.parametrize(("on_too_long", "num_prompts", "steps"), [("drop", 3, 4), ("error", 5, 7)])
+def test_passes_are_counted_over_the_prompts_that_are_left(
+    monkeypatch, on_too_long, num_prompts, steps
+):
+    limits: list[float] = []
+    monkeypatch.setattr(ending, "wait_for_cpu", limits.append)
+    dataset = ArrowDataset([pa.Table.from_pylist(ROWS[:1]), pa.Table.from_pylist(ROWS[1:])])
+    spec, told = spec_of_passes(on_too_long=on_too_long), []
+    counted = with_counted_steps(spec, dataset, told.append)
+    assert (counted.train.steps, counted.train.passes) == (steps, None)
+    assert told == [f"train.passes = 3: 3 x {num_prompts} prompts fill {steps} batches"]
+    assert limits == [600.0], "Ray Data waits for a CPU without limit"
+    assert with_counted_steps(counted, None, told.append) is counted, "once is enough"
+
+
+def test_a_prompt_that_cannot_be_encoded_is_refused_while_they_are_counted(monkeypatch):
+    monkeypatch.setattr(ending, "wait_for_cpu", lambda limit_s: None)
+    table = pa.Table.from_pylist([{"prompt": [1]}, {"prompt": []}])
+    with pytest.raises(ConfigError, match=r"is empty"):
+        with_counted_steps(spec_of_passes(), ArrowDataset([table]), print)
+
+
+def test_a_replay_ends_where_the_run_did(tmp_path):
+    """The learning rate of a step depends on it."""
+    spec = spec_of_passes()
+    ran = json.loads(json.dumps(spec.with_steps(5).describe(), default=str))
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text(json.dumps(ran))
+    run = ray.train.RunConfig(name="app", storage_path=str(tmp_path))
+    again = replaying._as_it_ran(dataclasses.replace(spec, run=run))
+    assert (again.train.steps, again.train.passes) == (7, None)
+
+
+def test_a_session_counts_before_its_run_begins(monkeypatch, tmp_path):
+    """It says itself which step is the last one."""
+    made: list[RunSpec] = []
+    monkeypatch.setattr(ending, "wait_for_cpu", lambda limit_s: None)
+    monkeypatch.setattr("ray_apr.trainer.HostedRun", lambda spec, *_, **__: made.append(spec))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64.0})
+    trainer = object.__new__(APRTrainer)
+    fields = {"spec": spec_of_passes(on_too_long="error"), "callbacks": (), "trackers_config": None}
+    for name, value in fields.items():
+        object.__setattr__(trainer, name, value)
+    dataset = ArrowDataset([pa.Table.from_pylist(ROWS)])
+    monkeypatch.setattr(APRTrainer, "_datasets", lambda self: (dataset, None))
+    trainer.start_in_host()
+    assert made[0].train.steps == 7

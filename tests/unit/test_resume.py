@@ -365,6 +365,19 @@ def test_what_cannot_go_on_is_refused(tmp_path, checkpoint, train, message):
         find_begin(run_spec(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
 
 
+def test_passes_that_are_trained_are_refused_once_the_prompts_are_counted(tmp_path, checkpoint):
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    rollout = RolloutConfig(group_size=2)
+    train = TrainConfig(passes=3, batch_size=4)
+    spec = run_spec(run=run, rollout=rollout, train=train, checkpoint=checkpoint)
+    assert find_begin(spec).step == 2
+    assert find_begin(spec.with_steps(4)).step == 2, "of 6"
+    with pytest.raises(
+        ConfigError, match=r"steps = 1: .* none is left; raise it .*train\.passes\)"
+    ):
+        find_begin(spec.with_steps(1))
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     plan = plan_of(tmp_path, checkpoint=ray.train.Checkpoint(str(tmp_path / "other")))

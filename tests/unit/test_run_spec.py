@@ -50,6 +50,23 @@ def test_a_run_has_the_users_name_and_the_models_context(model):
 
 
 @pytest.mark.parametrize(
+    ("train", "steps", "passes"),
+    [
+        (None, 100, None),
+        (TrainConfig(steps=3), 3, None),
+        (TrainConfig(total_samples=130, batch_size=16), 9, None),
+        (TrainConfig(passes=2), None, 2),
+    ],
+)
+def test_samples_become_steps_when_a_run_is_made_and_passes_when_it_begins(
+    model, train, steps, passes
+):
+    spec = make_trainer(model, train_config=train).spec
+    assert (spec.train.steps, spec.train.passes, spec.train.total_samples) == (steps, passes, None)
+    assert spec.with_steps(32).train.steps == (steps or 2 * 32 // (128 // 8))
+
+
+@pytest.mark.parametrize(
     ("rollout", "field"),
     [
         ({"max_response_tokens": 64}, "rollout.max_response_tokens"),

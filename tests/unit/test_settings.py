@@ -140,6 +140,23 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.run_dir == Path("runs").resolve() / "mine"
 
 
+@pytest.mark.parametrize(
+    ("override", "ends", "batches", "samples"),
+    [
+        ("train.seed=1", "3 batches", 3, 24),
+        ("train.steps=null", "100 batches", 100, 800),
+        ("train.total_samples=20", "20 samples, rounded up to whole batches", 3, 24),
+        ("train.passes=2", "2 passes over the prompts, rounded down", "counted", "counted"),
+    ],
+)
+def test_the_plan_says_where_a_run_ends(folder: Path, override, ends, batches, samples) -> None:
+    without = [] if override == "train.seed=1" else ["train.steps=null"]
+    plan = make_plan(load_settings(folder / "run.yaml", [*without, override]))["whole run"]
+    assert plan["ends after"].startswith(ends)
+    for name, expected in (("batches", batches), ("samples trained", samples)):
+        assert plan[name] == expected or plan[name] == f"{expected} with the prompts"
+
+
 def test_local_is_local(folder: Path) -> None:
     settings = load_settings(folder / "run.yaml", ["ray={address: local, num_cpus: 2}"])
     assert (settings.ray.address, settings.ray.num_cpus) == ("local", 2)
@@ -164,6 +181,8 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("train.steps=many", "train.steps", "whole number"),
         ("train.steps=true", "train.steps", "whole number"),
         ("train.steps=0", "train.steps", "at least 1"),
+        ("train.passes=1", "train.steps", "so does train.passes; leave one of them out"),
+        ("train.total_samples=0", "train.total_samples", "at least 1"),
         ("train.learning_rate=fast", "train.learning_rate", "a number"),
         ("train.betas=[0.9, x]", "train.betas", "a list"),
         ("train.activation_checkpointing=2", "train.activation_checkpointing", "true or false"),
