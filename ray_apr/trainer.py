@@ -50,7 +50,7 @@ class APRTrainer(RunOptions):
             it is quick and runs in the rollout worker. None keeps all.
         evaluation_prompts: Held-out rows like those of `prompts`, on which the policy is evaluated
             beside the run, with the same reward; None evaluates nothing.
-        prompts_config: What becomes of prompts that are too long.
+        prompts_config: What becomes of prompts that are too long, and weights of their sources.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
         buffer_config: Time limits of the sample buffer.
@@ -84,7 +84,9 @@ class APRTrainer(RunOptions):
         rollout = spec.rollout
         check_spec(spec)
         check_port(rollout)
-        check_dataset(self.prompts, spec.model, rollout.prompt_column, rollout.replay_column)
+        sources = spec.prompts.source_column if spec.prompts.weights else None
+        columns = (rollout.prompt_column, rollout.replay_column, sources)
+        check_dataset(self.prompts, spec.model, *columns)
         if held_out is not None:
             check_dataset(held_out, spec.model, rollout.prompt_column)
         if spec.remote_storage is None:

@@ -53,7 +53,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "mode": settings.mode,
             "run folder": str(settings.run_dir),
             "model": settings.model,
-            "prompts": settings.prompts.path,
+            "prompts": str(settings.prompts),
             "first prompts only": settings.prompts.limit or "no, all of them",
             "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],
             "reward": settings.reward or "given by the environment",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, prompts_of
+from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, file_of, prompts_of
 from ray_apr.cli.user_files import check_code
 from ray_apr.config import (
     AlgorithmConfig,
@@ -158,7 +158,7 @@ class RunSettings(Sections):
     model: str
     """Absolute path of a model folder, or a hub id ``owner/name``."""
     prompts: PromptsSettings
-    """With an absolute path."""
+    """With absolute paths."""
     reward: str | None
     """``package.module:function``, or ``file.py:function`` relative to the YAML file."""
     environment: str | None
@@ -252,7 +252,7 @@ def _build(
         check_code("rollout.engine.factory", factory, path.parent)
     if ":" in sections["train"].weight_transport:
         check_code("train.weight_transport", sections["train"].weight_transport, path.parent)
-    prompts = prompts_of("prompts", PromptsSettings, values["prompts"], path.parent, column)
+    prompts = prompts_of(values["prompts"], path.parent, column)
     if sections["run"].name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
         name = f"{path.stem}-{sections['partial_rollout'].mode}-{stamp}"
@@ -333,4 +333,4 @@ def _evaluation(
     if given is None:
         raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
     config: EvaluationConfig = section_of("evaluation", EvaluationConfig, section)
-    return config, prompts_of("evaluation.prompts", PromptFile, given, base_dir, column)
+    return config, file_of("evaluation.prompts", given, base_dir, column)

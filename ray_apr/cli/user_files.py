@@ -32,7 +32,7 @@ def check_prompts(path: str, base_dir: Path, column: str) -> str:
     if not file.is_file():
         raise ConfigError("prompts", path, f"there is no file {file}; make it or correct the path")
     try:
-        names = _columns(file)
+        names = columns_of(file)
     except (ValueError, OSError) as error:
         remedy = f"cannot be read as {file.suffix[1:]}: {error}"
         raise ConfigError("prompts", path, remedy) from error
@@ -45,7 +45,7 @@ def check_prompts(path: str, base_dir: Path, column: str) -> str:
     return str(file)
 
 
-def _columns(file: Path) -> list[str]:
+def columns_of(file: Path) -> list[str]:
     """Columns of the first row; ValueError if there is none (pyarrow's errors are ValueErrors)."""
     if file.suffix == ".parquet":
         import pyarrow.parquet  # a quarter of a second, and only for this kind of file

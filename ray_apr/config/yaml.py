@@ -90,8 +90,9 @@ def set_override(values: dict[str, Any], text: str) -> None:
     for i, part in enumerate(parts[:-1]):
         if parent.get(part) is None:
             parent[part] = {}
-        elif i == 0 and part == "prompts" and isinstance(parent[part], str):
-            parent[part] = {"path": parent[part]}
+        elif i == 0 and part == "prompts" and isinstance(parent[part], str | list):
+            key = "path" if isinstance(parent[part], str) else "files"
+            parent[part] = {key: parent[part]}
         if not isinstance(parent[part], dict):
             where = ".".join(parts[: i + 1])
             raise ConfigError("--set", text, f"{where} is no section but {parent[part]!r}")

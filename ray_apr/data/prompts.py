@@ -1,8 +1,8 @@
 """Prompts: from any Ray Dataset to token ids, in an order that is known and can be restored.
 
 Invariants:
-    * The order of an epoch is a permutation drawn from (seed, epoch): `position` alone says which
-      prompts were handed out, so that a run can go on where it stopped.
+    * The order of an epoch follows from seed, epoch and weights of the sources: `position` alone
+      says which prompts were handed out, so that a run can go on where it stopped.
     * Prompts are those that `data.encoding` has let through: each fits the model beside the whole
       response budget.
 """
@@ -13,6 +13,7 @@ import functools
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_apr.config import PromptsConfig
+from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
 from ray_apr.data.rows import PromptRows
 from ray_apr.scheduling.order import (
+    mixed_order,
     num_retries,
     prompt_id,
     prompt_order,
     prompt_position,
     retried,
+    shares,
 )
 
 if TYPE_CHECKING:
@@ -124,6 +129,7 @@ def check_dataset(
     model: str,
     column: str,
     replay_column: str | None = None,
+    source_column: str | None = None,
 ) -> None:
     """Check the columns and the first prompt, which shows what kind all of them are.
 
@@ -135,6 +141,7 @@ def check_dataset(
         model: Folder or hub id whose tokenizer encodes them.
         column: Name of the prompt column.
         replay_column: That of a trace, if one is replayed.
+        source_column: That of the prompts' sources, if these have weights.
 
     Raises:
         ConfigError: If a column is missing, there are no rows, or chat messages have no template.
@@ -147,10 +154,15 @@ def check_dataset(
         raise ConfigError("prompts", type(dataset).__name__, "must be a ray.data.Dataset")
     if not names or not first:
         raise ConfigError("prompts", "0 rows", "the dataset is empty; give it at least one prompt")
-    for field, name in (("prompt", column), ("replay", replay_column)):
+    columns = {
+        "rollout.prompt_column": column,
+        "rollout.replay_column": replay_column,
+        "prompts.source_column": source_column,
+    }
+    for field, name in columns.items():
         if name is not None and name not in names:
             raise ConfigError(
-                f"rollout.{field}_column",
+                field,
                 name,
                 f"the dataset has no such column, only {', '.join(names)}; name the right one",
             )
@@ -176,17 +188,62 @@ def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Sources that prompts are handed out of by weight."""
+
+    weights: Mapping[str, float]
+    """Of each."""
+    rows: tuple[npt.NDArray[np.int64], ...]
+    """Numbers of each one's prompts."""
+    num_of: tuple[int, ...]
+    """How many of an epoch's prompts are of each."""
+
+    @classmethod
+    def of(cls, names: Sequence[Any], config: PromptsConfig) -> Mix | None:
+        """The sources of some prompts; None: they have no weights.
+
+        Args:
+            names: Source of each prompt.
+            config: Weights of the sources.
+
+        Raises:
+            ConfigError: If a prompt is of no source, a source has no prompts, or none comes of it.
+        """
+        if config.weights is None:
+            return None
+        weights = dict(sorted(config.weights.items()))
+        rows: dict[str, list[int]] = {name: [] for name in weights}
+        for row, name in enumerate(names):
+            if name not in rows:
+                remedy = f"is none of prompts.weights, {', '.join(weights)}; give it a weight there"
+                raise ConfigError(f"prompts.{config.source_column}", name, remedy)
+            rows[name].append(row)
+        num_of = shares(len(names), list(weights.values()))
+        for (name, of_source), number in zip(rows.items(), num_of, strict=True):
+            given = {name: weights[name]}
+            has = "has no prompts that fit the model; leave it out, or see to its rows"
+            require(bool(of_source), "prompts.weights", given, has)
+            has = f"is too small beside the others: none of {len(names)} prompts would be of it"
+            require(number > 0, "prompts.weights", given, has)
+        arrays = tuple(np.array(of_source, dtype=np.int64) for of_source in rows.values())
+        return cls(weights=weights, rows=arrays, num_of=tuple(num_of))
+
+
 class RowNumbers:
     """The order of the prompts: which of them each group's prompt is, by its place among them.
 
     Args:
         num_prompts: How many there are.
-        seed: Together with the epoch it fixes the order, a permutation for each epoch.
+        seed: Together with the epoch it fixes the order.
+        mix: Sources of which each has its share of an epoch; None: an epoch is a permutation of all
+            prompts.
     """
 
-    def __init__(self, num_prompts: int, *, seed: int) -> None:
+    def __init__(self, num_prompts: int, *, seed: int, mix: Mix | None = None) -> None:
         self._num_prompts = num_prompts
         self._seed = seed
+        self._mix = mix
         # those of a few epochs: groups of several are under way together
         self._order = functools.lru_cache(maxsize=4)(self._order_of)
 
@@ -200,17 +257,24 @@ class RowNumbers:
         return self.at(prompt_position(group_id, self._num_prompts))
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        return prompt_order(self._num_prompts, seed=self._seed, epoch=epoch)
+        mix = self._mix
+        if mix is None:
+            return prompt_order(self._num_prompts, seed=self._seed, epoch=epoch)
+        return mixed_order(mix.rows, mix.num_of, seed=self._seed, epoch=epoch)
 
 
 class PromptSource:
-    """Endless prompts in a seeded order: epoch after epoch, each a permutation of its own.
+    """Endless prompts in a seeded order: epoch after epoch, each in an order of its own.
 
     Args:
         tables: Arrow tables with the column of token ids.
         seed: Together with the epoch it fixes the order.
         position: How many prompts were handed out before.
         pending: Positions of those of them that are handed out once more, first.
+        config: Weights of the sources that they are of.
+
+    Raises:
+        ConfigError: If the weights do not fit the prompts.
     """
 
     def __init__(
@@ -220,9 +284,14 @@ class PromptSource:
         seed: int,
         position: int = 0,
         pending: Sequence[int] = (),
+        config: PromptsConfig | None = None,
     ) -> None:
         self._table = pa.concat_tables(tables, promote_options="default")
-        self._rows = RowNumbers(len(self), seed=seed)
+        config = config or PromptsConfig()
+        names = self._table[config.source_column].to_pylist() if config.weights else ()
+        self.weights = config.weights
+        """Of the sources; None: they have none."""
+        self._rows = RowNumbers(len(self), seed=seed, mix=Mix.of(names, config))
         self._pending = deque(pending)
         self.position = position
 

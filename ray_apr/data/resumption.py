@@ -33,6 +33,8 @@ ROLLOUT_FILE = "rollout.json"
 """File of a checkpoint with its `RolloutProgress`."""
 SAMPLES_FILE = "samples.arrow"
 """File of a checkpoint with the samples under way."""
+WEIGHTS = "prompts.weights"
+"""Of the settings of samples (`sampled_with`): that which the order of the prompts follows from."""
 FORMAT = 2
 """Of `RolloutProgress`. 1, without a journal, and 0, without samples, are read, too."""
 
@@ -333,16 +335,21 @@ class Begin:
         return tuple(position for position in self.rollout.pending if position not in known)
 
 
-def sampled_with(config: RolloutConfig, *, resets: bool | None) -> dict[str, Any]:
+def sampled_with(
+    config: RolloutConfig, *, resets: bool | None, weights: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Settings without which samples under way cannot go on, as JSON has them.
 
     Args:
         config: Of the rollout.
         resets: Whether the environment speaks first; None: there is none.
+        weights: Of the prompts' sources, which fix their order; None: they have none.
     """
     names = ("group_size", "max_turns", "max_response_tokens")
     settings = {f"rollout.{name}": getattr(config, name) for name in names}
     settings["rollout.sampling"] = dataclasses.asdict(config.sampling)
     settings["environment"] = "none" if resets is None else {"resets": resets}
+    if weights is not None:
+        settings[WEIGHTS] = weights
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found

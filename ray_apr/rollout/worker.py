@@ -17,11 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
-from ray_apr.core.exceptions import (
-    APRError,
-    EngineUnavailableError,
-    RolloutError,
-)
+from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
@@ -112,7 +108,6 @@ class RolloutWorker(WeightSyncs):
     ) -> None:
         super().__init__(partial_rollout, sync_timeout_s)
         self._config = rollout
-        self._sampled = sampled_with(rollout, resets=None if turns is None else turns.resets)
         self._partial_rollout = partial_rollout
         self._before = before or Counters()
         self._scheduler = Scheduler(
@@ -126,6 +121,11 @@ class RolloutWorker(WeightSyncs):
             keeps=group_filter,
         )
         self._prompts = make_prompts()
+        self._sampled = sampled_with(
+            rollout,
+            resets=None if turns is None else turns.resets,
+            weights=self._prompts.weights,
+        )
         self._not_restored: APRError | None = None
         """Why the checkpoint's samples cannot go on; raised here it would be an actor's death."""
         scored: list[tuple[Sample, ...]] = []

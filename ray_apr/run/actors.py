@@ -130,6 +130,8 @@ class Actors:
             self.prompts = self._encode(
                 prompts, "prompts", num_prompts=num_prompts, drops_too_long=drops
             )
+            # what is wrong with the weights would be the death of the worker
+            PromptSource(_fetched(self.prompts.tables), seed=0, config=self._spec.prompts)
         journal = {
             "journal": journal_of(self._spec),
             "epoch": begin.epoch,
@@ -185,6 +187,7 @@ class Actors:
     ) -> Any:
         spec = self._spec
         rollout, seed, pending = self._rollout, spec.train.seed, begin.prompts_again
+        config = spec.prompts
         position = begin.rollout.position if begin.rollout else 0
         reward, environment = spec.reward, spec.environment
         max_inflight = spec.partial_rollout.max_inflight_samples(spec.step_size)
@@ -196,7 +199,7 @@ class Actors:
             batch_size=spec.step_size,
             model=spec.model,
             make_prompts=lambda: PromptSource(
-                _fetched(tables), seed=seed, position=position, pending=pending
+                _fetched(tables), seed=seed, position=position, pending=pending, config=config
             ),
             make_client=self._client_maker(
                 max_inflight=max_inflight,

@@ -50,7 +50,11 @@ def header_of(spec: RunSpec) -> dict[str, Any]:
     return {
         "seed": spec.train.seed,
         "step_size": spec.step_size,
-        "sampled": sampled_with(spec.rollout, resets=None if rules is None else rules.resets),
+        "sampled": sampled_with(
+            spec.rollout,
+            resets=None if rules is None else rules.resets,
+            weights=spec.prompts.weights,
+        ),
     }
 
 

@@ -28,7 +28,7 @@ from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.staleness import next_version
 from ray_apr.data.encoding import LengthLimit
-from ray_apr.data.prompts import RowNumbers, encode_prompt, load_tokenizer
+from ray_apr.data.prompts import Mix, RowNumbers, encode_prompt, load_tokenizer
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.run.folder import read_rows
@@ -296,7 +296,9 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
     plan = {n: groups for n, groups in begin.replayed.plan.items() if n <= step}
     wanted = [group for groups in plan.values() for group in groups]
     table = begin.samples.filter(pc.is_in(begin.samples["group_id"], pa.array(wanted)))
-    of_prompts = RowNumbers(len(kept), seed=spec.train.seed)
+    names = (prompts.slice(row, row + 1)[0].get(spec.prompts.source_column) for row in kept)
+    mix = Mix.of(list(names), spec.prompts) if spec.prompts.weights else None
+    of_prompts = RowNumbers(len(kept), seed=spec.train.seed, mix=mix)
     tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
 
     def prompt_of(group_id: str) -> Prompt:

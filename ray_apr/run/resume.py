@@ -26,6 +26,7 @@ from ray_apr.data.resumption import (
     LIST_FILE,
     PROGRESS_FILE,
     SAMPLES_FILE,
+    WEIGHTS,
     Begin,
     Counters,
     RolloutProgress,
@@ -80,6 +81,10 @@ def find_begin(spec: RunSpec) -> Begin:
             "the order of the prompts goes on only with that of the checkpoint, "
             f"{begin.rollout.seed}",
         )
+    then, now = begin.rollout.sampled.get(WEIGHTS), spec.prompts.weights
+    if then != now:
+        remedy = f"the order of the prompts goes on only with those of the checkpoint, {then}"
+        raise ConfigError(WEIGHTS, now, remedy)
     if last is None:  # of another run: what goes on is all that this one has made
         begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
     first = 0 if last is None or begin.rollout is None else begin.rollout.epoch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,53 @@ def prompt_order(num_prompts: int, *, seed: int, epoch: int) -> npt.NDArray[np.i
     """
     require(seed >= 0, "seed", seed, "must be at least 0")
     return np.random.default_rng([seed, epoch]).permutation(num_prompts)
+
+
+def shares(num_prompts: int, weights: Sequence[float]) -> list[int]:
+    """How many prompts of an epoch each source has: what its weight says, rounded so that the sum
+    stays (largest remainders).
+
+    Args:
+        num_prompts: Of an epoch.
+        weights: Of each source, above 0.
+
+    Example:
+        >>> shares(10, [2, 1])
+        [7, 3]
+    """
+    exact = [num_prompts * weight / math.fsum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
+    for i in by_remainder[: num_prompts - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def mixed_order(
+    sources: Sequence[npt.NDArray[np.int64]], num_of: Sequence[int], *, seed: int, epoch: int
+) -> npt.NDArray[np.int64]:
+    """Numbers of the prompts of an epoch, of which each source has its share.
+
+    A source goes through all of its own prompts, in an order of its own each time, before one comes
+    again: over as many epochs as that takes, or several times in one.
+
+    Args:
+        sources: Numbers of each source's prompts, none of them empty.
+        num_of: How many of an epoch's prompts are of each (`shares`).
+        seed: Of the run, at least 0.
+        epoch: From 0 on.
+    """
+    labels = np.repeat(np.arange(len(sources)), num_of)
+    labels = labels[prompt_order(len(labels), seed=seed, epoch=epoch)]
+    order = np.empty(len(labels), dtype=np.int64)
+    for label, (rows, number) in enumerate(zip(sources, num_of, strict=True)):
+        turns, places = np.divmod(epoch * number + np.arange(number), len(rows))
+        drawn = np.empty(number, dtype=np.int64)
+        for turn in np.unique(turns):
+            own = np.random.default_rng([seed, int(turn), label + 1]).permutation(rows)
+            drawn[turns == turn] = own[places[turns == turn]]
+        order[labels == label] = drawn
+    return order
 
 
 def prompt_id(epoch: int, offset: int) -> str:

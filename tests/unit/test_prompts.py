@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import types
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import ray.train
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, encode_dataset
-from ray_apr.data.prompts import PromptSource
+from ray_apr.data.prompts import PromptSource, check_dataset
+from ray_apr.data.resumption import WEIGHTS as WEIGHTS_KEY
+from ray_apr.data.resumption import Counters, RolloutProgress, sampled_with
 from ray_apr.data.rows import PromptRows
 from ray_apr.run import ending, replaying
 from ray_apr.run.ending import with_counted_steps
+from ray_apr.run.journals import header_of
+from ray_apr.run.resume import find_begin
 from ray_apr.run.spec import RunSpec
+from ray_apr.scheduling.order import mixed_order, shares
 from ray_apr.trainer import APRTrainer
 from tests.fakes import ArrowDataset
 from tests.run_specs import run_spec
@@ -174,3 +183,137 @@ def test_a_session_counts_before_its_run_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(APRTrainer, "_datasets", lambda self: (dataset, None))
     trainer.start_in_host()
     assert made[0].train.steps == 7
+
+
+# -- sources with weights --------------------------------------------------------------------------
+
+
+def test_shares_of_an_epoch_are_those_of_the_weights():
+    assert shares(9, [2, 1]) == [6, 3]
+    assert shares(10, [1, 1, 1]) == [4, 3, 3]
+    assert shares(5, [1e-9, 1]) == [0, 5]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_each_source_has_its_share_and_goes_through_all_of_its_prompts(sizes, weights, seed):
+    bounds = np.cumsum([0, *sizes])
+    sources = [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
+    num_of = shares(sum(sizes), weights[: len(sizes)])
+    epochs = [mixed_order(sources, num_of, seed=seed, epoch=epoch) for epoch in range(6)]
+    for rows, number in zip(sources, num_of, strict=True):
+        drawn = [row for epoch in epochs for row in epoch if row in rows]
+        assert len(drawn) == 6 * number
+        assert all(sum(row in rows for row in epoch) == number for epoch in epochs)
+        for turn in range(len(drawn) // len(rows)):
+            whole = drawn[turn * len(rows) : (turn + 1) * len(rows)]
+            assert sorted(whole) == list(rows), "each once before one comes again"
+    again = mixed_order(sources, num_of, seed=seed, epoch=5)
+    assert list(again) == list(epochs[5]), "without those before it"
+
+
+SOURCES = [{"prompt": [i], "source": "big" if i < 6 else "small"} for i in range(8)]
+WEIGHTS = PromptsConfig(weights={"small": 1, "big": 1})
+
+
+def mixed(rows=SOURCES, config=WEIGHTS, **given):
+    encoded = encode(rows, max_prompt_tokens=5)
+    return PromptSource(encoded.tables, seed=3, config=config, **given)
+
+
+def test_prompts_are_handed_out_by_weight_and_go_on_where_they_stopped():
+    source = mixed()
+    prompts = handed_out(source, 16)
+    assert [p.row["source"] for p in prompts].count("small") == 8, "4 of 8, although 2 rows are"
+    assert len({p.prompt_id for p in prompts}) == 16
+    again = mixed(position=9, pending=(2, 5))
+    ids = [p.token_ids for p in (*handed_out(again, 2), *handed_out(again, 4))]
+    assert ids == [prompts[i].token_ids for i in (2, 5, 9, 10, 11, 12)]
+    assert source.of("e1-3~2").token_ids == prompts[11].token_ids
+    assert source.index_of("e0-4") == prompts[4].token_ids[0]
+    other = PromptSource(encode(SOURCES).tables, seed=4, config=WEIGHTS)
+    assert [p.token_ids for p in handed_out(other, 16)] != [p.token_ids for p in prompts]
+
+
+def test_the_order_of_weights_in_the_settings_does_not_matter():
+    turned = PromptsConfig(weights={"big": 2.0, "small": 2.0})
+    ids = [[p.token_ids for p in handed_out(mixed(config=c), 8)] for c in (WEIGHTS, turned)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"big": 1}, r"prompts\.source = 'small': is none of prompts\.weights, big"),
+        ({"big": 1, "small": 1, "third": 1}, r"weights = {'third': 1.0}: has no prompts"),
+        ({"big": 1, "small": 1e-6}, r"weights = {'small': 1e-06}: is too small beside"),
+    ],
+)
+def test_weights_that_do_not_fit_the_prompts_are_refused(weights, said):
+    with pytest.raises(ConfigError, match=said):
+        mixed(config=PromptsConfig(weights=weights))
+
+
+def test_a_dataset_without_the_column_of_sources_is_refused():
+    with pytest.raises(ConfigError, match=r"prompts\.source_column = 'kind': .*no such column"):
+        check_dataset(PromptRows(SOURCES), "m", "prompt", None, "kind")
+    check_dataset(PromptRows(SOURCES), "m", "prompt", None, "source")
+
+
+def test_a_run_goes_on_with_the_weights_that_it_began_with(tmp_path):
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path / "runs"))
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "progress.json").write_text('{"step": 2, "policy_version": 2}')
+
+    def spec(weights):
+        config = PromptsConfig(weights=weights)
+        checkpoint = ray.train.Checkpoint(str(tmp_path / "step"))
+        return run_spec(run=run, prompts=config, checkpoint=checkpoint)
+
+    def goes_on(before, now):
+        sampled = header_of(spec(before))["sampled"]
+        progress = RolloutProgress(
+            seed=0, num_prompts=8, position=3, pending=(), counters=Counters(), sampled=sampled
+        )
+        (tmp_path / "step" / "rollout.json").write_text(progress.to_json())
+        return find_begin(spec(now)).step
+
+    weights = {"big": 2, "small": 1}
+    assert goes_on(weights, weights) == goes_on(None, None) == 2
+    for before, now in ((weights, None), (None, weights), (weights, {**weights, "small": 2})):
+        with pytest.raises(ConfigError, match=r"prompts\.weights = .*only with those of the chec"):
+            goes_on(before, now)
+
+
+def test_the_worker_notes_the_weights_as_the_journal_does():
+    """A journal is gone on with if both say the same."""
+    spec = run_spec(prompts=WEIGHTS)
+    noted = sampled_with(spec.rollout, resets=None, weights=mixed().weights)
+    assert noted == header_of(spec)["sampled"] and WEIGHTS_KEY in noted
+    assert WEIGHTS_KEY not in header_of(run_spec())["sampled"], "as checkpoints before have it"
+
+
+def test_a_replay_finds_the_prompts_of_a_mix(monkeypatch):
+    class Found(Exception):
+        pass
+
+    def groups_of(table, prompt_of):
+        raise Found([prompt_of(f"e1-{i}").token_ids for i in range(8)])
+
+    monkeypatch.setattr(replaying, "groups_of", groups_of)
+    spec = run_spec(
+        prompts=dataclasses.replace(WEIGHTS, on_too_long="drop"), max_model_len=9,
+        rollout=RolloutConfig(max_response_tokens=4), train=TrainConfig(seed=3),
+    )  # fmt: skip
+    begin = types.SimpleNamespace(
+        replayed=types.SimpleNamespace(plan={0: ("e0-0",)}),
+        rollout=types.SimpleNamespace(num_prompts=8),
+        samples=pa.table({"group_id": pa.array([], pa.string())}),
+    )  # fmt: skip
+    rows = [*SOURCES[:3], {"prompt": [1] * 9, "source": "big"}, *SOURCES[3:]]
+    with pytest.raises(Found) as found:
+        replaying.batches_since(begin, spec, PromptRows(rows), 0)
+    assert found.value.args[0] == [p.token_ids for p in handed_out(mixed(rows), 16)[8:]]

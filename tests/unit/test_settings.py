@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_apr.cli.launch import make_plan
+from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.settings import load_settings
 from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
 from ray_apr.core.exceptions import ConfigError
@@ -40,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "prompts.json").write_text(json.dumps(rows))
+    (tmp_path / "more.jsonl").write_text('{"prompt": "2+2=", "source": "sums"}\n')
     (tmp_path / "helper.py").write_text("def half():\n    return 0.5\n")
     (tmp_path / "task.py").write_text(
         "import helper\nanswer = 3\ndef reward(sample):\n    return helper.half()\n"
@@ -140,6 +144,79 @@ def test_overrides_replace_nested_values(folder: Path) -> None:
     assert settings.run_dir == Path("runs").resolve() / "mine"
 
 
+def test_several_files_of_prompts_have_weights(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        BASE.replace("prompts: prompts.jsonl", """\
+prompts:
+  - {path: prompts.jsonl, weight: 2}
+  - {path: prompts.json, weight: 1, limit: 1, name: other}""")
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"have one name; give each another `name`"):
+        load_settings(folder / "run.yaml", ["prompts=[{path: prompts.jsonl, weight: 2}, "
+                                            "{path: prompts.json, weight: 1}]"])  # fmt: skip
+    settings = load_settings(folder / "run.yaml", ["prompts.on_too_long=drop"]).prompts
+    assert settings.weights == {"prompts": 2.0, "other": 1.0}
+    assert settings.on_too_long == "drop"
+    rows = read_prompts(settings)
+    assert [row["source"] for row in rows.slice(0, 9)] == ["prompts", "prompts", "other"]
+    plan = make_plan(load_settings(folder / "run.yaml"))
+    assert plan["run"]["prompts"].endswith("prompts.json (weight 1)")
+
+
+def test_several_files_without_weights_are_one_dataset(folder: Path) -> None:
+    settings = load_settings(folder / "run.yaml", ["prompts=[prompts.jsonl, prompts.json]"])
+    assert settings.prompts.weights is None
+    rows = read_prompts(settings.prompts)
+    assert len(rows) == 4 and rows.names == ["prompt", "answer"], "no column of ours"
+
+
+@pytest.mark.parametrize("weight", [0, -1, "much", "true", ".nan", ".inf"])
+def test_weights_of_files_are_numbers_above_0(folder: Path, weight) -> None:
+    files = f"prompts=[{{path: prompts.jsonl, weight: {weight}}}]"
+    with pytest.raises(ConfigError, match=r"prompts\.files.*weight = .*(above 0|must be a number)"):
+        load_settings(folder / "run.yaml", [files])
+
+
+def test_a_weight_is_of_all_files_or_of_none(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prompts\.files = \['.*prompts\.json'\]: have no weight"
+    ):
+        load_settings(
+            folder / "run.yaml", ["prompts=[{path: prompts.jsonl, weight: 1}, prompts.json]"]
+        )
+
+
+def test_the_column_of_sources_is_none_of_the_users(folder: Path) -> None:
+    override = "prompts=[{path: more.jsonl, weight: 1}]"
+    settings = load_settings(folder / "run.yaml", [override]).prompts
+    with pytest.raises(ConfigError, match=r"source_column = 'source': .*has such a column"):
+        read_prompts(settings)
+    other = load_settings(folder / "run.yaml", [override, "prompts.source_column=file"]).prompts
+    assert read_prompts(other).slice(0, 1)[0]["file"] == "more"
+
+
+@pytest.mark.parametrize("second", ["b.parquet", "b.jsonl"])
+def test_parquet_files_go_together_with_files_of_any_kind(folder: Path, second) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
+    if second.endswith(".jsonl"):
+        (folder / second).write_text('{"answer": "3", "prompt": "c"}\n')
+    else:
+        pq.write_table(pa.table({"answer": ["3"], "prompt": ["c"]}), folder / second)
+    override = f"prompts=[{{path: a.parquet, weight: 1, limit: 1}}, {{path: {second}, weight: 3}}]"
+    rows = read_prompts(load_settings(folder / "run.yaml", [override]).prompts)
+    assert [(r["prompt"], r["answer"], r["source"]) for r in rows.slice(0, 9)] == [
+        ("a", "1", "a"), ("c", "3", "b"),
+    ]  # fmt: skip
+
+
+def test_parquet_files_of_other_types_are_refused(folder: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"]}), folder / "a.parquet")
+    pq.write_table(pa.table({"prompt": ["b"], "answer": [2]}), folder / "b.parquet")
+    settings = load_settings(folder / "run.yaml", ["prompts=[a.parquet, b.parquet]"]).prompts
+    with pytest.raises(ConfigError, match=r"prompts\.files.*columns of other types"):
+        read_prompts(settings)
+
+
 @pytest.mark.parametrize(
     ("override", "ends", "batches", "samples"),
     [
@@ -216,6 +293,15 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("prompts=other.jsonl", "prompts", "no file"),
         ("prompts=run.yaml", "prompts", r"\.parquet"),
         ("prompts.limit=0", "prompts.limit", "at least 1"),
+        ("prompts=[]", "prompts.files", "at least one"),
+        ("prompts=[prompts.jsonl, other.jsonl]", "prompts", "no file"),
+        ("prompts=[prompts.jsonl, {weight: 2}]", "prompts.files.path", "is missing"),
+        ("prompts=[{path: prompts.jsonl, share: 2}]", "prompts.files.share", "known: path, limit"),
+        ("prompts=[prompts.jsonl, more.jsonl]", "prompts.files", "other columns: answer, source"),
+        ("prompts={path: prompts.jsonl, files: [prompts.json]}", "prompts.path", "left out beside"),
+        ("prompts.weights={a: 0}", "prompts.weights", "above 0; leave a out"),
+        ("prompts.weights={}", "prompts.weights", "or be left out"),
+        ("prompts.weights=[1]", "prompts.weights", "section"),
         ("prompts.on_too_long=cut", "prompts.on_too_long", "one of error, drop"),
         (
             "evaluation={prompts: {path: prompts.json, on_too_long: drop}}",
