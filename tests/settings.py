@@ -45,7 +45,10 @@ IN_PYTHON = """\
 | --- | --- | --- |
 """
 ARGUMENTS = {
-    "prompts": ("a Ray Dataset, or `PromptRows`", "`prompts`, `evaluation_prompts`"),
+    "prompts": (
+        "a Ray Dataset, or `PromptRows`; `PromptsConfig`",
+        "`prompts`, `evaluation_prompts`; `prompts_config`",
+    ),
     "scaling": ("`ray.train.ScalingConfig`", "`scaling_config`"),
     "run": ("`ray.train.RunConfig`", "`run_config`"),
     "ray": ("", 'none: call `ray.init(namespace="ray_apr")` before'),
@@ -105,17 +108,23 @@ def _with_inner(cls: type, name: str) -> Iterator[Reader]:
 
 
 def _dataclass_of(hint: Any) -> type | None:
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    is_of_several = get_origin(hint) in (Union, types.UnionType, tuple)
+    options = get_args(hint) if is_of_several else (hint,)
     classes = (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one))
     return next(classes, None)
 
 
+def classes_of(cls: type) -> list[type]:
+    """The dataclasses whose fields a class has, its own last."""
+    return [one for one in reversed(cls.__mro__) if dataclasses.is_dataclass(one)]
+
+
 def docstrings(cls: type) -> dict[str, str]:
-    """What follows each field of a class."""
-    body = _tree(cls).body
+    """What follows each field of a class, and of those that it is made of."""
+    pairs = (pair for one in classes_of(cls) for pair in itertools.pairwise(_tree(one).body))
     return {
         ast.unparse(field.target): inspect.cleandoc(ast.literal_eval(text.value))
-        for field, text in itertools.pairwise(body)
+        for field, text in pairs
         if isinstance(field, ast.AnnAssign)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
@@ -139,8 +148,9 @@ class Rules(ast.NodeVisitor):
     def of(cls, thing: Any, section: str) -> Rules:
         """Read the code of a class or function."""
         rules = cls(section)
-        rules.known = {**vars(sys.modules[thing.__module__]), **rules.known}
-        rules.visit(_tree(thing))
+        for one in classes_of(thing) if isinstance(thing, type) else (thing,):
+            rules.known = {**vars(sys.modules[one.__module__]), **rules.known}
+            rules.visit(_tree(one))
         return rules
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -172,7 +182,8 @@ class Rules(ast.NodeVisitor):
     def _names(self, args: list[ast.expr]) -> Iterator[str]:
         for arg in args:
             if isinstance(arg, ast.Starred):
-                yield from self.tuples.get(ast.unparse(arg.value), ())
+                name = ast.unparse(arg.value)
+                yield from self.tuples.get(name) or self.known.get(name, ())
             elif isinstance(arg, ast.Constant):
                 yield str(arg.value)
 
@@ -225,7 +236,8 @@ def in_words(hint: Any) -> str:
         return ", ".join(f"`{arg}`" for arg in args)
     if origin is tuple:
         each = [in_words(arg) for arg in args if arg is not Ellipsis]
-        return f"a list of {each[0]}s" if Ellipsis in args else f"[{', '.join(each)}]"
+        one = each[0].removeprefix("a ")
+        return f"a list of {one}s" if Ellipsis in args else f"[{', '.join(each)}]"
     if origin is Callable:
         return "`file.py:name`"
     if origin is not None and issubclass(origin, Mapping):
@@ -271,7 +283,7 @@ def section_of(cls: type, name: str) -> str:
         inner, kind = _dataclass_of(hints[field.name]), in_words(hints[field.name])
         if inner is not None:
             key = f"{name}.{field.name}"
-            kind = kind.replace("a section", f"a [section](#{_anchor(key)})")
+            kind = kind.replace("section", f"[section](#{_anchor(key)})")
         bound = rules.bounds.get(field.name)
         kind = kind.replace("number", f"number {bound}", 1) if bound else kind
         default = "" if inner is not None and "null" not in kind else default_of(field)
