@@ -173,7 +173,7 @@ def check_settings(block: Block, folder: Path) -> None:
     given = yaml.safe_load(block.text)
     file.write_text(yaml.safe_dump({**values, **given}) if values else block.text, "utf-8")
     for name in set(re.findall(r"\b(\w+\.py):\w+", block.text)):
-        assert (folder / name).exists(), f"{block}: no block is {name}"
+        assert (file.parent / name).exists(), f"{block}: no block is {name}"
     load_settings(file)
 
 
@@ -247,7 +247,7 @@ def _check_call(block: Block, call: ast.Call) -> None:
         assert keywords <= known, f"{block}: APRTrainer takes no {sorted(keywords - known)}"
     elif home in ray_apr.__all__ and is_dataclass(cls := getattr(ray_apr, home)):
         variables = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)} - set(ray_apr.__all__)
-        if not variables:
+        if not variables and home in _settings():
             eval(ast.unparse(call), {one: getattr(ray_apr, one) for one in _settings()})
         known = {field.name for field in fields(cls)}
         assert keywords <= known, f"{block}: {name} takes no {sorted(keywords - known)}"

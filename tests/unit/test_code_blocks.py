@@ -35,11 +35,13 @@ LANGUAGES = ("", "bash", "json", "jsonl", "python", "yaml")
 
 def check(page: Path, folder: Path) -> None:
     """Check all code of a page, in its order; files of its blocks are made in a folder."""
+    (folder / "examples").symlink_to(ROOT / "examples")
     namespace: dict[str, Any] = {"__name__": "page"}
     bound: set[str] = set()
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{block}: what is {block.language!r}?"
         if block.name:
+            (folder / block.name).parent.mkdir(exist_ok=True)
             (folder / block.name).write_text(block.text, "utf-8")
         if block.language == "python":
             check_names(block, namespace, bound)
