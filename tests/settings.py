@@ -34,8 +34,8 @@ line. In Python the sections are classes with the same fields: `rollout:` is `Ro
 as `APRTrainer(rollout_config=...)` ([all of them](#in-python)); `null` is `None`.
 
 A setting that is wrong, or that would not be obeyed, is refused before anything starts, with a
-remedy. "Refused unless" has what is checked beside the values of the table; … stands for what
-depends on the run.
+remedy ([troubleshooting](troubleshooting.md)). "Refused unless" has what is checked beside the
+values of the table; … stands for what depends on the run.
 
 """
 IN_PYTHON = """\
