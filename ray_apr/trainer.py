@@ -12,7 +12,7 @@ import ray
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import check_dataset
+from ray_apr.data.prompts import Mix, check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.checks import check_resources, check_spec
 from ray_apr.run.controller import run
@@ -87,6 +87,8 @@ class APRTrainer(RunOptions):
         sources = spec.prompts.source_column if spec.prompts.weights else None
         columns = (rollout.prompt_column, rollout.replay_column, sources)
         check_dataset(self.prompts, spec.model, *columns)
+        if sources is not None and isinstance(self.prompts, PromptRows):
+            Mix.of(self.prompts.column(sources), spec.prompts)  # others are here once Ray runs
         if held_out is not None:
             check_dataset(held_out, spec.model, rollout.prompt_column)
         if spec.remote_storage is None:

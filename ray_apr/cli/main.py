@@ -190,7 +190,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.cli.launch import dry_run, make_plan
+    from ray_apr.cli.launch import dry_run
+    from ray_apr.cli.plan import make_plan
     from ray_apr.cli.settings import load_settings
 
     overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
@@ -219,7 +220,8 @@ def _resume(args: argparse.Namespace) -> int:
 
 def _run(settings: RunSettings) -> int:
     """Show the plan, train, and make the report."""
-    from ray_apr.cli.launch import make_plan, run_training
+    from ray_apr.cli.launch import run_training
+    from ray_apr.cli.plan import make_plan
     from ray_apr.cli.quiet import RAY_LOG, ray_lines_in
 
     began_at, log = time.monotonic(), settings.run_dir / RAY_LOG

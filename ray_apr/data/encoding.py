@@ -38,11 +38,12 @@ class LengthLimit:
         most: Tokens of the longest prompt that does.
         column: Name of the prompt column.
         drops: Whether those that are too long are left out; without, the first one is an error.
+            None: as without, and no setting would change that.
         name: What messages call the dataset.
     """
 
     def __init__(
-        self, most: int, *, column: str, drops: bool = False, name: str = "prompts"
+        self, most: int, *, column: str, drops: bool | None = False, name: str = "prompts"
     ) -> None:
         self._most = most
         self.column = column
@@ -69,14 +70,15 @@ class LengthLimit:
             ConfigError: If one does not, and those are not left out; names its row.
         """
         fitting = [length <= self._most for length in lengths]
+        setting = "" if self._drops is None else " (prompts.on_too_long: drop)"
         for row, (length, fit) in enumerate(zip(lengths, fitting, strict=True), self.num_seen):
             require(
-                fit or self._drops,
+                fit or bool(self._drops),
                 f"{self.name}[{row}].{self.column}",
                 f"{length} tokens",
                 f"at most {self._most} leave room for the response budget in the model's context; "
-                "leave such prompts out (prompts.on_too_long: drop), lower "
-                "rollout.max_response_tokens, or raise rollout.engine.max_model_len",
+                f"leave such prompts out{setting}, lower rollout.max_response_tokens, or raise "
+                "rollout.engine.max_model_len",
             )
             if not fit and not self.num_dropped:
                 self._example = f"row {row} with {length}"
@@ -125,7 +127,7 @@ def encode_dataset(
     model: str,
     column: str,
     max_prompt_tokens: int,
-    drops_too_long: bool = False,
+    drops_too_long: bool | None = False,
     name: str | None = None,
     num_prompts: int | None = None,
 ) -> EncodedPrompts:
@@ -139,7 +141,8 @@ def encode_dataset(
         model: Folder or hub id whose tokenizer is used.
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
-        drops_too_long: Leave longer ones out, and log how many they are.
+        drops_too_long: Leave longer ones out, and log how many they are; None: they are held-out
+            ones, of which none is.
         name: What Ray Data calls it, in its metrics and its log.
         num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
 

@@ -42,6 +42,12 @@ class PromptRows:
             return rows
         return list(self._rows[start:stop])
 
+    def column(self, name: str) -> list[Any]:
+        """Values of a column; None where a row has none."""
+        if isinstance(self._rows, pa.Table):
+            return list(self._rows[name].to_pylist())
+        return [row.get(name) for row in self._rows]
+
     def to_dataset(self) -> ray.data.Dataset:
         """The rows as a Ray Dataset; Ray runs already.
 

@@ -222,7 +222,7 @@ class Actors:
 
     def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
         """Start what evaluates the policy on held-out prompts."""
-        spec, tables = self._spec, self._encode(held_out, "held_out").tables
+        spec, tables = self._spec, self._encode(held_out, "held_out", drops_too_long=None).tables
         rollout, reward, environment = spec.rollout, spec.reward, spec.environment
         return self.make(
             Evaluator,

@@ -296,8 +296,8 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
     plan = {n: groups for n, groups in begin.replayed.plan.items() if n <= step}
     wanted = [group for groups in plan.values() for group in groups]
     table = begin.samples.filter(pc.is_in(begin.samples["group_id"], pa.array(wanted)))
-    names = (prompts.slice(row, row + 1)[0].get(spec.prompts.source_column) for row in kept)
-    mix = Mix.of(list(names), spec.prompts) if spec.prompts.weights else None
+    names = prompts.column(spec.prompts.source_column) if spec.prompts.weights else ()
+    mix = Mix.of([names[row] for row in kept], spec.prompts) if names else None
     of_prompts = RowNumbers(len(kept), seed=spec.train.seed, mix=mix)
     tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
 
@@ -339,8 +339,7 @@ def _kept(spec: RunSpec, prompts: PromptRows) -> Sequence[int]:
     if spec.prompts.on_too_long == "error":
         return rows
     tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
-    given = prompts.slice(0, len(prompts))
-    lengths = [len(encode_prompt(tokenizer, row[column])) for row in given]
+    lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in prompts.column(column)]
     limit = LengthLimit(spec.max_prompt_tokens(), column=column, drops=True)
     return list(itertools.compress(rows, limit.fits(lengths)))
 

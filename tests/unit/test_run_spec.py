@@ -8,7 +8,7 @@ import json
 import pytest
 import ray.train
 
-from ray_apr.config import EvaluationConfig, RolloutConfig, Sections, TrainConfig
+from ray_apr.config import EvaluationConfig, PromptsConfig, RolloutConfig, Sections, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
 from ray_apr.run import options
@@ -30,7 +30,7 @@ def make_trainer(model, **given):
     rows = PromptRows([{"prompt": [1, 2]}])
     rollout = RolloutConfig(max_response_tokens=16)
     given = {"rollout_config": rollout, "reward": lambda sample: 1.0} | given
-    return APRTrainer(model=str(model), prompts=rows, **given)
+    return APRTrainer(model=str(model), **{"prompts": rows} | given)
 
 
 def test_the_name_of_a_run_is_made_once(model, monkeypatch):
@@ -47,6 +47,26 @@ def test_the_name_of_a_run_is_made_once(model, monkeypatch):
 def test_a_run_has_the_users_name_and_the_models_context(model):
     spec = make_trainer(model, run_config=ray.train.RunConfig(name="mine")).spec
     assert (spec.name, spec.max_model_len, spec.model) == ("mine", 64, str(model))
+
+
+@pytest.mark.parametrize(
+    ("weights", "field"),
+    [
+        ({"a": 1}, "prompts.source"),
+        ({"a": 1, "b": 2, "c": 3}, "prompts.weights"),
+        ({"a": 1, "b": 1e-9}, "prompts.weights"),
+        ({"a": 1, "b": 2}, None),
+    ],
+)
+def test_weights_are_checked_against_the_rows_that_are_here(model, weights, field):
+    rows = PromptRows([{"prompt": [1], "source": name} for name in "ab"])
+    config = PromptsConfig(weights=weights)
+    if field is None:
+        assert make_trainer(model, prompts=rows, prompts_config=config).spec.prompts == config
+        return
+    with pytest.raises(ConfigError) as refused:
+        make_trainer(model, prompts=rows, prompts_config=config)
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_apr.cli.launch import make_plan
+from ray_apr.cli.plan import make_plan
 from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.settings import load_settings
 from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
@@ -161,6 +161,7 @@ prompts:
     assert [row["source"] for row in rows.slice(0, 9)] == ["prompts", "prompts", "other"]
     plan = make_plan(load_settings(folder / "run.yaml"))
     assert plan["run"]["prompts"].endswith("prompts.json (weight 1)")
+    assert plan["run"]["first prompts only"] == "all, 1"
 
 
 def test_several_files_without_weights_are_one_dataset(folder: Path) -> None:
@@ -223,7 +224,7 @@ def test_parquet_files_of_other_types_are_refused(folder: Path) -> None:
         ("train.seed=1", "3 batches", 3, 24),
         ("train.steps=null", "100 batches", 100, 800),
         ("train.total_samples=20", "20 samples, rounded up to whole batches", 3, 24),
-        ("train.passes=2", "2 passes over the prompts, rounded down", "counted", "counted"),
+        ("train.passes=2", "passes over the prompts: 2, rounded down", "counted", "counted"),
     ],
 )
 def test_the_plan_says_where_a_run_ends(folder: Path, override, ends, batches, samples) -> None:

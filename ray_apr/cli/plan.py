@@ -1,0 +1,117 @@
+"""What a run of some settings would do; nothing is read and nothing is started for it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ray_apr.cli.launch import joined_address
+
+if TYPE_CHECKING:
+    from ray_apr.cli.prompt_files import PromptsSettings
+    from ray_apr.cli.settings import RunSettings
+    from ray_apr.config import TrainConfig
+
+_TOO_LONG = {"error": "an error", "drop": "left out, and counted"}
+_UNCOUNTED = "counted with the prompts"
+
+
+def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """Return what a run of these settings would do, section -> name -> value.
+
+    Pure: no file is read and nothing is started.
+    """
+    rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
+    batch_size, num_steps = settings.step_size, settings.with_steps().train.steps
+    under_generation = math.ceil(partial.oversampling_factor * batch_size)
+    return {
+        "run": {
+            "mode": settings.mode,
+            "run folder": str(settings.run_dir),
+            "model": settings.model,
+            "prompts": str(settings.prompts),
+            "first prompts only": _first_prompts(settings.prompts),
+            "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],
+            "reward": settings.reward or "given by the environment",
+            "group filter": settings.group_filter or "none: every scored group is trained",
+            "environment": settings.environment or "none: every response is one turn",
+            "objective": _objective(settings),
+            "evaluation": _evaluation(settings),
+            "seed": train.seed,
+        },
+        "resources": _resources(settings),
+        "each step": {
+            "samples (batch)": batch_size,
+            "groups": batch_size // rollout.group_size,
+            "samples of a group": rollout.group_size,
+            "response tokens, at most": batch_size * rollout.max_response_tokens,
+        },
+        "generation": {
+            "samples under generation": under_generation,
+            "in the engines at once, at most": partial.max_inflight or under_generation,
+            "samples alive, at most": (partial.max_staleness + 1) * batch_size,
+            "max staleness (steps)": partial.max_staleness,
+            "interrupt": partial.interrupt,
+            "response budget (tokens)": rollout.max_response_tokens,
+        },
+        "whole run": {
+            "ends after": _end(train),
+            "batches": _UNCOUNTED if num_steps is None else num_steps,
+            "mini-batches of each": train.mini_batches,
+            "epochs of each": train.epochs,
+            "samples trained": _UNCOUNTED if num_steps is None else num_steps * batch_size,
+            "checkpoint every": train.checkpoint_every or "only at the end",
+        },
+    }
+
+
+def _first_prompts(prompts: PromptsSettings) -> str:
+    limits = [str(file.limit or "all") for file in prompts.all_files]
+    return "no, all of them" if set(limits) == {"all"} else ", ".join(limits)
+
+
+def _end(train: TrainConfig) -> str:
+    if train.total_samples is not None:
+        return f"{train.total_samples} samples, rounded up to whole batches"
+    if train.passes is not None:
+        return f"passes over the prompts: {train.passes}, rounded down to whole batches"
+    return f"{train.num_steps} batches"
+
+
+def _evaluation(settings: RunSettings) -> str:
+    held_out, config = settings.evaluation_prompts, settings.evaluation
+    if held_out is None or config is None:
+        return "none"
+    return f"{held_out.path}, every {config.every} versions, {config.samples} samples a prompt"
+
+
+def _objective(settings: RunSettings) -> str:
+    algorithm, code = settings.algorithm, settings.objective
+    loss, advantage = (code.get(k, getattr(algorithm, k)) for k in ("loss", "advantage"))
+    return f"{loss} loss of {advantage} advantages, {algorithm.aggregation}"
+
+
+def _resources(settings: RunSettings) -> dict[str, Any]:
+    rollout, scaling = settings.rollout, settings.scaling
+    engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
+    ranks = scaling.ranks
+    train_cpus = ranks.most * scaling.num_cpus_per_worker
+    reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
+    engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
+    shared = ", in turns with the trainer" if rollout.is_colocated else ""
+    engine_gpus_text = {"cpu": "0", "cuda": str(engine_gpus)}.get(
+        rollout.engine.device, f"{engine_gpus} if the cluster has GPUs, else 0"
+    )
+    cpus = settings.ray.num_cpus
+    joined = joined_address(settings.ray)
+    cluster = f"joins {joined}" if joined else f"its own, {'all' if cpus is None else cpus} CPUs"
+    return {
+        "Ray cluster": cluster,
+        "placement": rollout.engine.placement,
+        "rollout replicas": rollout.num_replicas,
+        "engine": rollout.engine.factory,
+        "train workers": f"{ranks.least} to {ranks.most}" if ranks.is_elastic else ranks.most,
+        "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
+        "GPUs of the engines": engine_gpus_text + shared,
+        "GPUs of the trainer": ranks.most if scaling.use_gpu else 0,
+    }
