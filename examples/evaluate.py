@@ -1,0 +1,83 @@
+"""Evaluation alone: a model, held-out prompts, pass@k; nothing is trained.
+
+    python examples/evaluate.py
+    python examples/evaluate.py --model runs/single-file/checkpoint_.../hf
+
+A session's engines are up before its first step, and evaluate the model then. No step is ordered;
+the rows and the responses stay in the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+from ray_apr import (
+    APRTrainer,
+    EvaluationConfig,
+    RolloutConfig,
+    Sample,
+    TrainConfig,
+    TrainingSession,
+)
+
+ARITHMETIC = Path(__file__).parent / "arithmetic"
+LIMIT_S = 300.0
+
+
+def reward(sample: Sample) -> float:
+    """1 for the right sum after the last comma."""
+    return float(sample.response_text.rpartition(",")[2] == sample.row["answer"])
+
+
+def first_row(file: Path) -> dict[str, Any]:
+    """Wait for the first row of a file; limited by `LIMIT_S`."""
+    deadline = time.monotonic() + LIMIT_S
+    while not file.exists() or "\n" not in (text := file.read_text()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no evaluation has ended within {LIMIT_S:g} s")
+        time.sleep(0.2)
+    return json.loads(text.splitlines()[0])
+
+
+def main() -> None:
+    """Evaluate, and show the figures and a response that failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=str(ARITHMETIC / "base_model"))
+    parser.add_argument("--prompts", type=Path, default=ARITHMETIC / "held_out.parquet")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--name", default="evaluate")
+    parser.add_argument("--storage", default="runs")
+    args = parser.parse_args()
+    ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
+    rows = ray.data.read_parquet(str(args.prompts.resolve()))
+    trainer = APRTrainer(
+        model=args.model,
+        prompts=rows,
+        evaluation_prompts=rows,
+        reward=reward,
+        evaluation_config=EvaluationConfig(samples=args.samples, temperature=1.0),
+        rollout_config=RolloutConfig(
+            group_size=2, max_response_tokens=192, engine={"kwargs": {"max_num_seqs": 64}}
+        ),
+        train_config=TrainConfig(steps=1, batch_size=2),
+        scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
+        run_config=RunConfig(name=args.name, storage_path=str(Path(args.storage).resolve())),
+    )
+    with TrainingSession(trainer) as session:
+        row = first_row(session.folder / "evaluations.jsonl")
+    print(f"{row['num_samples']} responses: mean reward {row['reward_mean']:.3f}")
+    print("  ".join(f"pass@{k} {share:.3f}" for k, share in row["pass_at_k"].items()))
+    responses = (session.folder / "evaluation_samples.jsonl").read_text().splitlines()
+    failed = next((r for r in map(json.loads, responses) if r["reward"] < 1), None)
+    print(f"one that failed: {failed['response'] if failed else 'none'}")
+
+
+if __name__ == "__main__":
+    main()
