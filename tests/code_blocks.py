@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import yaml
 
 import ray_apr
@@ -174,7 +175,21 @@ def check_settings(block: Block, folder: Path) -> None:
     file.write_text(yaml.safe_dump({**values, **given}) if values else block.text, "utf-8")
     for name in set(re.findall(r"\b(\w+\.py):\w+", block.text)):
         assert (file.parent / name).exists(), f"{block}: no block is {name}"
+    for name in set(re.findall(r"\b(\w+\.(?:parquet|jsonl))\b", str(given.get("prompts")))):
+        _stand_in(file.parent / name)
     load_settings(file)
+
+
+def _stand_in(prompts: Path) -> None:
+    """Put prompts where a block names a file of them that no other block is."""
+    table = pyarrow.parquet.read_table(ARITHMETIC / "prompts.parquet")
+    if prompts.exists():
+        return
+    if prompts.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, prompts)
+    else:
+        lines = (json.dumps(row) + "\n" for row in table.to_pylist())
+        prompts.write_text("".join(lines), "utf-8")
 
 
 def check_json(block: Block, folder: Path) -> None:
