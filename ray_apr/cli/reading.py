@@ -1,4 +1,4 @@
-"""Commands that read a run folder: report, watch, samples, verify."""
+"""Commands that read a run folder: report, watch, samples, trace, verify."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     watch.set_defaults(command=_watch)
 
     _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
+
+    trace = commands.add_parser(
+        "trace", help="write what engines and trainer did, and profiles of steps, for Perfetto"
+    )
+    trace.add_argument("run", metavar="RUN_DIR", type=Path)
+    trace.add_argument("--out", type=Path, metavar="FILE.json.gz", help="where it goes")
+    trace.set_defaults(command=_trace)
 
     verify = commands.add_parser("verify", help="prove that a run kept what it promises")
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
@@ -132,6 +139,13 @@ def _samples(args: argparse.Namespace) -> int:
     rows = select(args.run, step=args.step, order=order, number=number, sample_id=args.id)
     decode, has_colors = tokenizer_of(args.run), sys.stdout.isatty()
     show("\n\n".join(as_text(row, decode, has_colors=has_colors) for row in rows))
+    return EXIT_OK
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from ray_apr.tools.trace import write_trace
+
+    show(f"trace: {write_trace(args.run, args.out)} (opens in ui.perfetto.dev)")
     return EXIT_OK
 
 

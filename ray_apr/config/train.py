@@ -175,6 +175,9 @@ class TrainConfig:
     weight_check_tolerance: float = 1.0
     """Factor of the largest difference that rounding explains (docs/weight_check.md); larger where
     an engine's kernels round more than those that were measured."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps, from 0, that every train worker profiles with torch.profiler; ``ray-apr trace`` puts
+    them beside what engines and trainer did (docs/profiles.md). Each takes seconds more."""
     num_threads: int | None = None
     """CPU threads of one train worker; None divides the cores among engines and workers."""
     seed: int = 0
@@ -230,6 +233,14 @@ class TrainConfig:
             self.compile,
             'must not be true where activation_checkpointing is "selective"; choose one of them',
         )
+        steps = tuple(self.profile_steps) if isinstance(self.profile_steps, list | tuple) else (-1,)
+        require(
+            all(type(step) is int and step >= 0 for step in steps),
+            f"{s}.profile_steps",
+            self.profile_steps,
+            "must be a list of whole numbers of at least 0",
+        )
+        object.__setattr__(self, "profile_steps", steps)
         of_type(s, self, list | tuple, "two numbers in [0, 1)", "betas")
         object.__setattr__(self, "betas", tuple(self.betas))
         require(

@@ -23,15 +23,19 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
+from ray_apr.core.profiles import PROFILES
 from ray_apr.core.sample import Sample
-from ray_apr.run.folder import append, end_with_a_line, last_lines, open_rows
+from ray_apr.run.folder import append, end_with_a_line, last_lines, not_written, open_rows
 from ray_apr.run.trained_samples import table_of, write_step
+
+logger = logging.getLogger(__name__)
 
 POISON_FILE = "poison.jsonl"
 _FILES = {
@@ -159,6 +163,26 @@ class RunRecorder:
                         self._folder, step, table_of(rows, samples, self._prompt_column)
                     )
                 )
+
+    async def save_profile(self, name: str, data: bytes) -> None:
+        """Keep a profile of a step; one that cannot be written is missing, and ends nothing.
+
+        Waits for: the file system. Unblocked by: its answer.
+
+        Args:
+            name: Of the file.
+            data: What it holds.
+        """
+        file = self._folder / PROFILES / name
+
+        def write() -> None:
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            logger.warning("no profile: %s", not_written(file, error))
 
     def _write(self, kind: str, lines: Sequence[str]) -> None:
         with self._failing():

@@ -41,6 +41,7 @@ from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.gate import GateClient
 from ray_apr.train.learner import Learner, prepare_process
 from ray_apr.train.offload import Offload
+from ray_apr.train.profiling import profiled
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
 from ray_apr.train.residency import Alternating, AlwaysThere, Residency
 from ray_apr.train.saving import CheckpointWriter
@@ -172,6 +173,11 @@ class _TrainLoop:
     def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
         """One turn of the loop."""
         batch, wait_s = self._next_batch(rows)
+        with profiled(self._progress.step, self._spec, self._rank):
+            self._train_batch(batch, wait_s)
+
+    def _train_batch(self, batch: RankBatch, wait_s: float) -> None:
+        """Train a batch, and send the weights where they are due."""
         self._residency.enter()
         with self._span("train") as trained:
             figures = self._learner.train(batch)

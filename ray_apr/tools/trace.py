@@ -1,0 +1,121 @@
+"""A run as a trace for Perfetto: engines, syncs, trainer, queues, and profiles of steps.
+
+The file is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. Times are
+microseconds since the run began.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_apr.core.exceptions import ConfigError, one_line
+from ray_apr.core.profiles import PROFILE_MARK, PROFILES
+from ray_apr.tools.report.load import RunData, load_run
+
+logger = logging.getLogger(__name__)
+
+TRACE_FILE = "trace.json.gz"
+_RUN = 1
+"""Process id of the run's own lanes; those of profiles follow."""
+_QUEUES = {
+    "inflight": "in flight", "held": "interrupted", "unscored": "wait for their reward",
+    "stepping": "wait for their environment", "buffered": "in the buffer",
+}  # fmt: skip
+
+
+def write_trace(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the trace of a run, also of one that goes on.
+
+    Args:
+        run_dir: Its folder.
+        out: Where it goes; None puts it into the run folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: If it is no run folder, or has no span yet.
+        RunFolderError: If its files are broken.
+    """
+    run, file = load_run(run_dir), out or run_dir / TRACE_FILE
+    if not run.timeline:
+        raise ConfigError("RUN_DIR", str(run_dir), "has no span in timeline.jsonl yet; wait")
+    events = [*_lanes(run), *_queues(run)]
+    process = _RUN
+    for profile in sorted((run_dir / PROFILES).glob("*.json.gz")):
+        found, process = _of_profile(profile, process)
+        events += found
+    with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as text:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, text)
+    return file
+
+
+def _lanes(run: RunData) -> Iterator[dict[str, Any]]:
+    """A lane for each engine, the trainer, weights and checkpoints."""
+    yield _named("process_name", run.name, _RUN, 0)
+    actors = list(dict.fromkeys(row["actor"] for row in run.timeline))
+    for lane, actor in enumerate(actors, start=1):
+        yield _named("thread_name", actor, _RUN, lane)
+    for row in run.timeline:
+        yield {
+            "ph": "X", "pid": _RUN, "tid": actors.index(row["actor"]) + 1, "name": row["what"],
+            "ts": 1e6 * row["start_s"], "dur": 1e6 * (row["end_s"] - row["start_s"]),
+        }  # fmt: skip
+
+
+def _queues(run: RunData) -> Iterator[dict[str, Any]]:
+    """Samples by where they are, at the end of each step."""
+    for row in run.steps:
+        counts = {words: row[name] for name, words in _QUEUES.items() if name in row}
+        yield {
+            "ph": "C", "pid": _RUN, "name": "samples", "ts": 1e6 * row["time_s"], "args": counts
+        }  # fmt: skip
+
+
+def _of_profile(file: Path, last: int) -> tuple[list[dict[str, Any]], int]:
+    """Events of a profile by the run's clock, in processes of their own.
+
+    Args:
+        file: Of torch.profiler.
+        last: Process id that was given last.
+
+    Returns:
+        The events, and the process id that is given last now.
+    """
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as text:
+            events = json.load(text)["traceEvents"]
+        begin = next(e for e in events if str(e.get("name")).startswith(PROFILE_MARK))
+    except (OSError, EOFError, ValueError, KeyError, StopIteration) as error:
+        logger.warning("%s is left out: %s", file, one_line(error) or "it has no begin")
+        return [], last
+    shift = 1e6 * float(begin["name"].removeprefix(PROFILE_MARK)) - begin["ts"]
+    processes: dict[Any, int] = {}
+    threads: dict[Any, int] = {}
+    moved = []
+    for event in events:
+        process = processes.setdefault(event.get("pid"), last + 1 + len(processes))
+        thread = threads.setdefault((process, event.get("tid")), 1 + len(threads))
+        event |= {"pid": process, "tid": thread}
+        if event.get("ph") == "M":
+            moved.append(_of_step(event, file))
+        elif "ts" in event:
+            moved.append({**event, "ts": event["ts"] + shift})
+    return moved, last + len(processes)
+
+
+def _of_step(event: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The name of a process, with its step and train worker."""
+    if event["name"] != "process_name":
+        return dict(event)
+    whose = file.name.removesuffix(".json.gz")
+    return {**event, "args": {"name": f"{whose}: {event['args'].get('name', '')}"}}
+
+
+def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
