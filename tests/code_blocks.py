@@ -26,6 +26,7 @@ import ray_apr
 from ray_apr.cli.main import _parser
 from ray_apr.cli.settings import load_settings
 from ray_apr.core.sample import Sample
+from ray_apr.run.model import context_of
 from ray_apr.tools.simulator.commands import read_cluster
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +178,10 @@ def check_settings(block: Block, folder: Path) -> None:
         assert (file.parent / name).exists(), f"{block}: no block is {name}"
     for name in set(re.findall(r"\b(\w+\.(?:parquet|jsonl))\b", str(given.get("prompts")))):
         _stand_in(file.parent / name)
-    load_settings(file)
+    loaded = load_settings(file)
+    context = context_of(loaded.model) if block.name else None
+    budget = loaded.rollout.max_response_tokens
+    assert context is None or budget < context, f"{block}: {budget} of {context} tokens"
 
 
 def _stand_in(prompts: Path) -> None:
