@@ -25,6 +25,7 @@ import yaml
 import ray_apr
 from ray_apr.cli.main import _parser
 from ray_apr.cli.settings import load_settings
+from ray_apr.config.yaml import read_yaml
 from ray_apr.core.sample import Sample
 from ray_apr.run.model import context_of
 from ray_apr.tools.simulator.commands import read_cluster
@@ -170,10 +171,11 @@ def check_settings(block: Block, folder: Path) -> None:
     Raises:
         ConfigError: For settings that are refused.
     """
-    values = {} if block.name else WHOLE
     file = folder / (block.name or "part.yaml")
-    given = yaml.safe_load(block.text)
-    file.write_text(yaml.safe_dump({**values, **given}) if values else block.text, "utf-8")
+    file.write_text(block.text, "utf-8")
+    given = read_yaml(file)  # which refuses a key that is there twice
+    if not block.name:
+        file.write_text(yaml.safe_dump({**WHOLE, **given}), "utf-8")
     for name in set(re.findall(r"\b(\w+\.py):\w+", block.text)):
         assert (file.parent / name).exists(), f"{block}: no block is {name}"
     for name in set(re.findall(r"\b(\w+\.(?:parquet|jsonl))\b", str(given.get("prompts")))):

@@ -73,6 +73,7 @@ def test_code_is_true(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ConfigError,
         ),
         ("```yaml\ntrain: {stepps: 1}\n```\n", ConfigError),
+        ("```yaml\ntrain: {}\ntrain: {}\n```\n", ConfigError),
         ("```yaml\nreward: gone.py:reward\n```\n", AssertionError),
         ("```bash\nmake nothing\n```\n", AssertionError),
         ("    python -m ray_apr train --nothing\n", AssertionError),
