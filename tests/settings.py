@@ -68,7 +68,11 @@ TOP = {
         "Folder in Hugging Face's format, relative to the YAML file, or a hub id `owner/name` "
         "([models](architectures.md)).",
     ),
-    "prompts": (A_FILE, "required", "Where the prompts come from."),
+    "prompts": (
+        "a file, a list of files, or a [section](#prompts)",
+        "required",
+        "Where the prompts come from ([prompts](prompts.md)).",
+    ),
 }
 """Settings of the whole file that are told in other words than in the code."""
 FURTHER = {
