@@ -13,7 +13,12 @@ Several of these may go on side by side, each with its own `--seed` and `--out`;
 
     python benchmarks/kills.py --merge a.json b.json --out benchmarks/results/kills-2cpu.json
 
-makes one file of theirs.
+makes one file of theirs. `--set` changes settings, such as those of engines and train workers that
+take turns on one GPU:
+
+    python benchmarks/kills.py --kinds "engine core" buffer "train worker" driver \
+        --set mode=sync --set rollout.engine.device=cuda --set rollout.engine.placement=colocated \
+        --set rollout.num_replicas=1 --set "scaling={num_workers: 1, use_gpu: true}"
 """
 
 from __future__ import annotations
@@ -75,8 +80,10 @@ def two_nodes(env: dict[str, str]) -> Iterator[tuple[SecondNode, dict[str, str]]
         yield node, {**env, "RAY_ADDRESS": address}
 
 
-def one_run(seed: int, number: int, parts: Sequence[str]) -> dict[str, Any]:
-    """Do one run that loses these parts; what became of it."""
+def one_run(
+    seed: int, number: int, parts: Sequence[str], settings: Sequence[str] = SETTINGS
+) -> dict[str, Any]:
+    """Do one run with these settings that loses these parts; what became of it."""
     draw = random.Random(f"{seed}/{number}/moments")
     done: list[dict[str, Any]] = []
     result: dict[str, Any] = {"seed": seed, "run": number, "kills": done}
@@ -85,7 +92,7 @@ def one_run(seed: int, number: int, parts: Sequence[str]) -> dict[str, Any]:
         folder, began = Path(name), time.monotonic()
         steps = FIRST_STEP + STEPS_A_KILL * len(parts)
         env["RAY_TMPDIR"] = name
-        run = KilledRun(folder, mark, env, (*SETTINGS, f"train.steps={steps}"))
+        run = KilledRun(folder, mark, env, (*settings, f"train.steps={steps}"))
         try:
             with contextlib.ExitStack() as stack:
                 if "raylet" in parts:
@@ -168,12 +175,14 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write(runs: list[dict[str, Any]], out: Path) -> dict[str, Any]:
-    """Write the runs and what they come to; returns the latter."""
+def write(
+    runs: list[dict[str, Any]], out: Path, settings: Sequence[str] = SETTINGS
+) -> dict[str, Any]:
+    """Write the runs, their settings and what they come to; returns the last."""
     runs.sort(key=lambda run: (run["seed"], run["run"]))
     found = summary(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"settings": list(SETTINGS), **found, "runs": runs}
+    report = {"settings": list(settings), **found, "runs": runs}
     out.write_text(json.dumps(report, indent=1) + "\n")
     return found
 
@@ -194,9 +203,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kills-2cpu.json"))
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin none after this")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="only join files")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a setting")
     options = parser.parse_args()
+    settings = (*SETTINGS, *options.set)
     runs = runs_of(options.out, *options.merge or ())
-    found = write(runs, options.out) if options.merge else summary(runs)
+    found = write(runs, options.out, settings) if options.merge else summary(runs)
     parts = list(itertools.islice(order(options.seed, options.kinds), options.kills))
     done = {run["run"] for run in runs if run["seed"] == options.seed}
     began = time.monotonic()
@@ -204,9 +215,9 @@ def main() -> int:
         is_late = time.monotonic() - began > options.limit_s
         if options.merge or number in done or is_late:
             continue
-        result = one_run(options.seed, number, parts[start : start + options.a_run])
+        result = one_run(options.seed, number, parts[start : start + options.a_run], settings)
         runs.append(result)
-        found = write(runs, options.out)
+        found = write(runs, options.out, settings)
         print(json.dumps({k: v for k, v in result.items() if k != "log"}), flush=True)
     print(f"{found['num_ok']} of {found['num_runs']} runs ended well")
     return 0 if found["num_ok"] == found["num_runs"] else 1
