@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _SERVERS_TIMEOUT_S = CALL_TIMEOUT_S + 15.0
 """Where the rollout worker asks the servers: its own limit says more than this one."""
+_LOOK_S = 2.0
+"""How often who waits for an evaluation looks whether the run has failed."""
 
 
 def sync_limit_s(sync_timeout_s: float, start_timeout_s: float) -> float:
@@ -258,14 +260,20 @@ class RunControl:
         """Have the engines leave their devices to the train workers, once nothing is evaluated.
 
         An evaluation that exceeds its limit is interrupted, and goes on under the next weights.
+
+        Waits for: the evaluation under way. Unblocked by: its end, `evaluation.timeout_s`, or a
+        failure of the run: one that has lost its engines evaluates nothing any more.
         """
         if self._evaluation is not None:
             limit_s = self._evaluation.timeout_s
-            under_way = [self._evaluator.wait_until_idle.remote()]
-            if self._evaluating is not None:
-                under_way.append(self._evaluating)
-            ended, _ = ray.wait(under_way, num_returns=len(under_way), timeout=limit_s)
-            if len(ended) < len(under_way):
+            calls = [self._evaluator.wait_until_idle.remote(), *filter(None, [self._evaluating])]
+            deadline = time.monotonic() + limit_s
+            while calls and (left_s := deadline - time.monotonic()) > 0:
+                wait_s = min(left_s, _LOOK_S)
+                _, calls = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
+                if calls and (failure := failure_of(self._buffer)) is not None:
+                    raise failure
+            if calls:
                 logger.warning("an evaluation exceeds %g s; it is interrupted", limit_s)
         whom, limit_s = "rollout servers, to sleep", self._sync_timeout_s + CALL_TIMEOUT_S
         worker = self._worker.living()

@@ -163,12 +163,15 @@ async def test_a_core_that_does_not_answer_is_dead(monkeypatch):
 def test_an_evaluation_that_goes_on_too_long_is_interrupted_by_a_sleep(monkeypatch, caplog):
     ray = Ray(monkeypatch, control_module)
     monkeypatch.setattr(RunControl, "_until_drained", lambda *_: None)
+    monkeypatch.setattr(control_module, "failure_of", lambda buffer: None)
     control = RunControl(
         buffer=None, worker=FixedPart(Handle()), recorder=None, sync_timeout_s=5.0,
         evaluator=Handle(), evaluation=EvaluationConfig(timeout_s=7.0),
     )  # fmt: skip
+    now = iter([100.0, 100.0, 102.0, 104.0, 106.0, 107.0])
+    monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     control.sleep_engines()
-    assert ray.asked == [("wait", "wait_until_idle", 7.0)]
+    assert [limit_s for *_, limit_s in ray.asked] == [2.0, 2.0, 2.0, 1.0]
     assert "an evaluation exceeds 7 s; it is interrupted" in caplog.text
 
 

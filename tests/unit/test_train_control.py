@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayError
 
 from ray_apr.config import EvaluationConfig
-from ray_apr.core.exceptions import SyncBrokenError
+from ray_apr.core.exceptions import NoEngineError, SyncBrokenError
 from ray_apr.data import parts as parts_module
 from ray_apr.data.parts import Living
 from ray_apr.train import control as control_module
@@ -76,6 +76,23 @@ def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
         control.sleep_engines()
     evaluation = [("evaluator.wait_until_idle",), ("evaluator.evaluate", 2)] if evaluates else []
     assert waited_for == [*evaluation, ("worker.sleep",)]
+
+
+def test_a_run_that_has_failed_waits_for_no_evaluation(monkeypatch):
+    failures = [None, NoEngineError("no rollout server runs")]
+    monkeypatch.setattr(control_module, "failure_of", lambda buffer: failures.pop(0))
+    monkeypatch.setattr(control_module.ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    control = RunControl(
+        buffer=None,
+        worker=Actor("worker"),
+        recorder=None,
+        sync_timeout_s=5.0,
+        evaluator=Actor("evaluator"),
+        evaluation=EvaluationConfig(timeout_s=600.0),
+    )
+    with pytest.raises(NoEngineError):
+        control.sleep_engines()
+    assert not failures, "the evaluation was under way when it first looked"
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
