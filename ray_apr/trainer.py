@@ -160,8 +160,11 @@ class APRTrainer(RunOptions):
             ray.init()
         self.check_cluster(ray.cluster_resources())
         prompts, held_out = self._datasets()
+        spec = self.spec  # who gives orders knows of the last one
+        if is_gated:
+            spec = with_counted_steps(spec, prompts, progress or logger.info)
         return HostedRun(
-            with_counted_steps(self.spec, prompts, progress or logger.info),
+            spec,
             prompts,
             held_out,
             progress=progress,

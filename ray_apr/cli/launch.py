@@ -193,7 +193,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
         environment=environment,
         reward=functions["reward"],
         group_filter=functions["group_filter"],
-        prompts_config=settings.prompts,
+        prompts_config=settings.prompts.config,
         rollout_config=rollout,
         partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,

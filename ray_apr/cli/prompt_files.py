@@ -91,6 +91,12 @@ class PromptsSettings(PromptsConfig):
         require(self.weights in (None, weights), "prompts.weights", self.weights, remedy)
 
     @property
+    def config(self) -> PromptsConfig:
+        """What the run's own processes know of it."""
+        names = [field.name for field in dataclasses.fields(PromptsConfig)]
+        return PromptsConfig(**{name: getattr(self, name) for name in names})
+
+    @property
     def all_files(self) -> tuple[PromptFile, ...]:
         """The files, in their order."""
         if self.files:

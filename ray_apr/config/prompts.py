@@ -20,7 +20,6 @@ class PromptsConfig:
     context: "error" ends the run before anything is generated and names the first one; "drop"
     leaves them out, and says how many they are. Held-out prompts that are too long are always an
     error."""
-
     weights: Mapping[str, float] | None = None
     """Of each source of prompts: how much of what is handed out is of it, beside the others. None:
     all rows come equally often, whatever source they are of. In YAML ``prompts.files`` says it."""

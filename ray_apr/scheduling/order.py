@@ -66,12 +66,12 @@ def mixed_order(
     labels = labels[prompt_order(len(labels), seed=seed, epoch=epoch)]
     order = np.empty(len(labels), dtype=np.int64)
     for label, (rows, number) in enumerate(zip(sources, num_of, strict=True)):
-        turns, places = np.divmod(epoch * number + np.arange(number), len(rows))
-        drawn = np.empty(number, dtype=np.int64)
-        for turn in np.unique(turns):
-            own = np.random.default_rng([seed, int(turn), label + 1]).permutation(rows)
-            drawn[turns == turn] = own[places[turns == turn]]
-        order[labels == label] = drawn
+        if not number:
+            continue
+        first, skipped = divmod(epoch * number, len(rows))
+        turns = range(first, first + (skipped + number - 1) // len(rows) + 1)
+        drawn = [np.random.default_rng([seed, turn, label + 1]).permutation(rows) for turn in turns]
+        order[labels == label] = np.concatenate(drawn)[skipped : skipped + number]
     return order
 
 

@@ -157,6 +157,8 @@ prompts:
     settings = load_settings(folder / "run.yaml", ["prompts.on_too_long=drop"]).prompts
     assert settings.weights == {"prompts": 2.0, "other": 1.0}
     assert settings.on_too_long == "drop"
+    told = {"weights": settings.weights, "on_too_long": "drop", "source_column": "source"}
+    assert dataclasses.asdict(settings.config) == told
     rows = read_prompts(settings)
     assert [row["source"] for row in rows.slice(0, 9)] == ["prompts", "prompts", "other"]
     plan = make_plan(load_settings(folder / "run.yaml"))
