@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, encode_dataset
 from ray_apr.data.prompts import PromptSource, check_dataset
 from ray_apr.data.resumption import WEIGHTS as WEIGHTS_KEY
 from ray_apr.data.resumption import Counters, RolloutProgress, sampled_with
 from ray_apr.data.rows import PromptRows
-from ray_apr.run import ending, replaying
+from ray_apr.run import controller, ending, replaying
 from ray_apr.run.ending import with_counted_steps
 from ray_apr.run.journals import header_of
 from ray_apr.run.resume import find_begin
@@ -318,3 +318,33 @@ def test_a_replay_finds_the_prompts_of_a_mix(monkeypatch):
     with pytest.raises(Found) as found:
         replaying.batches_since(begin, spec, PromptRows(rows), 0)
     assert found.value.args[0] == [p.token_ids for p in handed_out(mixed(rows), 16)[8:]]
+
+
+def test_a_run_counts_its_prompts_once_for_all_that_begin_in_it(monkeypatch, tmp_path):
+    """Also for its restarts, and for what the run folder says of its length."""
+    counted: list[int] = []
+
+    def fails_once(make, spec, *_):
+        counted.append(spec.train.num_steps)
+        if len(counted) == 1:
+            raise TrainError("a worker died")
+
+    for name, value in {
+        "_run_parts": fails_once, "check_hub_model": lambda *_: None, "last_step": lambda *_: 0,
+        "choose_ranks": lambda spec: spec, "make_run_folder": lambda spec: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(controller, name, value)
+    monkeypatch.setattr(ending, "wait_for_cpu", lambda limit_s: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    failures = ray.train.FailureConfig(max_failures=1)
+    run = ray.train.RunConfig(name="app", storage_path=str(tmp_path), failure_config=failures)
+    (tmp_path / "app").mkdir()
+    told: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    dataset = ArrowDataset([pa.Table.from_pylist(ROWS)])
+    spec = dataclasses.replace(spec_of_passes(on_too_long="error"), run=run)
+    controller.run(spec, dataset, progress=told.append)
+    assert counted == [7, 7]
+    assert sum("3 x 5 prompts fill 7 batches" in line for line in told) == 1
+    assert json.loads((tmp_path / "app" / "config.json").read_text())["train"]["steps"] == 7
