@@ -149,7 +149,6 @@ def encode_dataset(
     Raises:
         ConfigError: If a prompt is too long, naming the first one; or there are not so many.
     """
-
     import ray
 
     def encode(table: pa.Table) -> pa.Table:
@@ -180,7 +179,12 @@ def encode_dataset(
 
 
 def count_fitting(
-    dataset: ray.data.Dataset, *, model: str, column: str, max_prompt_tokens: int
+    dataset: ray.data.Dataset,
+    *,
+    model: str,
+    column: str,
+    max_prompt_tokens: int,
+    name: str | None = None,
 ) -> int:
     """How many prompts leave room for the response; all are encoded, and nothing is kept of them.
 
@@ -192,6 +196,7 @@ def count_fitting(
         model: Folder or hub id whose tokenizer is used.
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
+        name: What Ray Data calls it, in its metrics and its log.
 
     Raises:
         ConfigError: If a prompt cannot be encoded.
@@ -202,7 +207,7 @@ def count_fitting(
         lengths = _ids(table, model, column).value_lengths().to_pylist()
         return pa.table({"fitting": [sum(length <= max_prompt_tokens for length in lengths)]})
 
-    counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, None))
+    counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, name))
     return sum(sum(table["fitting"].to_pylist()) for table in counts)
 
 
@@ -220,13 +225,13 @@ def _run(
     Waits for: Ray Data. Unblocked by: its last table, or its error.
     """
 
-    def checked(table: pa.Table) -> pa.Table:
+    def encode(table: pa.Table) -> pa.Table:
         try:
             return stage(table)
         except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
             return pa.table({_REFUSAL: [pickle.dumps(error)]})
 
-    staged = dataset.map_batches(checked, batch_format="pyarrow", batch_size=4096)
+    staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
     staged.set_name(name)
     options = staged.context.execution_options  # the dataset's own ones, too
     options.preserve_order, as_given = True, options.preserve_order

@@ -298,6 +298,7 @@ class APR(Algorithm):
             environment=environment,
             group_filter=config.group_filter,
             evaluation_prompts=held_out,
+            prompts_config=settings.prompts,
             rollout_config=settings.rollout,
             partial_rollout_config=settings.partial_rollout,
             buffer_config=settings.buffer,

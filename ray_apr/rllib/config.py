@@ -21,6 +21,7 @@ from ray_apr.config import (
     BufferConfig,
     EvaluationConfig,
     PartialRolloutConfig,
+    PromptsConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -64,6 +65,7 @@ class APRConfig(RLlibConfig):
         # `.training()`
         self.model: Any = None
         self.prompts: Any = None
+        self.prompts_settings: Any = None
         self.reward: RewardFunction | None = None
         self.group_filter: GroupFilter | None = None
         self.algorithm: Any = None
@@ -88,6 +90,7 @@ class APRConfig(RLlibConfig):
         *,
         model: str | Mapping[str, Any] = NotProvided,
         prompts: PromptRows | Sequence[Mapping[str, Any]] | Callable[[], Any] = NotProvided,
+        prompts_settings: PromptsConfig | Mapping[str, Any] | None = NotProvided,
         reward: RewardFunction | None = NotProvided,
         group_filter: GroupFilter | None = NotProvided,
         algorithm: AlgorithmConfig | Mapping[str, Any] | None = NotProvided,
@@ -102,6 +105,7 @@ class APRConfig(RLlibConfig):
             model: Folder in Hugging Face's format, or hub id.
             prompts: Rows, a Ray Dataset, or a function that gives either; as of `APRTrainer`.
                 They are left out with a text environment, whose first observations they are.
+            prompts_settings: What becomes of prompts that are too long, and weights.
             reward: As of `APRTrainer`.
             group_filter: As of `APRTrainer`.
             algorithm: Advantages, loss, correction; a mapping may name a ``preset``.
@@ -118,6 +122,7 @@ class APRConfig(RLlibConfig):
         super().training(**kwargs)
         # Tune moves its workers into other folders
         self._take(model=_absolute(model), prompts=prompts, reward=reward, train=train)
+        self._take(prompts_settings=prompts_settings)
         self._take(group_filter=group_filter, algorithm=algorithm, steps=steps)
         return self._take(steps_per_iteration=steps_per_iteration)
 

@@ -20,6 +20,7 @@ from ray_apr.config import (
     BufferConfig,
     EvaluationConfig,
     PartialRolloutConfig,
+    PromptsConfig,
     RolloutConfig,
     Sections,
     TrainConfig,
@@ -44,8 +45,8 @@ CALLBACKS = (
 """Callbacks of RLlib that are called; the others are of what does not exist here."""
 
 _OURS = frozenset(
-    {"model", "prompts", "reward", "group_filter", "algorithm", "train", "steps"}
-    | {"steps_per_iteration", "rollout", "partial_rollout", "buffer", "num_env_seeds"}
+    {"model", "prompts", "prompts_settings", "reward", "group_filter", "algorithm", "train"}
+    | {"steps", "steps_per_iteration", "rollout", "partial_rollout", "buffer", "num_env_seeds"}
     | {"observations", "evaluation_prompts", "evaluation_settings", "storage_path"}
 )
 _MAPPED = frozenset(
@@ -129,6 +130,7 @@ def resolve(config: APRConfig) -> Settings:
         "must be a whole number of at least 1",
     )
     return Settings(
+        prompts=_section(PromptsConfig, "prompts_settings", config.prompts_settings),
         rollout=_section(RolloutConfig, "rollout", config.rollout, _rollout(config)),
         partial_rollout=_section(
             PartialRolloutConfig, "partial_rollout", config.partial_rollout, preset="mode"

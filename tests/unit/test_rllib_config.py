@@ -11,7 +11,13 @@ import pytest
 from ray import cloudpickle, tune
 from ray.rllib.callbacks.callbacks import RLlibCallback
 
-from ray_apr.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, TrainConfig
+from ray_apr.config import (
+    AlgorithmConfig,
+    EvaluationConfig,
+    PromptsConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.rllib import APR, APRConfig
 from ray_apr.rllib.settings import resolve
@@ -45,6 +51,17 @@ def test_nothing_said_is_a_run_of_defaults():
         ),
         (lambda c: c.training(num_epochs=3), "train.epochs", 3),
         (lambda c: c.training(steps=7), "train.steps", 7),
+        (lambda c: c.training(steps=None, train={"passes": 2}), "train.passes", 2),
+        (
+            lambda c: c.training(prompts_settings={"on_too_long": "drop"}),
+            "prompts.on_too_long",
+            "drop",
+        ),
+        (
+            lambda c: c.training(prompts_settings=PromptsConfig(weights={"a": 2})),
+            "prompts.weights",
+            {"a": 2.0},
+        ),
         (lambda c: c.debugging(seed=11), "train.seed", 11),
         (lambda c: c.training(train={"warmup_steps": 5}), "train.warmup_steps", 5),
         (lambda c: c.training(train=TrainConfig(warmup_steps=5)), "train.warmup_steps", 5),
