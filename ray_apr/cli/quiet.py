@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from ray_apr.core.exceptions import one_line
+
+logger = logging.getLogger(__name__)
 
 RAY_LOG = "ray.log"
 _LOGGERS = ("ray", "ray.data", "ray.serve")
@@ -19,8 +24,12 @@ class _InFolder(logging.FileHandler):
     """Makes the folder with the first line: a run that is refused has none."""
 
     def _open(self) -> io.TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            return super()._open()
+        except OSError as error:  # raised here it would be one of Ray's, which has the line
+            logger.warning("Ray's lines are not kept: %s", one_line(error))
+            return open(os.devnull, "w", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -29,7 +38,7 @@ def ray_lines_in(file: Path) -> Iterator[None]:
     of Ray Data.
 
     Args:
-        file: It grows.
+        file: It grows; without it, as on a disk that is read-only, the lines are not kept.
     """
     import ray.data
     import ray.serve
@@ -40,14 +49,14 @@ def ray_lines_in(file: Path) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     shown = [
         (handler, handler.level)
-        for logger in loggers
-        for handler in logger.handlers
+        for ray_logger in loggers
+        for handler in ray_logger.handlers
         if not isinstance(handler, logging.FileHandler)
     ]
     context = ray.data.DataContext.get_current()
     has_bars, context.enable_progress_bars = context.enable_progress_bars, False
-    for logger in loggers:
-        logger.addHandler(kept)
+    for ray_logger in loggers:
+        ray_logger.addHandler(kept)
     for handler, level in shown:
         handler.setLevel(max(level, logging.WARNING))
         handler.addFilter(_is_news)
@@ -57,8 +66,8 @@ def ray_lines_in(file: Path) -> Iterator[None]:
         for handler, level in shown:
             handler.setLevel(level)
             handler.removeFilter(_is_news)
-        for logger in loggers:
-            logger.removeHandler(kept)
+        for ray_logger in loggers:
+            ray_logger.removeHandler(kept)
         kept.close()
         context.enable_progress_bars = has_bars
 
