@@ -47,11 +47,12 @@ def ray_lines_in(file: Path) -> Iterator[None]:
     kept.setLevel(logging.INFO)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    shown = [
+    shown = [  # not Ray Data's own file of the session, which is no `FileHandler`
         (handler, handler.level)
         for ray_logger in loggers
         for handler in ray_logger.handlers
-        if not isinstance(handler, logging.FileHandler)
+        if isinstance(handler, logging.StreamHandler)
+        and not isinstance(handler, logging.FileHandler)
     ]
     context = ray.data.DataContext.get_current()
     has_bars, context.enable_progress_bars = context.enable_progress_bars, False

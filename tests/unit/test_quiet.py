@@ -38,6 +38,16 @@ def test_rays_lines_go_to_a_file_and_warnings_to_the_terminal_too(tmp_path, capf
     assert handlers() == before and context.enable_progress_bars == had_bars
 
 
+def test_ray_datas_own_file_of_the_session_keeps_its_details(tmp_path):
+    """known fault: it got warnings alone, while Ray Data's messages name it for all that it did."""
+    (own,) = [
+        handler for handler, _ in handlers() if type(handler).__name__ == "SessionFileHandler"
+    ]
+    before = (own.level, list(own.filters))
+    with ray_lines_in(tmp_path / "ray.log"):
+        assert (own.level, list(own.filters)) == before
+
+
 def test_a_folder_that_cannot_be_made_is_no_error_of_ray(tmp_path, caplog):
     """known fault: `ray.init` raised it, which was told as a cluster that cannot be joined."""
     (tmp_path / "file").touch()
