@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, show
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, SimulationError
 
 
 def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,7 +120,7 @@ def diagnose(run_dir: Path) -> int:
     )
     try:
         guess = estimate(run)
-    except ConfigError as error:
+    except (ConfigError, SimulationError) as error:
         show(f"  no estimate: {error}")
         return EXIT_OK
     show(f"  the run as it was: {guess.off:+.0%} of its seconds a step")

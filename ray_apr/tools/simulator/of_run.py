@@ -30,6 +30,8 @@ _NO_LIMIT = 1 << 40
 _MOST_OFF = 0.3
 """Share by which the simulation of the run as it was may be off for its estimates to be told."""
 _STALENESS_MORE = 2
+_COUNTED = {"tokens_generated", "engines_busy_s", "engines_request_s"}
+"""Of the engines, in a step's row; one has none of them before the rollout worker told any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,8 @@ def estimate(run: RunData) -> Estimate:
         ConfigError: If it has too few steps, or its engines and trainer take turns on their GPUs.
         SimulationError: If a simulated run gets stuck.
     """
-    trace, config = trace_of(run), _config_of(run)
     cluster = cluster_of(run)
+    trace, config = trace_of(run), _config_of(run)
     cluster = dataclasses.replace(cluster, steps=search_steps(cluster))
     base = study(trace, cluster, config)
     steps = run.steps[WARM_UP_STEPS:]
@@ -76,8 +78,8 @@ def cluster_of(run: RunData) -> ClusterConfig:
         ConfigError: If the run cannot tell it.
     """
     settings = run.config
-    engine, scaling = settings["rollout"]["engine"], settings["scaling"]
-    if engine["placement"] == "colocated":
+    engine = settings.get("rollout", {}).get("engine", {})
+    if engine.get("placement") == "colocated":
         raise ConfigError(
             "RUN_DIR",
             str(run.path),
@@ -85,13 +87,21 @@ def cluster_of(run: RunData) -> ClusterConfig:
             "not tell the simulator enough; see `ray_apr simulate`",
         )
     rows = run.steps[WARM_UP_STEPS:]
-    if len(rows) < _FEWEST or "engines_request_s" not in rows[0]:
+    if len(rows) < _FEWEST:
         raise ConfigError(
             "RUN_DIR",
             str(run.path),
             f"has too few steps for an estimate ({len(run.steps)}); it takes "
             f"{_FEWEST + WARM_UP_STEPS}",
         )
+    if not engine or not any(row.keys() >= _COUNTED for row in rows):
+        raise ConfigError(
+            "RUN_DIR",
+            str(run.path),
+            "does not tell its settings, or what its engines did in a step: an older ray_apr made "
+            "it, or config.json is missing",
+        )
+    scaling = settings["scaling"]
     workers = scaling["num_workers"]
     num_workers = workers if isinstance(workers, int) else workers[-1]
     num_engines = settings["rollout"]["num_replicas"]
@@ -114,12 +124,20 @@ def cluster_of(run: RunData) -> ClusterConfig:
 def _config_of(run: RunData) -> PartialRolloutConfig:
     names = {field.name for field in dataclasses.fields(PartialRolloutConfig)}
     given = {k: v for k, v in run.config["partial_rollout"].items() if k in names and k != "mode"}
+    for name in ("admission", "resume_order"):
+        if ":" in given.get(name, ""):
+            raise ConfigError(
+                "RUN_DIR",
+                str(run.path),
+                f"has code of its own as partial_rollout.{name}, which the simulator has not",
+            )
     return PartialRolloutConfig.preset(run.config["partial_rollout"]["mode"], **given)
 
 
 def _engine_of(run: RunData) -> EngineConfig:
     points = []
-    for before, after in itertools.pairwise(run.steps[WARM_UP_STEPS:]):
+    rows = [row for row in run.steps[WARM_UP_STEPS:] if row.keys() >= _COUNTED]
+    for before, after in itertools.pairwise(rows):
         names = ("tokens_generated", "engines_busy_s", "engines_request_s")
         tokens, busy_s, request_s = (after[name] - before[name] for name in names)
         if tokens > 0 and busy_s > 0 and request_s > 0:
