@@ -54,11 +54,14 @@ class BufferNotes:
         self._journal.note(trained=[step, figures])
 
     def begin_epoch(self, epoch: int) -> None:
-        """A checkpoint is taken at this moment; the epoch knows the step that is under way."""
+        """A checkpoint is taken at this moment; the epoch knows the step that is under way, and the
+        batches of those after it that are trained again: it holds samples that are newer."""
         self._journal.begin_epoch(epoch)
         self._counted = self._counters()
         self.of_grant()
         self.of_batch()
+        for step, groups in sorted(self._stock.plan.items()):
+            self._journal.note(batch=[step, list(groups)])
 
     async def flush(self) -> None:
         """Wait until all is in the file."""

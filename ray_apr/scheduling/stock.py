@@ -113,8 +113,8 @@ class Stock:
         self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
         self._refs: dict[str, Any] = {}
         """Payload of each group on the shelf."""
-        self._batches: dict[int, tuple[str, ...]] = {}
-        """Groups of each step that had its batch before the run began again."""
+        self.plan: dict[int, tuple[str, ...]] = {}
+        """Groups of each step that is still to get the batch that it had before (`go_on`)."""
         self._planned: dict[str, tuple[GroupMeta, Any]] = {}
         """Those of them that are here, with their payload."""
         self._awaited: set[str] = set()
@@ -180,7 +180,7 @@ class Stock:
         Args:
             plan: Ids of the groups of each step; until it is through, nothing is evicted.
         """
-        self._batches = {step: tuple(groups) for step, groups in plan.items()}
+        self.plan = {step: tuple(groups) for step, groups in plan.items()}
         self._awaited = {group for groups in plan.values() for group in groups}
 
     def set_unfinished(self, by_version: Mapping[int, int]) -> None:
@@ -195,7 +195,7 @@ class Stock:
 
     def awaits_batch_of(self, step: int) -> bool:
         """Whether groups of a step are to come that had its batch before (`go_on`)."""
-        return step in self._batches
+        return step in self.plan
 
     @property
     def open_step(self) -> int | None:
@@ -219,7 +219,7 @@ class Stock:
         grant = self.granted
         if grant is None or grant.groups:
             return ()
-        if grant.step in self._batches:
+        if grant.step in self.plan:
             self._choose_again(grant)
             return ()
         selection = self._shelf.select(grant.policy_version, self._unfinished)
@@ -234,10 +234,10 @@ class Stock:
         return selection.evicted
 
     def _choose_again(self, grant: Grant) -> None:
-        wanted = self._batches[grant.step]
+        wanted = self.plan[grant.step]
         if all(group in self._planned for group in wanted):
             _fill(grant, [self._planned.pop(group) for group in wanted])
-            del self._batches[grant.step]
+            del self.plan[grant.step]
 
     def hand_out(self) -> BatchTicket:
         """The granted batch, for one of its readers; without a plan if there is none."""

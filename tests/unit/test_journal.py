@@ -388,6 +388,38 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
     assert set(trained.values()) == {1} and len(killed.batches) == 12
 
 
+@pytest.mark.parametrize("trainer_lives", [True, False])
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+async def test_a_checkpoint_among_steps_that_are_trained_again_keeps_their_batches(
+    folder, partial, trainer_lives
+):
+    """known fault: who began with it did not know the batches of the steps after it, and had groups
+    of them that are newer than the trainer. The next buffer failed at these, or the tokens were
+    counted as lost."""
+    killed = Killed(folder, trainer_lives=False, partial=partial)
+    async with killed as run:
+        await run.train(1)
+        await run.save()
+        await run.train(3)
+        await run.run.worker._notes.flush()
+    assert set(killed.begin.replayed.plan) == {1, 2, 3}
+    killed.trainer_lives = trainer_lives
+    async with killed as run:
+        await run.train(1)
+        await run.save()
+    assert (killed.step, killed.num_lost) == (2, 0)
+    assert set(killed.begin.replayed.plan) == {2, 3} and killed.begin.replayed.goes_on_at == 4
+    async with killed as run:
+        await run.train(6)
+        summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
+        ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
+        assert (ledger.error, ledger.discarded["lost"]) == (0, 0)
+        for sample in killed.trained:
+            assert list(sample.token_versions) == sorted(sample.token_versions)
+    trained = Counter(group for groups in killed.batches.values() for group in groups)
+    assert set(trained.values()) == {1} and len(killed.batches) == 8
+
+
 async def test_what_was_counted_between_two_tries_of_a_checkpoint_counts_once(folder):
     """The buffer had begun the epoch, and the worker had not heard of it."""
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
