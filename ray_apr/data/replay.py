@@ -64,16 +64,18 @@ def replay(
         trainer_lives: Whether the trainer goes on where it is, and not with the checkpoint.
 
     Returns:
-        `begin`, the same if there is nothing and the trainer begins again.
+        `begin`, the same if there is nothing and the trainer begins again; but for samples of a
+        checkpoint that was taken while steps were trained again, which may be newer than it.
     """
     used: list[Epoch] = []
     for epoch in epochs:
         if epoch.header:
             is_same = all(epoch.header.get(name) == value for name, value in header.items())
             used = [*used, epoch] if is_same else []
-    if not used and not trainer_lives:
-        return begin
     journal = _Journal(begin)
+    is_ahead = any(row.newest_version > begin.policy_version for row in journal.rows.values())
+    if not used and not trainer_lives and not is_ahead:
+        return begin
     for epoch in used:
         journal.read(epoch, trainer_lives=trainer_lives)
     return journal.end(used[-1].header if used else {}, trainer_lives=trainer_lives)
