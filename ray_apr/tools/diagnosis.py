@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
-from ray_apr.tools.report.summary import covered_s, engine_names, summarize, training_window
+from ray_apr.tools.report.summary import (
+    covered_s,
+    engine_names,
+    engine_seconds,
+    summarize,
+    training_window,
+)
 
 FEWEST_STEPS = 4
 """Of which shares of time say something."""
@@ -60,21 +66,22 @@ def shares_of(run: RunData) -> Shares:
         )
     length_s, engines = window[1] - window[0], engine_names(run)
 
-    def share(actor: str, what: str) -> float:
+    def seconds(actor: str, what: str) -> float:
         spans = [
             (row["start_s"], row["end_s"])
             for row in run.timeline
             if row["actor"] == actor and row["what"] == what
         ]
-        return covered_s(spans, window) / length_s
+        return covered_s(spans, window)
 
+    of_engines_s = engine_seconds(run, len(engines), window)
     generates, paused = (
-        statistics.fmean([share(engine, what) for engine in engines] or [0.0])
+        sum(seconds(engine, what) for engine in engines) / of_engines_s if engines else 0.0
         for what in ("generate", "paused")
     )
     return Shares(
-        trains=share("trainer", "train"),
-        waits=share("trainer", "wait"),
+        trains=seconds("trainer", "train") / length_s,
+        waits=seconds("trainer", "wait") / length_s,
         generates=generates,
         paused=paused,
         idle=max(0.0, 1.0 - generates - paused),

@@ -86,6 +86,20 @@ def test_shares_are_those_of_the_spans():
     assert shares.idle == pytest.approx(0.375)
 
 
+def test_engines_that_came_later_were_not_idle_before():
+    """known fault: the share of each was of the whole run, so that a run that was given engines was
+    told to take some away."""
+    run = run_of()
+    half_s = 10.0 * NUM_STEPS / 2
+    timeline = [
+        row for row in run.timeline if row["actor"] != "engine-1" or row["start_s"] >= half_s
+    ]
+    scaled = dataclasses.replace(
+        run, timeline=timeline, scalings=[{"time_s": half_s, "before": 1, "after": 2}]
+    )
+    assert shares_of(scaled) == shares_of(run) and limit_of(shares_of(scaled)) == "both"
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "remedy"),
     [

@@ -241,11 +241,17 @@ def _generation_idle_ratio(run: RunData, window: tuple[float, float] | None) -> 
     if window is None or not names:
         return None
     busy_s = sum(covered_s(_spans(run, name, "generate"), window) for name in names)
-    return 1.0 - busy_s / _engine_seconds(run, len(names), window)
+    return 1.0 - busy_s / engine_seconds(run, len(names), window)
 
 
-def _engine_seconds(run: RunData, num_seen: int, window: tuple[float, float]) -> float:
-    """Number of engines x time, inside a window; where their number has changed, piece by piece."""
+def engine_seconds(run: RunData, num_seen: int, window: tuple[float, float]) -> float:
+    """Number of engines x time, inside a window; where their number has changed, piece by piece.
+
+    Args:
+        run: What it recorded.
+        num_seen: Engines in its timeline.
+        window: Begin and end in seconds.
+    """
     if not run.scalings:
         return num_seen * (window[1] - window[0])
     total, reached = 0.0, window[0]
