@@ -55,7 +55,8 @@ def preview(
         limit.fits([len(ids) for ids in encoded])
         for prompt, ids in zip(prompts, encoded, strict=True):
             lost.update(lost_characters(tokenizer, prompt, ids))
-    if said := limit.end():
+    is_whole = limit.num_seen == len(rows)
+    if (is_whole or limit.num_left) and (said := limit.end()):  # the rest may fit
         warnings.append(said)
     if lost:
         shown = " ".join(repr(character) for character, _ in lost.most_common(_MOST_SHOWN))

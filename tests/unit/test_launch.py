@@ -212,6 +212,16 @@ def test_characters_that_the_tokenizer_does_not_know_are_a_warning():
     assert lost_characters(Letters(), "É", encode_prompt(Letters(), "E")) == {"É"}
 
 
+def test_a_dry_run_that_saw_none_that_fits_does_not_speak_for_the_rest(monkeypatch):
+    """known fault: it refused a run, whose later prompts fit."""
+    rows = prompts_of(*["abcdef"] * 256, "a")
+    times = iter([0.0, 1.0, 11.0])
+    monkeypatch.setattr("ray_apr.data.preview.time.monotonic", lambda: next(times))
+    assert look(rows, drops=True) == ["prompts: the first 256 of 257 rows were looked at, in 10 s"]
+    monkeypatch.undo()
+    assert "256 of 257 rows are left out" in look(rows, drops=True)[0]
+
+
 def test_a_dry_run_says_how_far_it_looked():
     assert look(prompts_of("a"), limit_s=-1.0) == [
         "prompts: the first 0 of 1 rows were looked at, in -1 s"
