@@ -83,6 +83,8 @@ class EngineWatch:
         """Tokens that each engine had handed out by then, and that nobody noted."""
         self._left: set[str] = set()
         """Engines that have left, and whose last figures are known."""
+        self.version_found = 0
+        """Newest policy version of those that were taken over."""
         self._request_s = 0.0
         """Seconds of all requests in engines."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
@@ -161,6 +163,8 @@ class EngineWatch:
             if now == before:
                 break
             before = now
+        versions = (status.policy_version for status in statuses if status.weights_valid)
+        self.version_found = max(versions, default=0)
         handed_out = {status.replica_id: status.tokens_generated for status in statuses}
         self._before = Counter({name: received.get(name, 0) for name in handed_out})
         self._lost = Counter({name: n - self._before[name] for name, n in handed_out.items()})

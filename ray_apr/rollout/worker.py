@@ -217,6 +217,8 @@ class RolloutWorker(WeightSyncs):
         if self._received is not None:
             lost = await self._engines.take_over(self._sessions.client, self._received)
             self._scheduler.live.ledger.lose(lost)
+            if self._engines.version_found > self._scheduler.policy_version:  # not written in time
+                await self._on_weights(self._engines.version_found)
         self._open_syncs(self._sessions.client)
         freeze_heap()
         self._main = asyncio.create_task(self._run(), name="rollout")

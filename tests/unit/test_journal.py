@@ -449,6 +449,27 @@ async def test_samples_newer_than_their_checkpoint_begin_anew_where_the_journal_
         assert begin.rollout == killed.checkpoint.rollout
 
 
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+async def test_engines_say_themselves_which_version_they_have(folder, partial):
+    """known fault: after two deaths, each right after a sync, the journal knew the first of the
+    versions of its tokens alone; the third worker waited for weights that no trainer would send,
+    and the trainer for its batch."""
+    killed = Killed(folder, trainer_lives=True, partial=partial)
+    async with killed as run:
+        await run.train(3)
+        await run.run.worker._notes.flush()
+    assert killed.begin.of_engines == killed.engine.policy_version == 3
+    replayed = dataclasses.replace(killed.begin.replayed, policy_version=1, goes_on_at=2)
+    killed.begin = dataclasses.replace(killed.begin, replayed=replayed)
+    async with killed as run:
+        assert run.run.worker._scheduler.policy_version == 3
+        await run.train(3)
+        summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
+        assert (run.run.worker._before.ledger + summary.ledger + stats.ledger).error == 0
+        for sample in killed.trained:
+            assert list(sample.token_versions) == sorted(sample.token_versions)
+
+
 async def test_what_was_counted_between_two_tries_of_a_checkpoint_counts_once(folder):
     """The buffer had begun the epoch, and the worker had not heard of it."""
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
