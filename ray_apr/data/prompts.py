@@ -215,7 +215,7 @@ class Mix:
         weights = dict(sorted(config.weights.items()))
         rows: dict[str, list[int]] = {name: [] for name in weights}
         for row, name in enumerate(names):
-            if name not in rows:
+            if not isinstance(name, str) or name not in rows:
                 remedy = f"is none of prompts.weights, {', '.join(weights)}; give it a weight there"
                 raise ConfigError(f"prompts.{config.source_column}", name, remedy)
             rows[name].append(row)

@@ -69,6 +69,13 @@ def test_weights_are_checked_against_the_rows_that_are_here(model, weights, fiel
     assert refused.value.field == field
 
 
+def test_a_source_that_is_no_text_is_refused_by_its_column(model):
+    """known fault: a TypeError, of a list."""
+    rows = PromptRows([{"prompt": [1], "source": ["a"]}])
+    with pytest.raises(ConfigError, match=r"prompts\.source = .*is none of prompts"):
+        make_trainer(model, prompts=rows, prompts_config=PromptsConfig(weights={"a": 1}))
+
+
 @pytest.mark.parametrize(
     ("train", "steps", "passes"),
     [
