@@ -54,7 +54,7 @@ def shares_of(run: RunData) -> Shares:
     """Where the time went.
 
     Raises:
-        ConfigError: If the run has too few steps.
+        ConfigError: If the run has too few steps, or no timeline.
     """
     window = training_window(run)
     if window is None or len(run.steps) < FEWEST_STEPS:
@@ -65,6 +65,8 @@ def shares_of(run: RunData) -> Shares:
             f"{FEWEST_STEPS} of them",
         )
     length_s, engines = window[1] - window[0], engine_names(run)
+    if not run.timeline:
+        raise ConfigError("RUN_DIR", str(run.path), "has no timeline.jsonl, which says who waited")
 
     def seconds(actor: str, what: str) -> float:
         spans = [

@@ -171,6 +171,8 @@ def test_a_run_of_few_steps_is_refused():
     run = run_of()
     with pytest.raises(ConfigError, match="has 3 steps, of which nothing can be said yet"):
         shares_of(dataclasses.replace(run, steps=run.steps[:3]))
+    with pytest.raises(ConfigError, match=r"has no timeline\.jsonl"):
+        shares_of(dataclasses.replace(run, timeline=[]))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,7 @@ def test_a_run_of_few_steps_is_refused():
         ([(2.0, 5.0), (2.0, 7.0)], (6.0, 0.0)),
         ([(1.0, 5.0), (2.0, 3.0)], (4.0, 0.0)),
         ([(1.0, 1.0), (3.0, 9.0)], (0.5, 2.25)),
+        ([(0.0, 2.0), (0.0, 4.0)], (3.0, 0.0)),
     ],
 )
 def test_a_line_is_fitted_that_a_machine_can_have(points, line):

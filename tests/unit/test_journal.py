@@ -205,7 +205,7 @@ class Killed:
 
     async def __aenter__(self):
         begin = self.begin
-        given = settings_of(begin) if begin.samples is not None else {}
+        given = settings_of(begin) if begin.rollout is not None else {}
         journal = {
             "journal": self.folder, "header": HEADER, "replayed": begin.replayed,
             "epoch": begin.epoch,

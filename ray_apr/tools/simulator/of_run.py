@@ -175,7 +175,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     y_mean = statistics.fmean(y for _, y in points)
     spread = sum((x - x_mean) ** 2 for x, _ in points)
     slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread if spread else 0.0
-    slope = min(max(slope, 0.0), 0.9 * y_mean / x_mean)
+    slope = min(max(slope, 0.0), 0.9 * y_mean / x_mean) if x_mean else 0.0
     return y_mean - slope * x_mean, slope
 
 
