@@ -62,6 +62,7 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     assert main(["verify", str(folder)]) == 0
 
 
+@pytest.mark.long
 def test_maths_and_rejection_sampling(tmp_path, marked):
     _, env = marked
     calls = ["maths --steps 2 --storage .", "rejection_sampling maths"]

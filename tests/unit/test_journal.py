@@ -348,9 +348,16 @@ async def test_a_death_that_follows_a_capture_at_once_finds_the_step_under_way(f
         assert (ledger.error, ledger.discarded["lost"]) == (0, 0)
 
 
-@pytest.mark.parametrize("has_frames", [True, False])
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+@pytest.mark.parametrize(
+    ("partial", "num_steps", "has_frames"),
+    [
+        (PARTIAL[0], 0, False),
+        (PARTIAL[0], 4, True),
+        (PARTIAL[2], 1, True),
+        (PARTIAL[4], 0, False),
+        (PARTIAL[4], 1, True),
+    ],
+)
 async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with_that_one(
     folder, partial, num_steps, has_frames
 ):
@@ -368,8 +375,8 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
         if has_frames:
             await run.train(num_steps)
             await run.run.worker._notes.flush()
-    begin, num_repeated = killed.begin, num_steps if has_frames else 0
-    assert begin.of_engines == killed.step == 2 + num_repeated
+    begin = killed.begin
+    assert begin.of_engines == killed.step == 2 + num_steps
     assert begin.replayed.granted in (None, (killed.step, killed.step))
     assert begin.replayed.trained is None or begin.replayed.trained[0] == killed.step - 1
     assert set(begin.replayed.plan) >= {2, 3, 4} - set(range(killed.step))
@@ -389,7 +396,7 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
 
 
 @pytest.mark.parametrize("trainer_lives", [True, False])
-@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2]])
 async def test_a_checkpoint_among_steps_that_are_trained_again_keeps_their_batches(
     folder, partial, trainer_lives
 ):
@@ -449,7 +456,7 @@ async def test_samples_newer_than_their_checkpoint_begin_anew_where_the_journal_
         assert begin.rollout == killed.checkpoint.rollout
 
 
-@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[2], PARTIAL[4]])
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[4]])
 async def test_engines_say_themselves_which_version_they_have(folder, partial):
     """known fault: after two deaths, each right after a sync, the journal knew the first of the
     versions of its tokens alone; the third worker waited for weights that no trainer would send,

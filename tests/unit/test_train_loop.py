@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 
@@ -79,8 +80,9 @@ def loop(monkeypatch):
         record_span=lambda *_: None,
         wait_until_recorded=lambda: None,
     )
+    loop._rank = 0
     loop._spec = types.SimpleNamespace(
-        algorithm=None, model="none", max_response_tokens=8, evaluation=None
+        train=TrainConfig(), algorithm=None, model="none", max_response_tokens=8, evaluation=None
     )
     loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
     loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
@@ -107,6 +109,16 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
     assert loop._writer.is_closed
+
+
+def test_each_step_may_be_profiled(loop, monkeypatch):
+    steps = []
+    monkeypatch.setattr(
+        loop_module, "profiled", lambda step, *_: steps.append(step) or contextlib.nullcontext()
+    )
+    loop._train = TrainConfig(steps=2)
+    loop.run()
+    assert steps == [0, 1]
 
 
 def row_of(order):
