@@ -26,6 +26,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.long
 def test_a_population_takes_turns_and_exploits(cluster, tmp_path):
     """The trial of the lower rate takes over the other's checkpoint, with a rate of its own."""
     model = make_tiny_model(tmp_path / "model")
