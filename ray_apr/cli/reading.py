@@ -109,7 +109,7 @@ def diagnose(run_dir: Path) -> int:
         f"  engines   generate {shares.generates:.0%}, are paused {shares.paused:.0%}, idle "
         f"{shares.idle:.0%}\n"
     )
-    found = findings(run)
+    found = findings(run, shares)
     for finding in found:
         show(f"{finding.share:4.0%}  {finding.what}\n      -> {finding.remedy}")
     if not found:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
@@ -16,6 +17,7 @@ from ray_apr.tools.report.summary import (
     covered_s,
     engine_names,
     engine_seconds,
+    spans_of,
     summarize,
     training_window,
 )
@@ -69,12 +71,7 @@ def shares_of(run: RunData) -> Shares:
         raise ConfigError("RUN_DIR", str(run.path), "has no timeline.jsonl, which says who waited")
 
     def seconds(actor: str, what: str) -> float:
-        spans = [
-            (row["start_s"], row["end_s"])
-            for row in run.timeline
-            if row["actor"] == actor and row["what"] == what
-        ]
-        return covered_s(spans, window)
+        return covered_s(spans_of(run, actor, what), window)
 
     of_engines_s = engine_seconds(run, len(engines), window)
     generates, paused = (
@@ -90,14 +87,17 @@ def shares_of(run: RunData) -> Shares:
     )
 
 
-def findings(run: RunData) -> list[Finding]:
+def findings(run: RunData, shares: Shares) -> list[Finding]:
     """What held a run back, the largest share first.
 
-    Raises:
-        ConfigError: If the run has too few steps.
+    Args:
+        run: What it recorded.
+        shares: Its `shares_of`.
     """
-    shares = shares_of(run)
-    found = [*_of_time(run, shares), *_of_tokens(run), *_of_samples(run)]
+    summary = summarize(run)
+    found = [
+        *_of_time(run, shares), *_of_start(summary), *_of_tokens(summary), *_of_samples(run)
+    ]  # fmt: skip
     return sorted(found, key=lambda finding: -finding.share)
 
 
@@ -146,7 +146,6 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
             remedy="train.weight_transport and train.weight_bucket_mb, or a sync every second "
             "step (partial_rollout.sync_every: 2)",
         )
-    yield from _of_start(run)
 
 
 def _of_neither(run: RunData, shares: Shares) -> Finding:
@@ -183,8 +182,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
     return statistics.fmean([row.get(name) or 0 for row in rows] or [0])
 
 
-def _of_start(run: RunData) -> Iterator[Finding]:
-    summary = summarize(run)
+def _of_start(summary: Mapping[str, Any]) -> Iterator[Finding]:
     wall_s, setup_s = summary["wall_s"] or 0.0, summary["setup_s"] or 0.0
     if wall_s and setup_s / wall_s >= _START_SHARE:
         yield Finding(
@@ -208,9 +206,8 @@ _REMEDIES = {
 }
 
 
-def _of_tokens(run: RunData) -> Iterator[Finding]:
+def _of_tokens(summary: Mapping[str, Any]) -> Iterator[Finding]:
     """Tokens that were generated and not trained."""
-    summary = summarize(run)
     generated = summary["tokens_generated"] or 0
     for reason, tokens in summary["tokens_discarded"].items():
         if generated and tokens / generated >= _SOME:

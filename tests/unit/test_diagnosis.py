@@ -76,7 +76,7 @@ def run_of(
 
 
 def said(run: RunData) -> str:
-    return "\n".join(f"{found.what} -> {found.remedy}" for found in findings(run))
+    return "\n".join(f"{found.what} -> {found.remedy}" for found in findings(run, shares_of(run)))
 
 
 def test_shares_are_those_of_the_spans():
@@ -141,7 +141,7 @@ def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
         tokens_discarded={"stale": 300, "masked": 10, "shutdown": 50},
         setup_s=200.0,
     )
-    found = findings(run)
+    found = findings(run, shares_of(run))
     assert [round(finding.share, 2) for finding in found] == sorted(
         (round(finding.share, 2) for finding in found), reverse=True
     )

@@ -227,7 +227,8 @@ def _counter(run: RunData, key: str) -> int | None:
     return (run.final or {}).get(key, _last(run, key))
 
 
-def _spans(run: RunData, actor: str, what: str) -> list[tuple[float, float]]:
+def spans_of(run: RunData, actor: str, what: str) -> list[tuple[float, float]]:
+    """Begins and ends of what an actor did, in seconds."""
     return [
         (row["start_s"], row["end_s"])
         for row in run.timeline
@@ -240,7 +241,7 @@ def _generation_idle_ratio(run: RunData, window: tuple[float, float] | None) -> 
     names = engine_names(run)
     if window is None or not names:
         return None
-    busy_s = sum(covered_s(_spans(run, name, "generate"), window) for name in names)
+    busy_s = sum(covered_s(spans_of(run, name, "generate"), window) for name in names)
     return 1.0 - busy_s / engine_seconds(run, len(names), window)
 
 
@@ -265,7 +266,7 @@ def _trainer_idle_ratio(run: RunData, window: tuple[float, float] | None) -> flo
     """Waiting time of the trainer / window."""
     if window is None or not any(row["actor"] == "trainer" for row in run.timeline):
         return None
-    return covered_s(_spans(run, "trainer", "wait"), window) / (window[1] - window[0])
+    return covered_s(spans_of(run, "trainer", "wait"), window) / (window[1] - window[0])
 
 
 def _weight_sync(run: RunData) -> dict[str, float | None]:
