@@ -211,12 +211,8 @@ def _begin(spec: RunSpec, step: int) -> Begin:
         )  # fmt: skip
     kept = {begun: checkpoint for begun, checkpoint in kept_checkpoints(spec) if begun <= step}
     epochs = folder.epochs()
-    begin, first = Begin(), 0
-    if kept:
-        begin = begin_with(spec, kept[max(kept)])
-        assert begin.rollout is not None, "a checkpoint has it"
-        first = begin.rollout.epoch
-    if not epochs or epochs[0] > first:
+    begin = begin_with(spec, kept[max(kept)]) if kept else Begin()
+    if not epochs or epochs[0] > begin.epoch:
         missing = f"the journal in {folder.path} no longer reaches back to the step"
         if not kept:
             missing = f"no checkpoint is kept that was taken before step {step}"
@@ -227,7 +223,7 @@ def _begin(spec: RunSpec, step: int) -> Begin:
             "(train.num_checkpoints_to_keep, train.hours_to_keep_checkpoints), with which their "
             "journal stays",
         )
-    begin = with_journal(spec, begin, first=first)
+    begin = with_journal(spec, begin, first=begin.epoch)
     if begin.replayed is None or step not in begin.replayed.plan:
         raise ConfigError(
             "--step",

@@ -87,8 +87,7 @@ def find_begin(spec: RunSpec) -> Begin:
         raise ConfigError(WEIGHTS, now, remedy)
     if last is None:  # of another run: what goes on is all that this one has made
         begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
-    first = 0 if last is None or begin.rollout is None else begin.rollout.epoch
-    return with_journal(spec, begin, first=first)
+    return with_journal(spec, begin, first=0 if last is None else begin.epoch)
 
 
 def find_side_begin(spec: RunSpec, began: Begin) -> Begin:
@@ -112,9 +111,8 @@ def find_side_begin(spec: RunSpec, began: Begin) -> Begin:
             raise ResourceError(  # Ray Train removes those that a newer one takes the place of
                 f"{checkpoint.path} cannot be read, or was removed meanwhile: {one_line(error)}"
             ) from error
-        assert last.rollout is not None, "a checkpoint has it"
-        if last.rollout.epoch > began.epoch:
-            begin = dataclasses.replace(last, epoch=last.rollout.epoch)
+        if last.epoch > began.epoch:
+            begin = last
     return with_journal(spec, begin, first=begin.epoch, trainer_lives=True)
 
 
@@ -135,6 +133,7 @@ def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:
         rollout=rollout,
         before=rollout.counters,
         samples=samples,
+        epoch=rollout.epoch,
     )
 
 
