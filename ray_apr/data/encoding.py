@@ -204,8 +204,9 @@ def count_fitting(
     import ray
 
     def count(table: pa.Table) -> pa.Table:
-        lengths = _ids(table, model, column).value_lengths().to_pylist()
-        return pa.table({"fitting": [sum(length <= max_prompt_tokens for length in lengths)]})
+        limit = LengthLimit(max_prompt_tokens, column=column, drops=True)
+        limit.fits(_ids(table, model, column).value_lengths().to_pylist())
+        return pa.table({"fitting": [limit.num_left]})
 
     counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, name))
     return sum(sum(table["fitting"].to_pylist()) for table in counts)

@@ -130,8 +130,8 @@ class Actors:
             self.prompts = self._encode(
                 prompts, "prompts", num_prompts=num_prompts, drops_too_long=drops
             )
-            # what is wrong with the weights would be the death of the worker
-            PromptSource(_fetched(self.prompts.tables), seed=0, config=self._spec.prompts)
+            if self._spec.prompts.weights:  # what is wrong with them would be the worker's death
+                PromptSource(_fetched(self.prompts.tables), seed=0, config=self._spec.prompts)
         journal = {
             "journal": journal_of(self._spec),
             "epoch": begin.epoch,
