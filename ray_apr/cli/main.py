@@ -227,9 +227,8 @@ def _run(settings: RunSettings) -> int:
     began_at, log = time.monotonic(), settings.run_dir / RAY_LOG
     show(_plan_text(make_plan(settings)) + "\n")
     is_verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
-    with _report_at_end(settings.run_dir), contextlib.ExitStack() as quiet:
-        if not is_verbose:
-            quiet.enter_context(ray_lines_in(log))
+    ray_lines = contextlib.nullcontext() if is_verbose else ray_lines_in(log)
+    with _report_at_end(settings.run_dir), ray_lines:
         run_training(settings, progress=show)
     if not is_verbose:
         show(f"ray:     {log}")

@@ -58,12 +58,14 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
 def _lanes(run: RunData) -> Iterator[dict[str, Any]]:
     """A lane for each engine, the trainer, weights and checkpoints."""
     yield _named("process_name", run.name, _RUN, 0)
-    actors = list(dict.fromkeys(row["actor"] for row in run.timeline))
-    for lane, actor in enumerate(actors, start=1):
+    lanes: dict[str, int] = {}
+    for row in run.timeline:
+        lanes.setdefault(row["actor"], len(lanes) + 1)
+    for actor, lane in lanes.items():
         yield _named("thread_name", actor, _RUN, lane)
     for row in run.timeline:
         yield {
-            "ph": "X", "pid": _RUN, "tid": actors.index(row["actor"]) + 1, "name": row["what"],
+            "ph": "X", "pid": _RUN, "tid": lanes[row["actor"]], "name": row["what"],
             "ts": 1e6 * row["start_s"], "dur": 1e6 * (row["end_s"] - row["start_s"]),
         }  # fmt: skip
 
