@@ -348,6 +348,17 @@ async def test_a_death_that_follows_a_capture_at_once_finds_the_step_under_way(f
         assert (ledger.error, ledger.discarded["lost"]) == (0, 0)
 
 
+async def with_steps_to_repeat(folder, partial, *, saved_at) -> Killed:
+    """A run whose trainer has died three steps after its checkpoint."""
+    killed = Killed(folder, trainer_lives=False, partial=partial)
+    async with killed as run:
+        await run.train(saved_at)
+        await run.save()
+        await run.train(3)
+        await run.run.worker._notes.flush()
+    return killed
+
+
 @pytest.mark.parametrize(
     ("partial", "num_steps", "has_frames"),
     [
@@ -363,12 +374,7 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
 ):
     """known fault: the next one took version, grant, last step and tokens of the trainer before,
     which had gone further."""
-    killed = Killed(folder, trainer_lives=False, partial=partial)
-    async with killed as run:
-        await run.train(2)
-        await run.save()
-        await run.train(3)
-        await run.run.worker._notes.flush()
+    killed = await with_steps_to_repeat(folder, partial, saved_at=2)
     assert (killed.step, killed.begin.policy_version, len(killed.begin.replayed.plan)) == (2, 2, 3)
     killed.trainer_lives = True
     async with killed as run:
@@ -403,12 +409,7 @@ async def test_a_checkpoint_among_steps_that_are_trained_again_keeps_their_batch
     """known fault: who began with it did not know the batches of the steps after it, and had groups
     of them that are newer than the trainer. The next buffer failed at these, or the tokens were
     counted as lost."""
-    killed = Killed(folder, trainer_lives=False, partial=partial)
-    async with killed as run:
-        await run.train(1)
-        await run.save()
-        await run.train(3)
-        await run.run.worker._notes.flush()
+    killed = await with_steps_to_repeat(folder, partial, saved_at=1)
     assert set(killed.begin.replayed.plan) == {1, 2, 3}
     killed.trainer_lives = trainer_lives
     async with killed as run:

@@ -46,6 +46,18 @@ EVALUATE = type("Call", (), {"remote": lambda _, *args, **kwargs: "evaluation"})
 PROGRESS = type("Call", (), {"remote": lambda _: "progress"})()
 
 
+def control_with(evaluation: EvaluationConfig | None) -> RunControl:
+    """What rank 0 has, beside parts that only say what they were asked."""
+    return RunControl(
+        buffer=None,
+        worker=Actor("worker"),
+        recorder=None,
+        sync_timeout_s=5.0,
+        evaluator=Actor("evaluator"),
+        evaluation=evaluation,
+    )
+
+
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
     waited_for: list[tuple] = []
@@ -60,14 +72,7 @@ def test_engines_sleep_once_nothing_is_evaluated(monkeypatch, evaluates):
 
     monkeypatch.setattr(control_module.ray, "get", get)
     monkeypatch.setattr(control_module.ray, "wait", wait)
-    control = RunControl(
-        buffer=None,
-        worker=Actor("worker"),
-        recorder=None,
-        sync_timeout_s=5.0,
-        evaluator=Actor("evaluator"),
-        evaluation=EvaluationConfig(every=2) if evaluates else None,
-    )
+    control = control_with(EvaluationConfig(every=2) if evaluates else None)
     sender = Sender()
     control.sleep_engines()
     for version in (0, 1, 2):
@@ -82,14 +87,7 @@ def test_a_run_that_has_failed_waits_for_no_evaluation(monkeypatch):
     failures = [None, NoEngineError("no rollout server runs")]
     monkeypatch.setattr(control_module, "failure_of", lambda buffer: failures.pop(0))
     monkeypatch.setattr(control_module.ray, "wait", lambda refs, num_returns, timeout: ([], refs))
-    control = RunControl(
-        buffer=None,
-        worker=Actor("worker"),
-        recorder=None,
-        sync_timeout_s=5.0,
-        evaluator=Actor("evaluator"),
-        evaluation=EvaluationConfig(timeout_s=600.0),
-    )
+    control = control_with(EvaluationConfig(timeout_s=600.0))
     with pytest.raises(NoEngineError):
         control.sleep_engines()
     assert not failures, "the evaluation was under way when it first looked"
