@@ -34,7 +34,8 @@ from tests.watched_processes import Watch
 
 TAKES_ALL_ALONG = ("read task", "train worker", "train controller", "driver")
 """Parts with which the whole run begins again."""
-SLOW_REWARD = Path(__file__).parents[1] / "tests/slow_reward.py"
+ROOT = Path(__file__).parents[1]
+SLOW_REWARD = ROOT / "tests/slow_reward.py"
 SETTINGS = (
     *SMALL, "train.steps=1000000", "train.learning_rate=1.0e-6", "train.checkpoint_every=32",
     f"reward={SLOW_REWARD}:reward", "ray.num_cpus=8",
@@ -175,7 +176,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak-2cpu.json"))
     options = parser.parse_args()
-    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "settings": list(SETTINGS)}
+    settings = [text.replace(f"{ROOT}/", "") for text in SETTINGS]  # of no machine
+    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "settings": settings}
     report["options"] = {name: v for name, v in vars(options).items() if name != "out"}
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
         soak = Soak(Path(name), options)
