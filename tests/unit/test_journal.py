@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 
 import pyarrow.fs
@@ -247,6 +248,9 @@ class Killed:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
+        for journal in journals:
+            async with journal._in_file:  # a thread that writes dies with its process
+                journal._folder = None
         since = self.began if self.trainer_lives else self.checkpoint
         begin = replayed(self.folder, since, trainer_lives=self.trainer_lives)
         before, self.num_lost = begin.before.lose(0, begin.num_kept)
@@ -304,7 +308,14 @@ async def test_a_run_that_is_killed_between_checkpoints_loses_nothing(
 
 
 @pytest.mark.parametrize("trainer_lives", [True, False])
-async def test_what_was_not_written_is_lost_and_counted(folder, trainer_lives):
+async def test_what_was_not_written_is_lost_and_counted(folder, monkeypatch, trainer_lives):
+    append = JournalFolder.append
+
+    def append_slowly(*args):
+        time.sleep(0.005)
+        append(*args)
+
+    monkeypatch.setattr(JournalFolder, "append", append_slowly)
     killed = Killed(folder, trainer_lives=trainer_lives, partial=PARTIAL[0])
     for _ in range(5):
         async with killed as run:
