@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 
 import pyarrow as pa
 import ray
@@ -170,5 +169,5 @@ def without_ray(monkeypatch) -> RayMetrics:
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process goes on
+    monkeypatch.setattr(worker_module, "freeze_heap", lambda: None)  # this process goes on
     return RayMetrics().install(monkeypatch)

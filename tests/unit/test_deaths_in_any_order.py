@@ -48,7 +48,7 @@ async def test_no_order_of_deaths_breaks_what_a_run_promises(tmp_path, seed):
             for _ in range(draw.randrange(3)):
                 await do_something(run, draw)
             if is_written:
-                await run.run.worker._notes.flush()
+                await run.write()
             step = killed.step
         check_begin(killed, step, is_written=is_written)
         planned = killed.begin.replayed.plan if killed.begin.replayed else {}

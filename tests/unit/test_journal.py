@@ -228,6 +228,13 @@ class Killed:
             self.step += 1
             await self.run.sync(self.step)
 
+    async def write(self) -> None:
+        """Have all that the worker has noted in its file, and no more of it on the way there."""
+        journal = self.run.worker._notes._journal
+        await journal.flush()
+        while journal._in_file.locked():
+            await journal.flush()
+
     async def save(self) -> None:
         taken = await self.run.worker.capture()
         progress = RolloutProgress.of(
@@ -242,13 +249,9 @@ class Killed:
 
     async def __aexit__(self, *error) -> None:
         """Kill it: nothing of it is told that it ends."""
-        journals = (self.run.worker._notes._journal, self.run.buffer._notes._journal)
-        tasks = [self.run.worker._main, *(journal._writing for journal in journals)]
-        for task in filter(None, tasks):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
-        for journal in journals:
+        await _cancelled(self.run.worker._main)
+        for journal in (self.run.worker._notes._journal, self.run.buffer._notes._journal):
+            await _cancelled(journal._writing)
             async with journal._in_file:  # a thread that writes dies with its process
                 journal._folder = None
         since = self.began if self.trainer_lives else self.checkpoint
@@ -259,6 +262,13 @@ class Killed:
             self.began, self.step = self.begin, begin.step
             await self.engine.abort(None)
             self.engine = ScriptedEngine(LENGTHS, auto=1, policy_version=self.step)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
 
 
 PARTIAL = [
@@ -286,7 +296,7 @@ async def test_a_run_that_is_killed_between_checkpoints_loses_nothing(
                 await run.train(1)
             for _ in range(round_):
                 await asyncio.sleep(0)
-            await run.run.worker._notes.flush()
+            await run.write()
             made = {
                 live.sample_id: live.sample
                 for group in run.run.worker._scheduler.live.groups
@@ -366,7 +376,7 @@ async def with_steps_to_repeat(folder, partial, *, saved_at) -> Killed:
         await run.train(saved_at)
         await run.save()
         await run.train(3)
-        await run.run.worker._notes.flush()
+        await run.write()
     return killed
 
 
@@ -391,7 +401,7 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
     async with killed as run:
         if has_frames:
             await run.train(num_steps)
-            await run.run.worker._notes.flush()
+            await run.write()
     begin = killed.begin
     assert begin.of_engines == killed.step == 2 + num_steps
     assert begin.replayed.granted in (None, (killed.step, killed.step))
@@ -402,7 +412,7 @@ async def test_a_side_that_dies_beside_a_trainer_that_repeats_steps_goes_on_with
     assert newest <= max(killed.step, 5) and begin.replayed.goes_on_at >= newest
     async with killed as run:
         await run.train(12 - killed.step)
-        await run.run.worker._notes.flush()
+        await run.write()
         summary, stats = await run.run.worker.stop(), await run.run.buffer.stats()
         ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
         assert ledger.error == 0
@@ -449,7 +459,7 @@ async def test_samples_newer_than_their_checkpoint_begin_anew_where_the_journal_
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
     async with killed as run:
         await run.train(4)
-        await run.run.worker._notes.flush()
+        await run.write()
     async with killed as run:
         await run.train(1)
         await run.save()
@@ -476,7 +486,7 @@ async def test_engines_say_themselves_which_version_they_have(folder, partial):
     killed = Killed(folder, trainer_lives=True, partial=partial)
     async with killed as run:
         await run.train(3)
-        await run.run.worker._notes.flush()
+        await run.write()
     assert killed.begin.of_engines == killed.engine.policy_version == 3
     replayed = dataclasses.replace(killed.begin.replayed, policy_version=1, goes_on_at=2)
     killed.begin = dataclasses.replace(killed.begin, replayed=replayed)
@@ -507,7 +517,7 @@ async def test_what_was_counted_between_two_tries_of_a_checkpoint_counts_once(fo
         await run.train(2)
         await run.save()
         await run.train(1)
-        await run.run.worker._notes.flush()
+        await run.write()
     assert [epoch for epoch, _ in answers] == [1, 2]
     for checkpoint in (Begin(rollout=None), killed.checkpoint):
         begin = replayed(folder, checkpoint, trainer_lives=True)
@@ -530,7 +540,7 @@ async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
     async with killed as run:
         await run.train(3)
-        await run.run.worker._notes.flush()
+        await run.write()
         is_full[0] = True
         await run.train(3)
     is_full[0] = False
@@ -548,7 +558,7 @@ async def test_tokens_of_versions_that_do_not_come_again_are_given_up(folder, tm
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
     async with killed as run:
         await run.train(3)
-        await run.run.worker._notes.flush()
+        await run.write()
     for file in (tmp_path / "journal").glob("*-buffer*"):
         file.unlink()
     begin = replayed(folder)
@@ -579,7 +589,7 @@ async def test_turns_and_states_of_environments_are_kept(folder, monkeypatch):
     killed.engine = engine
     async with killed as run:
         await until(lambda: run.run.worker._scheduler.counts().stepping >= 4)
-        await run.run.worker._notes.flush()
+        await run.write()
     asked = [sample for sample in samples_of(killed.begin) if sample.awaits_step]
     assert len(asked) >= 4
     for sample in asked:
