@@ -137,8 +137,8 @@ class SampleBuffer:
                 group's oldest token.
         """
         async with self._changed:
-            self._stock.set_unfinished(by_version)
-            await self._choose()
+            if self._stock.set_unfinished(by_version):  # else `watch` would have it told again
+                await self._choose()
 
     async def grant(self, step: int, policy_version: int) -> None:
         """The trainer is ready for `step` at `policy_version`: its batch may be chosen.

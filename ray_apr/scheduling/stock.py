@@ -183,9 +183,11 @@ class Stock:
         self.plan = {step: tuple(groups) for step, groups in plan.items()}
         self._awaited = {group for groups in plan.values() for group in groups}
 
-    def set_unfinished(self, by_version: Mapping[int, int]) -> None:
-        """Note how many samples still generate or wait for a reward, by their oldest version."""
-        self._unfinished = dict(by_version)
+    def set_unfinished(self, by_version: Mapping[int, int]) -> bool:
+        """Note how many samples still generate or wait for a reward, by their oldest version;
+        returns whether that is news."""
+        known, self._unfinished = self._unfinished, dict(by_version)
+        return self._unfinished != known
 
     def grant(self, step: int, policy_version: int, now: float) -> None:
         """The trainer is ready for `step`; a batch that was not trained comes back first."""

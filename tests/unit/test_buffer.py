@@ -433,6 +433,17 @@ async def test_a_report_of_what_is_unfinished_chooses_again():
     assert (await asyncio.wait_for(waiting, 1.0)).refs == ("ref-b", "ref-c")
 
 
+async def test_what_is_unfinished_still_is_no_change():
+    """known fault: worker and buffer told each other so without an end."""
+    buffer, _ = make(on_stale="wait")
+    await buffer.report_unfinished({0: 2})
+    state = await buffer.watch(-1)
+    await buffer.report_unfinished({0: 2})
+    assert (await buffer.watch(-1)).cursor == state.cursor
+    await buffer.report_unfinished({0: 1})
+    assert (await buffer.watch(-1)).cursor == state.cursor + 1
+
+
 async def test_a_step_that_is_granted_twice_keeps_its_batch():
     buffer, _ = make()
     for name in "bc":
