@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +165,6 @@ def _shares(shares: Mapping[str, float]) -> Text:
 def watch(folder: Path, show: Callable[[str], None], console: Console | None = None) -> str:
     """Show a run until it ends: in a terminal as a view, elsewhere a line for each new step.
 
-    Waits for: the run. Unblocked by: its end, whatever ends it; Ctrl-C.
-
     Args:
         folder: Of the run.
         show: Takes a line.
@@ -180,24 +178,30 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
     """
     watched, console = Watched(folder), console or Console(file=sys.stdout)
     if console.is_terminal:
-        watched.new_steps()
-        with Live(view(watched), console=console, auto_refresh=False) as live:
-            while is_held(folder):
-                time.sleep(_LOOK_S)
-                watched.new_steps()
+        with Live(console=console, auto_refresh=False) as live:
+            for _ in _looks(watched):
                 live.update(view(watched), refresh=True)
     else:
-        is_last = False
-        while not is_last:
-            is_last = not is_held(folder)  # before the look, which finds its last step
+        for rows in _looks(watched):
             num_steps = watched.num_steps
-            for row in watched.new_steps():
+            for row in rows:
                 show(step_line(row, num_steps))
-            if not is_last:
-                time.sleep(_LOOK_S)
     final = watched.final()
     if final is None:
         return "no process trains it, and it has not said how it ended"
     return f"{final['status']}: {final.get('steps', 0)} steps" + (
         f"; {final['error']}" if final.get("error") else ""
     )
+
+
+def _looks(watched: Watched) -> Iterator[Sequence[dict[str, Any]]]:
+    """New steps of a run at each look until it ends.
+
+    Waits for: the run. Unblocked by: its end, whatever ends it; Ctrl-C.
+    """
+    is_last = False
+    while not is_last:
+        is_last = not is_held(watched.folder)  # before the look, which finds its last step
+        yield watched.new_steps()
+        if not is_last:
+            time.sleep(_LOOK_S)
