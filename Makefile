@@ -67,7 +67,7 @@ wheel: $(RUNTIME) ## build dist/*.whl, to be installed anywhere (`ray-apr init` 
 test: $(DEV) ## run the tests, in two processes, but for those of test-long
 	@exec $(PY) -m pytest $(TWO) $(ARGS)
 
-test-long: $(DEV) ## run the tests that take minutes each (half an hour)
+test-long: $(DEV) ## run the tests that take minutes each (about an hour)
 	@exec $(PY) -m pytest -m long $(ARGS)
 
 test-unit: $(DEV) ## run the tests that need neither Ray nor vLLM

@@ -13,6 +13,7 @@ from ray_apr.core.exceptions import RewardError
 from ray_apr.core.user import RewardResult
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
+from ray_apr.rollout import engines as engines_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.worker import RolloutWorker
@@ -169,5 +170,6 @@ def without_ray(monkeypatch) -> RayMetrics:
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(engines_module, "_END_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module, "freeze_heap", lambda: None)  # this process goes on
     return RayMetrics().install(monkeypatch)

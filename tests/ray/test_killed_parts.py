@@ -70,13 +70,8 @@ def test_servers_that_die_inside_of_a_sync_and_later_are_replaced_and_the_run_go
     assert final["ledger_error"] == 0
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "RolloutWorker",
-        pytest.param("RayTrainWorker", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["RolloutWorker", "RayTrainWorker"])
 def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing(
     tmp_path, marked, victim
 ):
@@ -131,7 +126,7 @@ def test_a_run_that_loses_its_parts_goes_on_and_loses_no_token(
     tmp_path, marked, victims, beside_the_trainer
 ):
     mark, env = marked
-    steps = 6 + 6 * len(victims)
+    steps = 4 + 5 * len(victims)
     run = KilledRun(tmp_path, mark, env, (*SMALL, f"train.steps={steps}"))
     run.start()
     for victim in victims:

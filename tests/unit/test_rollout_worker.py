@@ -19,6 +19,7 @@ from ray_apr.core.sample import FinishReason
 from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
+from ray_apr.rollout.heap import freeze_heap
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import Handle, Run, Scorer, running, until, without_ray
 
@@ -42,6 +43,7 @@ async def test_three_steps_with_syncs_train_whole_groups_within_the_bound():
 
 async def test_what_the_worker_begins_with_is_spared_from_garbage_collections(monkeypatch):
     calls: list[str] = []
+    monkeypatch.setattr(worker_module, "freeze_heap", freeze_heap)
     monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     async with running(ScriptedEngine(auto=1)):
@@ -506,7 +508,7 @@ async def test_a_worker_outlives_broken_connections_to_its_buffer(monkeypatch):
 
 async def test_an_actor_that_is_not_reached_is_not_asked_for_ever(monkeypatch):
     monkeypatch.setattr(line_module, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(line_module, "RESTART_LIMIT_S", 0.05)
+    monkeypatch.setattr(line_module, "RESTART_LIMIT_S", 0.5)
 
     class Unreached:
         async def verb(self, number):
