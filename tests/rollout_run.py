@@ -57,6 +57,9 @@ class Scorer:
             raise RewardError(sample.sample_id, "raised", "no judge")
         return RewardResult(reward=self.by_sample.get(sample.sample_id, 1.0))
 
+    def take_spans(self):
+        return []
+
     def close(self) -> None:
         pass
 

@@ -107,12 +107,15 @@ class Figures:
             self._notes.of_dropped(groups, rows)
 
     async def record_ends(self) -> None:
-        """Record which samples have ended, and which groups and prompts were given up."""
+        """Record which samples have ended, which groups and prompts were given up, and when user
+        code ran."""
         self.note_dropped(self._scheduler.take_dropped())
         ended, self._sessions.ended = self._sessions.ended, []
         dropped, self._dropped = self._dropped, []
         convicted, self._poison.convicted = self._poison.convicted, []
-        for kind, rows in (("ended", ended), ("dropped", dropped), ("poison", convicted)):
+        spans = self._sessions.scorer.take_spans()
+        kinds = (("ended", ended), ("dropped", dropped), ("poison", convicted), ("timeline", spans))
+        for kind, rows in kinds:
             if rows:
                 await self._recorder.record_many.remote(kind, rows)
 

@@ -15,14 +15,16 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How much longer than the worker's own limit the caller waits before it kills the worker."""
+
+_APART_S = 0.05
+"""Calls of which one begins so soon after the other's end are one span of the timeline."""
 
 Call = Literal["score", "reset", "step"]
 _ERRORS: dict[Call, type[UserCodeError]] = {
@@ -128,6 +133,47 @@ def _checked_step(sample: Sample, value: Any) -> Step:
     return value
 
 
+class _Lane:
+    """When at least one call of a kind was under way: spans of a lane of the timeline.
+
+    Args:
+        actor: Name of the lane.
+        what: Name of its spans.
+    """
+
+    def __init__(self, actor: str, what: str) -> None:
+        self._names = {"actor": actor, "what": what}
+        self._num_running = 0
+        self._since = 0.0
+        self._spans: list[tuple[float, float]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a call."""
+        if not self._num_running:
+            self._since = unix_s()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._end_span()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Rows since the last time; times are Unix seconds."""
+        if self._num_running:
+            self._end_span()
+        spans, self._spans = self._spans, []
+        return [{**self._names, "start_s": start, "end_s": end} for start, end in spans]
+
+    def _end_span(self) -> None:
+        start, self._since = self._since, unix_s()
+        if self._spans and start - self._spans[-1][1] < _APART_S:
+            start = self._spans.pop()[0]
+        self._spans.append((start, self._since))
+
+
 class Scorer:
     """Spreads calls of the user's code over workers, with time limits and retries.
 
@@ -151,6 +197,13 @@ class Scorer:
         self._workers = [self._make_worker() for _ in range(config.reward.num_workers)]
         self._load = [0] * config.reward.num_workers
         self._slots = asyncio.Semaphore(config.reward.concurrency)
+        rewards, turns = _Lane("rewards", "score"), _Lane("environment", "answer")
+        self._lanes: dict[Call, _Lane] = {"score": rewards, "reset": turns, "step": turns}
+
+    def take_spans(self) -> list[dict[str, Any]]:
+        """Rows of the timeline since the last time: when rewards, and when answers of the
+        environment were computed; times are Unix seconds."""
+        return [row for what in ("score", "step") for row in self._lanes[what].take()]
 
     async def score(self, sample: Sample) -> RewardResult:
         """Return the reward of a finished sample, which the environment gives if no function does.
@@ -198,7 +251,8 @@ class Scorer:
         for tries_left in range(self._config.reward.retries, -1, -1):
             try:
                 async with self._slots:
-                    return await self._try(what, sample)
+                    with self._lanes[what].running():
+                        return await self._try(what, sample)
             except UserCodeError as error:
                 logger.warning("%s", error)
                 if not tries_left:

@@ -90,7 +90,7 @@ class Sessions:
         self._config = config
         self._overlap_rewards = overlap_rewards
         self._tokenizer = tokenizer
-        self._scorer = scorer
+        self.scorer = scorer
         self._buffer = buffer
         self._engines = engines
         self._notes = notes
@@ -192,13 +192,13 @@ class Sessions:
 
     async def reset(self, live: LiveSample) -> None:
         """Ask the environment what comes before the first turn."""
-        await self._observe(live, live.sample, self._scorer.reset(live.sample))
+        await self._observe(live, live.sample, self.scorer.reset(live.sample))
 
     async def _step(self, live: LiveSample) -> None:
         """Ask the environment to answer a turn, and score the sample if that was the last one."""
         text = self._tokenizer.decode(live.sample.turn_ids, skip_special_tokens=True)
         asked = live.note(turn_text=text)
-        await self._observe(live, asked, self._scorer.step(asked))
+        await self._observe(live, asked, self.scorer.step(asked))
 
     async def _observe(self, live: LiveSample, asked: Sample, answer: Awaitable[Step]) -> None:
         """Take the environment's answer, unless the sample was dropped or began anew meanwhile.
@@ -246,7 +246,7 @@ class Sessions:
         self._metrics.observe("apr_rollout_response_tokens", sample.num_generated)
         begin, began = time.monotonic(), self._scores.now
         try:
-            result = result or await self._scorer.score(sample)
+            result = result or await self.scorer.score(sample)
         except UserCodeError as error:
             self._metrics.add("apr_reward_failures", kind=error.kind)
             self._fail(live, error, self._scores, began)

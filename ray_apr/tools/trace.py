@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto: engines, syncs, trainer, queues, and profiles of steps.
+"""A run as a trace for Perfetto: engines, rewards, syncs, trainer, queues, profiles of steps.
 
 The file is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. Times are
 microseconds since the run began.
@@ -56,7 +56,7 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def _lanes(run: RunData) -> Iterator[dict[str, Any]]:
-    """A lane for each engine, the trainer, weights and checkpoints."""
+    """A lane for each engine, rewards, environment, the trainer, weights and checkpoints."""
     yield _named("process_name", run.name, _RUN, 0)
     lanes: dict[str, int] = {}
     for row in run.timeline:

@@ -80,7 +80,7 @@ class Watched:
         found: dict[str, Counter[str]] = {}
         for span in spans:
             begin = max(span["start_s"], end - _RECENT_S)
-            if span["end_s"] > begin and span["actor"] not in ("weights", "checkpoint"):
+            if span["end_s"] > begin and span["actor"].startswith(("engine", "trainer")):
                 found.setdefault(span["actor"], Counter())[span["what"]] += span["end_s"] - begin
         return {
             actor: {what: s / sum(of.values()) for what, s in of.most_common()}

@@ -200,3 +200,46 @@ def test_without_a_reward_function_the_environment_gives_the_reward_of_what_ende
     error = ask("score", Step(done=True), spent)
     assert isinstance(error, StepError)
     assert "without a reward" in str(error)
+
+
+async def test_the_times_in_which_calls_ran_are_spans(monkeypatch):
+    monkeypatch.setattr(scoring, "_APART_S", 0.01)
+    ends = asyncio.Queue()
+
+    async def reward(sample):
+        await ends.get()
+        return 1.0
+
+    scorer = Scorer(reward, RolloutConfig(), make_worker=lambda: InProcessWorker(reward))
+    assert scorer.take_spans() == []
+    calls = [asyncio.create_task(scorer.score(SAMPLE)) for _ in range(2)]
+    await asyncio.sleep(0.03)
+    ends.put_nowait(1)
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    (first,) = scorer.take_spans()
+    assert (first["actor"], first["what"]) == ("rewards", "score")
+    assert first["end_s"] - first["start_s"] >= 0.03
+    await asyncio.sleep(0.03)
+    ends.put_nowait(2)
+    await asyncio.wait(calls)
+    (second,) = scorer.take_spans()
+    assert second["start_s"] == first["end_s"], "one call went on"
+    await asyncio.sleep(0.03)
+    for _ in range(3):
+        ends.put_nowait(3)
+        await scorer.score(SAMPLE)
+    (third,) = scorer.take_spans()
+    assert third["start_s"] > second["end_s"] and scorer.take_spans() == []
+
+
+async def test_answers_of_an_environment_are_spans_of_their_own():
+    class Says:
+        async def reset(self, sample):
+            return Step(text="a")
+
+    scorer = Scorer(
+        None, RolloutConfig(), Says(), make_worker=lambda: InProcessWorker(None, Says())
+    )
+    await scorer.reset(SAMPLE)
+    (span,) = scorer.take_spans()
+    assert (span["actor"], span["what"]) == ("environment", "answer")

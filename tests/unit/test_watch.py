@@ -36,6 +36,8 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     (run / "config.json").write_text(json.dumps({"train": {"steps": 40}}))
     for number in range(5):
         add_row(run / "metrics.jsonl", step(number))
+    row = {"actor": "rewards", "what": "score", "start_s": 80, "end_s": 100}
+    add_row(run / "timeline.jsonl", row)
     for what, begin, end in (("idle", 0, 80), ("generate", 80, 95), ("paused", 95, 100)):
         row = {"actor": "engine-0", "what": what, "start_s": begin, "end_s": end}
         add_row(run / "timeline.jsonl", row)
@@ -60,7 +62,7 @@ def test_a_view_says_how_far_a_run_is_and_who_waits_for_whom(folder):
     assert "generate 50%  idle 33%  paused 17%" in text, "of the last half minute"
     assert "5 samples wait for the trainer, 7 in flight, 2 interrupted" in text
     assert "500 tokens generated a second" in text and "waits for  rewards" in text
-    assert "weights" not in text
+    assert "weights" not in text and "score" not in text
 
 
 def test_a_run_without_a_step_says_so(folder):

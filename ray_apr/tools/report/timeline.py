@@ -29,6 +29,8 @@ STATES = {
     "wait": ("trainer waits for a batch", "#a9b3bf"),
     "switch": ("trainer takes its turn on shared GPUs", "#8f7f55"),
     "idle": ("engine idle", "#a9b3bf"),
+    "score": ("rewards are computed", "#c98a2b"),
+    "answer": ("environment answers", "#2b8f9a"),
     "start": ("engine starts", "#9a86b8"),
     "load": ("trainer loads the model", "#b79ad6"),
     "compile": ("trainer compiles", "#77629a"),
