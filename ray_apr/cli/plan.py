@@ -82,7 +82,7 @@ def _evaluation(settings: RunSettings) -> str:
     held_out, config = settings.evaluation_prompts, settings.evaluation
     if held_out is None or config is None:
         return "none"
-    return f"{held_out.path}, every {config.every} versions, {config.samples} samples a prompt"
+    return f"{held_out}, every {config.every} versions, {config.samples} samples a prompt"
 
 
 def _objective(settings: RunSettings) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.cli.hub_prompts import check_dataset_id, read_dataset
 from ray_apr.cli.user_files import check_prompts, columns_of, read_json_rows
 from ray_apr.config import PromptsConfig
 from ray_apr.config.yaml import as_mapping, section_of
@@ -22,20 +23,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFile:
-    """A file of prompts."""
+    """A file of prompts, or a dataset of a hub."""
 
-    path: str
+    path: str | None = None
     """A .parquet, .jsonl or .json file; relative to the YAML file."""
     limit: int | None = None
     """Take only the first rows; None takes all."""
+    dataset: str | None = None
+    """Instead of a file: a dataset of the Hugging Face Hub as ``owner/name``, or a folder that is
+    laid out as one, relative to the YAML file."""
+    subset: str | None = None
+    """Of a dataset that has several; None: the only or the default one."""
+    split: str | None = None
+    """Of a dataset; None: "train"."""
+    revision: str | None = None
+    """Of a dataset: branch, tag or commit; None: the newest."""
 
     def __post_init__(self) -> None:
         whole_or_none("prompts", self, 1, "limit")
 
+    def __str__(self) -> str:
+        """As a plan shows it."""
+        parts = (self.dataset or self.path, self.subset, self.split)
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def rows_name(self) -> str:
+        """Of its file, or of the dataset."""
+        return Path(self.path).stem if self.path else Path(self.dataset or "").name
+
+
+_SOURCE = tuple(field.name for field in dataclasses.fields(PromptFile))
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedFile(PromptFile):
-    """One of several files of prompts."""
+    """One of several files or datasets of prompts."""
 
     weight: float | None = None
     """How much of what is handed out is of this file, beside the others; with one of them all have
@@ -46,24 +69,24 @@ class WeightedFile(PromptFile):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight is not None:
-            positive(f"prompts.files[{self.path}]", self, "weight")
+            positive(f"prompts.files[{self.path or self.dataset}]", self, "weight")
+
+    def __str__(self) -> str:
+        """As a plan shows it."""
+        return super().__str__() + (f" (weight {self.weight:g})" if self.weight else "")
 
     @property
     def source(self) -> str:
         """What its rows have as their source."""
-        return self.name or Path(self.path).stem
+        return self.name or self.rows_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptsSettings(PromptsConfig):
+class PromptsSettings(PromptsConfig, PromptFile):
     """Where the prompts of a run come from, and what becomes of them."""
 
-    path: str | None = None
-    """A .parquet, .jsonl or .json file; relative to the YAML file."""
-    limit: int | None = None
-    """Take only the first rows of `path`; None takes all."""
     files: tuple[WeightedFile, ...] = ()
-    """Several files instead, each with settings of its own."""
+    """Several files or datasets instead, each with settings of its own."""
 
     def __post_init__(self) -> None:
         files = tuple(self.files)
@@ -72,16 +95,16 @@ class PromptsSettings(PromptsConfig):
         if weights:
             self._check_weights(weights)
             object.__setattr__(self, "weights", weights)
-        super().__post_init__()
-        whole_or_none("prompts", self, 1, "limit")
-        for name in ("path", "limit") if files else ():
+        PromptsConfig.__post_init__(self)
+        PromptFile.__post_init__(self)
+        for name in _SOURCE if files else ():
             value = getattr(self, name)
             remedy = "must be left out beside prompts.files, each of which has its own"
             require(value is None, f"prompts.{name}", value, remedy)
 
     def _check_weights(self, weights: Mapping[str, float]) -> None:
         """Check that all files have weights and names, or those that were made of them."""
-        without = [file.path for file in self.files if file.weight is None]
+        without = [str(file) for file in self.files if file.weight is None]
         remedy = "have no weight, which others have; give one to all or none of them"
         require(not without, "prompts.files", without, remedy)
         named = [file.source for file in self.files]
@@ -99,16 +122,11 @@ class PromptsSettings(PromptsConfig):
     @property
     def all_files(self) -> tuple[PromptFile, ...]:
         """The files, in their order."""
-        if self.files:
-            return self.files
-        return (PromptFile(path=self.path or "", limit=self.limit),)
+        return self.files or (self,)
 
     def __str__(self) -> str:
         """As a plan shows them."""
-        shown = (
-            file.path + (f" (weight {file.weight:g})" if file.weight else "") for file in self.files
-        )
-        return ", ".join(shown) or str(self.path)
+        return ", ".join(map(str, self.files)) or super().__str__()
 
 
 def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
@@ -125,11 +143,8 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     values = {"files": given} if isinstance(given, list) else _section("prompts", given)
     given = values.pop("files", None)
     if given is None:
-        _require_path("prompts", values)
+        return file_of("prompts", values, base_dir, column, PromptsSettings)
     settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
-    if given is None:
-        path = check_prompts(str(settings.path), base_dir, column)
-        return dataclasses.replace(settings, path=path)
     if not isinstance(given, list) or not given:
         raise ConfigError("prompts.files", given, "must be a list of files; give at least one")
     files = [file_of("prompts.files", file, base_dir, column, WeightedFile) for file in given]
@@ -140,7 +155,8 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
 def file_of(
     name: str, given: Any, base_dir: Path, column: str, cls: type[PromptFile] = PromptFile
 ) -> Any:
-    """A file of prompts, with its absolute path, after a look at it.
+    """A file or dataset of prompts, with its absolute path, after a look at it; of a dataset it is
+    not looked at the rows.
 
     Args:
         name: Of the section.
@@ -153,73 +169,95 @@ def file_of(
         ConfigError: If a setting is wrong, or the file is none of prompts.
     """
     values = _section(name, given)
-    _require_path(name, values)
+    dataset = values.get("dataset")
+    for key in ("subset", "split", "revision") if dataset is None else ("path",):
+        remedy = f"belongs to {'a dataset' if dataset is None else 'a file'}; leave it out"
+        require(values.get(key) is None, f"{name}.{key}", values.get(key), remedy)
+    remedy = "is missing; give a .parquet, .jsonl or .json file, or a dataset"
+    require(values.get("path", dataset) is not None, f"{name}.path", None, remedy)
     settings = section_of(name, cls, values)
-    return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))
+    if dataset is None:
+        return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))
+    checked = check_dataset_id(f"{name}.dataset", settings.dataset, base_dir)
+    return dataclasses.replace(settings, dataset=checked)
 
 
 def _section(name: str, given: Any) -> dict[str, Any]:
     return {"path": given} if isinstance(given, str) else as_mapping(name, given)
 
 
-def _require_path(name: str, values: Mapping[str, Any]) -> None:
-    remedy = "is missing; give a .parquet, .jsonl or .json file"
-    require(values.get("path") is not None, f"{name}.path", None, remedy)
-
-
 def _check_columns(files: Sequence[PromptFile]) -> None:
-    """Check that several files have the same columns."""
-    first = columns_of(Path(files[0].path))
-    for file in files[1:]:
-        different = sorted(set(first) ^ set(columns_of(Path(file.path))))
-        remedy = f"and {files[0].path} have other columns: {', '.join(different)}; make them alike"
-        require(not different, "prompts.files", file.path, remedy)
+    """Check that several files have the same columns; those of datasets are read with them."""
+    paths = [file.path for file in files if file.path]
+    for path in paths[1:]:
+        _require_alike(path, columns_of(Path(path)), paths[0], columns_of(Path(paths[0])))
+
+
+def _require_alike(name: str, columns: Sequence[str], first: str, of_first: Sequence[str]) -> None:
+    different = ", ".join(sorted(set(of_first) ^ set(columns)))
+    remedy = f"and {first} have other columns: {different}; make them alike"
+    require(not different, "prompts.files", name, remedy)
 
 
 def read_prompts(prompts: PromptsSettings | PromptFile) -> PromptRows:
-    """Read the file of the prompts, or all of them, one after the other.
+    """Read the file or dataset of the prompts, or all of them, one after the other.
 
     Rows of files with weights get a column with the name of their source.
 
     Raises:
-        ConfigError: If one is broken, naming the first line or row that is no JSON object; or they
-            do not go together.
+        ConfigError: If one is broken, naming the first line or row that is no JSON object; a
+            dataset cannot be had; or they do not go together.
     """
     from ray_apr.data.rows import PromptRows
 
-    if isinstance(prompts, PromptFile):
-        return PromptRows(_read(prompts))
-    is_weighted = any(file.weight is not None for file in prompts.files)
-    column = prompts.source_column if is_weighted else None
-    return PromptRows(_joined([_read(file, column) for file in prompts.all_files]))
+    if not isinstance(prompts, PromptsSettings):
+        return PromptRows(_read("evaluation.prompts", prompts))
+    column = prompts.source_column if any(file.weight for file in prompts.files) else None
+    name = "prompts.files" if prompts.files else "prompts"
+    parts = [_read(name, file, column) for file in prompts.all_files]
+    names = [str(file) for file in prompts.all_files]
+    for part, of_part in zip(parts, names, strict=True):
+        _require_alike(of_part, _names(part), names[0], _names(parts[0]))
+    return PromptRows(_joined(parts))
 
 
-def _read(file: PromptFile, source_column: str | None = None) -> pa.Table | list[dict[str, Any]]:
+def _read(
+    section: str, file: PromptFile, source_column: str | None = None
+) -> pa.Table | list[dict[str, Any]]:
     import pyarrow as pa
+
+    source = getattr(file, "source", None)
+    rows = _rows_of(section, file)
+    if source_column is None:
+        return rows
+    names = _names(rows) if isinstance(rows, pa.Table) else {name for row in rows for name in row}
+    remedy = f"{file} has such a column; choose another name for that of the files' names"
+    require(source_column not in names, "prompts.source_column", source_column, remedy)
+    if isinstance(rows, pa.Table):
+        return rows.append_column(source_column, pa.array([source] * len(rows), pa.string()))
+    return [row | {source_column: source} for row in rows]
+
+
+def _rows_of(section: str, file: PromptFile) -> pa.Table | list[dict[str, Any]]:
+    if file.dataset is not None:
+        chosen = {name: getattr(file, name) for name in ("subset", "split", "revision", "limit")}
+        return read_dataset(section, file.dataset, **chosen)
+    path = Path(str(file.path))
+    if path.suffix != ".parquet":
+        # read_json guesses types: an answer "007" would come out as the number 7
+        return read_json_rows(path)[: file.limit]
     import pyarrow.parquet
 
-    path, source = Path(file.path), getattr(file, "source", None)
-    if path.suffix == ".parquet":
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
-            remedy = f"cannot be read: {' '.join(str(error).split())}"
-            raise ConfigError("prompts", file.path, remedy) from error
-        table = table if file.limit is None else table.slice(0, file.limit)
-        names = table.column_names
-        if source_column is not None and source_column not in names:
-            return table.append_column(source_column, pa.array([source] * len(table), pa.string()))
-        rows: Any = table
-    else:
-        # read_json guesses types: an answer "007" would come out as the number 7
-        rows = read_json_rows(path)[: file.limit]
-        names = sorted({name for row in rows for name in row})
-        if source_column is not None and source_column not in names:
-            return [row | {source_column: source} for row in rows]
-    if source_column is not None:
-        remedy = f"{file.path} has such a column; choose another name for that of the files' names"
-        raise ConfigError("prompts.source_column", source_column, remedy)
-    return rows
+    try:
+        return pyarrow.parquet.read_table(path)[: file.limit]
+    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        remedy = f"cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError("prompts", file.path, remedy) from error
+
+
+def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
+    """Columns; of JSON objects those of the first one."""
+    return list(rows[0] if isinstance(rows, list) else rows.column_names)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

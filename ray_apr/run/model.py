@@ -9,7 +9,8 @@ from ray_apr.core.architectures import check_config, read_config
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""``owner/name``."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -37,7 +38,7 @@ def check_model(model: str, base_dir: Path = Path()) -> str:
     # beside a YAML file that is the folder which was meant
     beside = base_dir != Path() and (base_dir / model.split("/")[0]).is_dir()
     require(
-        _HUB_ID.fullmatch(model) is not None and not beside,
+        HUB_ID.fullmatch(model) is not None and not beside,
         "model",
         model,
         f"there is no folder {folder}; make the model first, correct the path, or give a hub "
