@@ -60,7 +60,8 @@ class APRTrainer(RunOptions):
         scaling_config: Train workers and their resources.
         run_config: Name and storage of the run. A run of this name that was interrupted is gone
             on with, from its last checkpoint on (docs/resume.md).
-        callbacks: What follows the run from its driver, e.g. a `RunCallback` of yours.
+        callbacks: What follows the run from its driver: a `RunCallback` of yours, or a logger
+            callback of Ray's (``ray.tune.logger.LoggerCallback``).
         trackers_config: W&B, MLflow, TensorBoard.
         checkpoint: Checkpoint of another run that this one begins with: weights, optimizer, step,
             policy version, and the prompts that come next. None begins with the model.
@@ -173,7 +174,7 @@ class APRTrainer(RunOptions):
         )
 
     def _all_callbacks(self) -> tuple[RunCallback, ...]:
-        return (*trackers_of(self.trackers_config), *self.callbacks)
+        return (*trackers_of(self.trackers_config), *self.run_callbacks)
 
     def _datasets(self) -> tuple[ray.data.Dataset, ray.data.Dataset | None]:
         prompts, held_out = (

@@ -10,27 +10,40 @@ from typing import Any
 
 def read_wandb(folder: Path) -> dict[Any, Any]:
     """Of the offline runs of a run folder, by each series' own axis."""
-    from wandb.proto import wandb_internal_pb2
-
     found: dict[Any, Any] = {}
     ids = set()
+    for record in _wandb_records(folder):
+        if record.WhichOneof("record_type") == "run":
+            ids.add(record.run.run_id)
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = _history(record)
+        step, prefix = row.get("step"), ""
+        if "evaluation/policy_version" in row:
+            step, prefix = row["evaluation/policy_version"], "evaluation/"
+        found.update({(n, step): v for n, v in row.items() if n.startswith(prefix)})
+    return {**found, "num_ids": len(ids)}
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """What the offline runs of a folder have logged, in order."""
+    kinds = ((record, record.WhichOneof("record_type")) for record in _wandb_records(folder))
+    return [_history(record) for record, kind in kinds if kind == "history"]
+
+
+def _wandb_records(folder: Path) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2
+
     for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in _log_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "run":
-                ids.add(record.run.run_id)
-            if record.WhichOneof("record_type") != "history":
-                continue
-            row = {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in record.history.item
-            }
-            step, prefix = row.get("step"), ""
-            if "evaluation/policy_version" in row:
-                step, prefix = row["evaluation/policy_version"], "evaluation/"
-            found.update({(n, step): v for n, v in row.items() if n.startswith(prefix)})
-    return {**found, "num_ids": len(ids)}
+            yield wandb_internal_pb2.Record.FromString(data)
+
+
+def _history(record: Any) -> dict[str, Any]:
+    return {
+        "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+        for item in record.history.item
+    }
 
 
 def _log_records(log: bytes) -> Iterator[bytes]:
@@ -76,12 +89,12 @@ def read_mlflow(folder: Path) -> dict[Any, Any]:
     return found
 
 
-def read_tensorboard(folder: Path) -> dict[Any, Any]:
-    """Of all event files of a run folder."""
+def read_tensorboard(folder: Path, name: str = "tensorboard") -> dict[Any, Any]:
+    """Of all event files of a folder of a run folder."""
     from tensorboardX.proto.event_pb2 import Event
 
     found: dict[Any, Any] = {}
-    for file in sorted((folder / "tensorboard").glob("events.*")):
+    for file in sorted((folder / name).glob("events.*")):
         data, at = file.read_bytes(), 0
         while at < len(data):  # a record: length, its checksum (4), the event, its checksum (4)
             size = int.from_bytes(data[at : at + 8], "little")

@@ -27,10 +27,12 @@ from ray_apr.data.rows import PromptRows
 from ray_apr.run.callbacks import name_of
 from ray_apr.run.command import Command
 from ray_apr.run.model import check_model, context_of
+from ray_apr.run.ray_loggers import as_run_callback
 from ray_apr.run.spec import RunSpec
 
 if TYPE_CHECKING:
     import ray.data
+    from ray.tune.logger import LoggerCallback
 
     Prompts: TypeAlias = ray.data.Dataset | PromptRows
 
@@ -59,7 +61,7 @@ class RunOptions:
     train_config: TrainConfig | None = None
     scaling_config: ray.train.ScalingConfig | None = None
     run_config: ray.train.RunConfig | None = None
-    callbacks: Sequence[RunCallback] = ()
+    callbacks: Sequence[RunCallback | LoggerCallback] = ()
     trackers_config: TrackersConfig | None = None
     checkpoint: str | Path | ray.train.Checkpoint | None = None
     command: Command | None = None
@@ -68,13 +70,15 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
-        for callback in self.callbacks:
-            if not isinstance(callback, RunCallback):
-                raise ConfigError("callbacks", callback, "must be objects of a RunCallback")
-        names = [name_of(callback) for callback in self.callbacks]
+        names = [name_of(callback) for callback in self.run_callbacks]
         if len(set(names)) < len(names):
             raise ConfigError("callbacks", names, "must have a `name` of their own each")
         object.__setattr__(self, "spec", self._make_spec())
+
+    @property
+    def run_callbacks(self) -> tuple[RunCallback, ...]:
+        """The callbacks as a run tells them."""
+        return tuple(map(as_run_callback, self.callbacks))
 
     def _make_spec(self) -> RunSpec:
         rollout = self.rollout_config or RolloutConfig()
