@@ -7,7 +7,7 @@ from ray_apr.core.user import RunCallback
 
 
 def trackers_of(config: TrackersConfig | None) -> tuple[RunCallback, ...]:
-    """The callbacks that some settings ask for; their packages are imported here."""
+    """The callbacks that some settings ask for; their packages are imported when the run begins."""
     found: list[RunCallback] = []
     if config is None:
         return ()

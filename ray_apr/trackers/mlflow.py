@@ -7,9 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlflow.entities import Metric, Param, RunTag
-from mlflow.tracking import MlflowClient
-
 from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.user import RunCallback, RunInfo
@@ -38,11 +35,16 @@ class MLflowTracker(RunCallback):
         self._config = config
         self._shared = shared
         self._step = -1
+        self._tags: dict[str, str] = {}
+        """As MLflow has them."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin a run of MLflow, or go on with the one that the run has."""
-        self._folder = run.folder
-        self._client = client = MlflowClient(self._config.tracking_uri)
+        import mlflow.entities  # here, beside the start of the engines, as it takes seconds
+        import mlflow.tracking
+
+        self._folder, self._entities = run.folder, mlflow.entities
+        self._client = client = mlflow.tracking.MlflowClient(self._config.tracking_uri)
         known = run.notes.get("run_id")
         if known is not None:
             self._id = known
@@ -52,7 +54,7 @@ class MLflowTracker(RunCallback):
         where = experiment and experiment.experiment_id
         where = where or client.create_experiment(self._config.experiment)
         self._id = run.notes["run_id"] = client.create_run(where, run_name=run.name).info.run_id
-        params = list(_params(run.config))
+        params = [mlflow.entities.Param(*param) for param in _params(run.config)]
         for begin in range(0, len(params), _MOST_PARAMS):
             client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])
 
@@ -79,9 +81,13 @@ class MLflowTracker(RunCallback):
 
     def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:
         now_ms = int(unix_s() * 1000)
-        metrics = [Metric(metric_name(n), v, now_ms, step) for n, v in numbers(row, prefix)]
-        tags = [RunTag(metric_name(n), text) for n, text in texts(row, prefix)]
-        self._client.log_batch(self._id, metrics=metrics, tags=tags)
+        metrics = [
+            self._entities.Metric(metric_name(n), v, now_ms, step) for n, v in numbers(row, prefix)
+        ]
+        tags = dict((metric_name(n), text) for n, text in texts(row, prefix))
+        changed = [self._entities.RunTag(*tag) for tag in tags.items() - self._tags.items()]
+        self._tags |= tags
+        self._client.log_batch(self._id, metrics=metrics, tags=changed)
 
 
 def metric_name(name: str) -> str:
@@ -89,9 +95,9 @@ def metric_name(name: str) -> str:
     return _NOT_TAKEN.sub("_", name)
 
 
-def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[Param]:
+def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _params(value, f"{prefix}{name}.")
         else:
-            yield Param(metric_name(f"{prefix}{name}"), str(value)[:_LONGEST_PARAM])
+            yield metric_name(f"{prefix}{name}"), str(value)[:_LONGEST_PARAM]

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from ray_apr.config.trackers import TensorBoardConfig, TrackersConfig
 from ray_apr.core.user import RunCallback, RunInfo
 from ray_apr.trackers.rows import TEXT_COLUMNS, numbers, samples_due, texts
@@ -30,6 +28,8 @@ class TensorBoardTracker(RunCallback):
 
     def on_start(self, run: RunInfo) -> None:
         """Open the event file; a run that is gone on with has another one in the same folder."""
+        from tensorboardX import SummaryWriter  # here, as it loads torch
+
         self._folder = run.folder
         self._writer = SummaryWriter(self._config.folder or str(run.folder / "tensorboard"))
         if not run.is_resumed:

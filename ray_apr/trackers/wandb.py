@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import wandb
-
 from ray_apr.config.trackers import TrackersConfig, WandbConfig
 from ray_apr.core.user import RunCallback, RunInfo
 from ray_apr.trackers.rows import COLUMNS, numbers, samples_due, texts
@@ -30,7 +28,9 @@ class WandbTracker(RunCallback):
 
     def on_start(self, run: RunInfo) -> None:
         """Begin a run of W&B, or go on with the one that the run has."""
-        self._folder, given = run.folder, self._config
+        import wandb  # here, beside the start of the engines, as it takes a second
+
+        self._folder, given, self._table = run.folder, self._config, wandb.Table
         self._run = wandb.init(
             project=given.project,
             entity=given.entity,
@@ -69,5 +69,5 @@ class WandbTracker(RunCallback):
         found: dict[str, Any] = {}
         for _, rows in samples_due(self._folder, self._shared, step):
             data = [[sample[name] for name in COLUMNS] for sample in rows]
-            found["samples"] = wandb.Table(columns=list(COLUMNS), data=data)
+            found["samples"] = self._table(columns=list(COLUMNS), data=data)
         return found

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import time
+import types
 from pathlib import Path
 
+import mlflow.entities
 import pytest
 
-from ray_apr.config.trackers import TrackersConfig
+from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.callbacks import Followed
 from ray_apr.run.folder import add_row
 from ray_apr.trackers import trackers_of
-from ray_apr.trackers.mlflow import metric_name
+from ray_apr.trackers.mlflow import MLflowTracker, metric_name
 from ray_apr.trackers.rows import numbers, samples_due, texts
 from tests.tracked import read_mlflow, read_tensorboard, read_wandb
 from tests.unit.test_trained_samples import FIRST, SECOND, save
@@ -169,3 +173,29 @@ def test_a_tracker_that_is_not_installed_says_how(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs wandb.*pip install 'ray-apr\[trackers\]'"):
         TrackersConfig(wandb={"mode": "offline"})
+
+
+def test_packages_of_trackers_are_imported_once_a_run_begins():
+    """They take seconds, beside the start of the engines."""
+    code = (
+        "import sys; from ray_apr.config.trackers import MLflowConfig, TrackersConfig;"
+        "from ray_apr.trackers import trackers_of;"
+        "trackers_of(TrackersConfig(wandb={}, mlflow={}, tensorboard={}));"
+        "print([m for m in ('wandb', 'mlflow', 'tensorboardX') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_text_that_did_not_change_is_sent_to_mlflow_once(tmp_path):
+    tracker = MLflowTracker(MLflowConfig(), TrackersConfig())
+    sent = []
+    tracker._id, tracker._folder, tracker._entities = "a", tmp_path, mlflow.entities
+    tracker._client = types.SimpleNamespace(
+        log_batch=lambda _, metrics, tags: sent.append([tag.value for tag in tags])
+    )
+    for step, text in enumerate(("rewards", "rewards", "", "rewards")):
+        tracker.on_step({"step": step, "waiting_for": text})
+    assert sent == [["rewards"], [], [""], ["rewards"]]
