@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,13 +247,35 @@ def _rows_of(section: str, file: PromptFile) -> pa.Table | list[dict[str, Any]]:
     if path.suffix != ".parquet":
         # read_json guesses types: an answer "007" would come out as the number 7
         return read_json_rows(path)[: file.limit]
+    return _parquet(path)[: file.limit]
+
+
+def _parquet(path: Path) -> pa.Table:
+    """Rows of a Parquet file, which are not in memory: they may be more than fit."""
+    import pyarrow as pa
     import pyarrow.parquet
 
+    from ray_apr.data.mapped import mapped_table
+
+    def tables(parquet: pyarrow.parquet.ParquetFile) -> Iterator[pa.Table]:
+        """Waits for: the disk. Unblocked by: the rows, or its error."""
+        with _readable(path):
+            for batch in parquet.iter_batches():
+                yield pa.Table.from_batches([batch])
+
+    with _readable(path):
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+    with file:
+        return mapped_table(file.schema_arrow, tables(file))
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return pyarrow.parquet.read_table(path)[: file.limit]
+        yield
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
         remedy = f"cannot be read: {' '.join(str(error).split())}"
-        raise ConfigError("prompts", file.path, remedy) from error
+        raise ConfigError("prompts", str(path), remedy) from error
 
 
 def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:

@@ -115,6 +115,8 @@ class EncodedPrompts:
 
     tables: list[ray.ObjectRef]
     """Arrow tables with the column of token ids, in the order of the dataset."""
+    schema: pa.Schema
+    """Of all of them together: a column may be empty in one, or not there."""
     num_prompts: int
     """Rows of all of them."""
     num_dropped: int
@@ -156,11 +158,13 @@ def encode_dataset(
 
     refs = _run(dataset, encode, name)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
+    schemas = []
     for number, ref in enumerate(refs):
         table = _checked(ray.get(ref))
         if drops_too_long:
             rows = range(limit.num_seen, limit.num_seen + table.num_rows)
             table = table.append_column(ROW, pa.array(rows, pa.int64()))
+        schemas.append(table.schema)
         fitting = limit.fits(table[TOKEN_IDS].combine_chunks().value_lengths().to_pylist())
         if drops_too_long:
             refs[number] = ray.put(table.filter(pa.array(fitting, pa.bool_())))
@@ -175,7 +179,12 @@ def encode_dataset(
             "out; give the same dataset (and the same limits, if prompts.on_too_long is drop), or "
             "begin a new run with the checkpoint's model",
         )
-    return EncodedPrompts(tables=refs, num_prompts=limit.num_left, num_dropped=limit.num_dropped)
+    return EncodedPrompts(
+        tables=refs,
+        schema=pa.unify_schemas(schemas),
+        num_prompts=limit.num_left,
+        num_dropped=limit.num_dropped,
+    )
 
 
 def count_fitting(
@@ -215,7 +224,11 @@ def count_fitting(
 def _ids(table: pa.Table, model: str, column: str) -> pa.ListArray:
     tokenizer = load_tokenizer(model)
     ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
-    return pa.array(ids, pa.list_(pa.int64()))
+    try:
+        return pa.array(ids, pa.list_(pa.int32()))
+    except (pa.ArrowInvalid, OverflowError) as error:
+        largest = max(max(of_prompt) for of_prompt in ids)
+        raise ConfigError(f"prompts.{column}", largest, "is no token id: too large") from error
 
 
 def _run(

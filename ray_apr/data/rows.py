@@ -10,6 +10,9 @@ import pyarrow as pa
 if TYPE_CHECKING:
     import ray.data
 
+_BLOCK_ROWS = 65_536
+"""Of a block of a Ray Dataset, which is encoded by one task."""
+
 
 class PromptRows:
     """Rows of a file of prompts.
@@ -57,5 +60,6 @@ class PromptRows:
         import ray.data
 
         if isinstance(self._rows, pa.Table):
-            return ray.data.from_arrow(self._rows)
+            begins = range(0, max(1, len(self)), _BLOCK_ROWS)
+            return ray.data.from_arrow([self._rows.slice(begin, _BLOCK_ROWS) for begin in begins])
         return ray.data.from_items(list(self._rows))

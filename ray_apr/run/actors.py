@@ -13,8 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
+from ray_apr.data.mapped import mapped_table
 from ray_apr.data.parts import PartName, nth_name
-from ray_apr.data.prompts import PromptSource, held_out_prompts
+from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
@@ -28,6 +29,7 @@ from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import ray.data
 
     from ray_apr.config import RolloutConfig
@@ -130,8 +132,11 @@ class Actors:
             self.prompts = self._encode(
                 prompts, "prompts", num_prompts=num_prompts, drops_too_long=drops
             )
-            if self._spec.prompts.weights:  # what is wrong with them would be the worker's death
-                PromptSource(_fetched(self.prompts.tables), seed=0, config=self._spec.prompts)
+            config = self._spec.prompts
+            if config.weights:  # what is wrong with them would be the worker's death
+                tables = map(_fetched, self.prompts.tables)
+                columns = (table[config.source_column].to_pylist() for table in tables)
+                Mix.of([name for names in columns for name in names], config)
         journal = {
             "journal": journal_of(self._spec),
             "epoch": begin.epoch,
@@ -140,7 +145,7 @@ class Actors:
             "generation": generation,
         }
         buffer = self.make_buffer(recorder, **journal)
-        return buffer, self._make_worker(self.prompts.tables, begin, buffer, recorder, **journal)
+        return buffer, self._make_worker(self.prompts, begin, buffer, recorder, **journal)
 
     @property
     def _rollout(self) -> RolloutConfig:
@@ -179,7 +184,7 @@ class Actors:
 
     def _make_worker(
         self,
-        tables: list[ray.ObjectRef],
+        prompts: EncodedPrompts,
         begin: Begin,
         buffer: Any,
         recorder: Any,
@@ -199,7 +204,7 @@ class Actors:
             batch_size=spec.step_size,
             model=spec.model,
             make_prompts=lambda: PromptSource(
-                _fetched(tables), seed=seed, position=position, pending=pending, config=config
+                [_mapped(prompts)], seed=seed, position=position, pending=pending, config=config
             ),
             make_client=self._client_maker(
                 max_inflight=max_inflight,
@@ -266,6 +271,14 @@ def _fetched(refs: Any) -> Any:
     Waits for: their way there. Unblocked by: the store, or the error of what it has lost.
     """
     return ray.get(refs)
+
+
+def _mapped(prompts: EncodedPrompts) -> pa.Table:
+    """Prompts in a file of this machine, out of the object store, which may move them to its disk.
+
+    Waits for: their way here, one table after the other. Unblocked by: as `_fetched`.
+    """
+    return mapped_table(prompts.schema, map(_fetched, prompts.tables))
 
 
 def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerState] | None:

@@ -8,6 +8,7 @@ import threading
 import time
 import types
 
+import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError, OutOfDiskError, RayTaskError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
@@ -189,7 +190,9 @@ def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_pa
     """final.json was missing."""
     worker = Handle(stop=ActorDiedError())
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=worker, recorder=RECORDER)
-    parts._actors.prompts = EncodedPrompts(tables=[], num_prompts=9, num_dropped=2)
+    parts._actors.prompts = EncodedPrompts(
+        tables=[], schema=pa.schema({}), num_prompts=9, num_dropped=2
+    )
     parts.close(APRError("the rollout worker died:\nkilled"))
     text = (tmp_path / "final.json").read_text()
     assert '"status": "failed"' in text and '"ledger_error": null' in text

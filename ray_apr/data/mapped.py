@@ -1,0 +1,37 @@
+"""Tables in a file that is mapped into memory: the kernel holds of it what is read and fits."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from ray_apr.core.exceptions import ResourceError
+
+
+def mapped_table(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
+    """Tables as one, whose columns are in a temporary file.
+
+    The file has no name once this returns: it goes with the process, whatever ends that.
+
+    Args:
+        schema: That all tables can be promoted to.
+        tables: In their order; one after the other is in memory.
+
+    Raises:
+        ResourceError: If the folder for temporary files (``TMPDIR``) has no room.
+    """
+    empty = schema.empty_table()
+    try:
+        with tempfile.NamedTemporaryFile(prefix="ray_apr-", suffix=".arrow") as file:
+            with pa.ipc.new_file(file, schema) as writer:
+                for table in tables:
+                    writer.write_table(pa.concat_tables([empty, table], promote_options="default"))
+            file.flush()
+            return pa.ipc.open_file(pa.memory_map(file.name)).read_all()
+    except OSError as error:
+        raise ResourceError(
+            f"{tempfile.gettempdir()} does not take the prompts: {error}; make room there, or "
+            "set TMPDIR to a folder of another disk"
+        ) from error
