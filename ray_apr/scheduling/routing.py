@@ -21,8 +21,9 @@ from ray_apr.core.messages import ServerStatus
 
 _SLACK = 0.125
 """How much fuller, as a share of its limit, the usual replica may be than the emptiest one."""
-_NUM_HOMES = 1 << 16
-"""Samples and groups whose replica is remembered; the least recently used is forgotten first."""
+_HOMES_A_REQUEST, _LEAST_HOMES = 8, 1024
+"""Samples and groups whose replica is remembered, for each request that all replicas may have, and
+at least; the least recently used is forgotten first. One takes some 190 bytes."""
 
 
 def that_stay(running: Sequence[ServerStatus]) -> list[ServerStatus]:
@@ -144,7 +145,7 @@ class Placement:
         for name in (sample_id, group_id):
             self._homes[name] = replica
             self._homes.move_to_end(name)
-        while len(self._homes) > _NUM_HOMES:
+        while len(self._homes) > max(_LEAST_HOMES, _HOMES_A_REQUEST * self._capacity):
             self._homes.popitem(last=False)
         self._load[replica] += 1
         self._note(replica)

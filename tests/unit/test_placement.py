@@ -105,6 +105,22 @@ def test_choosing_does_not_get_slower_nor_larger_with_use():
     assert len(placement._heap) < 1000, "what no longer holds is dropped"
 
 
+def test_homes_are_remembered_as_far_as_many_requests_reach_and_no_further():
+    placement = Placement("ab", limit=1000)
+    first = placement.enter("s-0", "s")
+    for number in range(20_000):
+        if number < 7_000:
+            assert placement.enter("s-0", "s") == first, "used a moment ago"
+            placement.leave(first)
+        placement.leave(placement.enter(f"g{number}-0", f"g{number}"))
+    assert len(placement._homes) == 16_000
+    placement.change("ab", limit=1000)
+    placement.set_limit("a", 1)
+    placement.set_limit("b", 1)
+    placement.enter("t-0", "t")
+    assert len(placement._homes) == 1024, "fewer requests need fewer"
+
+
 @pytest.mark.parametrize("num_replicas", [16, 4096])
 def test_choosing_costs_log_n(num_replicas):
     placement = Placement([str(i) for i in range(num_replicas)], limit=100)
