@@ -58,7 +58,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     plan = json.loads(capsys.readouterr().out)
     assert plan["each step"]["groups"] == 2
     assert plan["generation"]["samples under generation"] == 16  # ceil(2.0 x 8)
-    assert plan["generation"]["samples alive, at most"] == 40  # (4 + 1) x 8
+    assert plan["generation"]["samples alive, at most"] == 32  # min(4 + 1, max_live_batches) x 8
     assert plan["resources"]["Ray CPUs reserved"] == 3.0  # 2 x 1 + 2 x 0.5
     assert plan["whole run"]["samples trained"] == 24
     assert cli.main(["train", str(config), "--dry-run", "--set", "mode=sync"]) == 0
