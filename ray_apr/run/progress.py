@@ -41,7 +41,7 @@ def follow_progress(
     def follow() -> None:
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
         `_QUIET_S`. Produces: lines."""
-        seen = num_seen
+        seen, first = num_seen, None
         while not stop.is_set():
             try:
                 steps, status = ray.get(
@@ -52,8 +52,9 @@ def follow_progress(
             if stop.is_set():
                 return
             seen += len(steps)
+            first = first or next(iter(steps), None)
             for row in steps:
-                show(step_line(row, num_steps))
+                show(step_line(row, num_steps, first))
             if not steps:
                 show(status_line(status))
 
@@ -66,15 +67,27 @@ def follow_progress(
         thread.join(timeout=_QUIET_S + _ANSWER_S)
 
 
-def step_line(row: Mapping[str, Any], num_steps: int) -> str:
-    """One step in one line: learning, age of the data, speed, where the time went, the queues."""
-    time_s = max(row["time_s"], 1e-9)
+def step_line(
+    row: Mapping[str, Any], num_steps: int, first: Mapping[str, Any] | None = None
+) -> str:
+    """One step in one line: learning, age of the data, speed, where the time went, the queues.
+
+    Args:
+        row: Of the step.
+        num_steps: Of the whole run.
+        first: An earlier step, since which tokens a second are told: the start of the run is
+            before it. None: they are not told.
+    """
+    time_s, speed = row["time_s"], ""
+    if first is not None and time_s > first["time_s"]:
+        tokens = row.get("tokens_generated", 0) - first.get("tokens_generated", 0)
+        speed = f" │ {tokens / (time_s - first['time_s']):,.0f} tok/s"
     return (
         f"step {row['step'] + 1:>4}/{num_steps}"
         f" │ reward {row['reward_mean']:.3f}"
         f" │ staleness {row['staleness_mean']:.2f} max {row['staleness_max']}"
         f" │ length {row['response_tokens_mean']:.0f} max {row['response_tokens_max']}"
-        f" │ {row.get('tokens_generated', 0) / time_s:,.0f} tok/s"
+        f"{speed}"
         f" │ wait {row['trainer_wait_s']:.2f} train {row['trainer_step_s']:.2f}"
         f" sync {row['weight_sync_s']:.2f} s"
         f" │ in flight {row.get('inflight', 0)} held {row.get('held', 0)}"

@@ -182,10 +182,11 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
             for _ in _looks(watched):
                 live.update(view(watched), refresh=True)
     else:
+        first = None
         for rows in _looks(watched):
-            num_steps = watched.num_steps
+            num_steps, first = watched.num_steps, first or next(iter(rows), None)
             for row in rows:
-                show(step_line(row, num_steps))
+                show(step_line(row, num_steps, first))
     final = watched.final()
     if final is None:
         return "no process trains it, and it has not said how it ended"

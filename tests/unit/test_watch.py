@@ -95,6 +95,8 @@ def test_where_there_is_no_terminal_each_step_is_a_line(folder):
     said = watch(folder, lines.append, Console(file=io.StringIO()))
     assert [line[:9] for line in lines] == [f"step    {k}" for k in range(1, 7)]
     assert said == "failed: 6 steps; no room"
+    assert "tok/s" not in lines[0], "the start of the run has no part in the speed"
+    assert all("│ 500 tok/s │" in line for line in lines[1:])
 
 
 def test_in_a_terminal_the_view_goes_on_until_the_run_ends(folder):
