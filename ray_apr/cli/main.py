@@ -222,6 +222,7 @@ def _run(settings: RunSettings) -> int:
     """Show the plan, train, and make the report."""
     from ray_apr.cli.launch import run_training
     from ray_apr.cli.plan import make_plan
+    from ray_apr.cli.push import push_at_end
     from ray_apr.cli.quiet import RAY_LOG, ray_lines_in
 
     began_at, log = time.monotonic(), settings.run_dir / RAY_LOG
@@ -232,6 +233,8 @@ def _run(settings: RunSettings) -> int:
         run_training(settings, progress=show)
     if not is_verbose:
         show(f"ray:     {log}")
+    if settings.run.push_to_hub is not None:
+        show(push_at_end(settings.run_dir, settings.run.push_to_hub))
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
     show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""Commands that read a run folder: report, watch, samples, trace, verify."""
+"""Commands that read a run folder: report, watch, samples, trace, push, verify."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     trace.add_argument("run", metavar="RUN_DIR", type=Path)
     trace.add_argument("--out", type=Path, metavar="FILE.json.gz", help="where it goes")
     trace.set_defaults(command=_trace)
+
+    push = commands.add_parser(
+        "push", help="send the trained model of a run, with a card, to the Hugging Face Hub"
+    )
+    push.add_argument("run", metavar="RUN_DIR", type=Path)
+    push.add_argument("repo", metavar="OWNER/NAME", nargs="?", help="none: write the card alone")
+    push.add_argument("--public", action="store_true", help="a repository that is made is public")
+    push.set_defaults(command=_push)
 
     verify = commands.add_parser("verify", help="prove that a run kept what it promises")
     verify.add_argument("run", metavar="RUN_DIR", type=Path)
@@ -146,6 +154,17 @@ def _trace(args: argparse.Namespace) -> int:
     from ray_apr.tools.trace import write_trace
 
     show(f"trace: {write_trace(args.run, args.out)} (opens in ui.perfetto.dev)")
+    return EXIT_OK
+
+
+def _push(args: argparse.Namespace) -> int:
+    from ray_apr.cli.push import push, write_card
+    from ray_apr.tools.model_card import CARD_FILE
+
+    if args.repo is None:
+        show(f"card: {write_card(args.run) / CARD_FILE}")
+    else:
+        show(f"model: {push(args.run, args.repo, private=not args.public)}")
     return EXIT_OK
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, file_of, prompts_of
+from ray_apr.cli.push import check_repo
 from ray_apr.cli.user_files import check_code
 from ray_apr.config import (
     AlgorithmConfig,
@@ -84,9 +85,14 @@ class RunFolderSettings:
     that is taken is refused."""
     max_failures: int = 0
     """How often the run goes on by itself after a failure; -1: any number of times."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face Hub, as owner/name, that gets the trained model and its card
+    when the run has ended; one that is made is private."""
 
     def __post_init__(self) -> None:
         _require_at_least("run.max_failures", self.max_failures, -1)
+        if self.push_to_hub is not None:
+            check_repo("run.push_to_hub", self.push_to_hub)
         if self.resume and self.name is None:
             raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
         if "://" in self.storage_path:

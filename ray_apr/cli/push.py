@@ -1,0 +1,98 @@
+"""``ray-apr push``: the trained model of a run, with its card, to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.run.model import HUB_ID
+
+_EXPORTED = "checkpoint_*/hf/config.json"
+"""In a run folder: of models in Hugging Face's format, which the last step of a run writes."""
+
+
+def check_repo(name: str, repo: str) -> None:
+    """Check that a model may be pushed to a repository, without a network.
+
+    Args:
+        name: Of the setting or argument.
+        repo: Its id.
+
+    Raises:
+        ConfigError: If it is no id, or there is no token.
+    """
+    import huggingface_hub
+
+    require(HUB_ID.fullmatch(repo) is not None, name, repo, "must be a hub id: owner/name")
+    remedy = "needs a token that may write: set HF_TOKEN, or log in with `hf auth login`"
+    require(huggingface_hub.get_token() is not None, name, repo, remedy)
+
+
+def write_card(run_dir: Path) -> Path:
+    """Write the card of a run's trained model beside its weights.
+
+    Args:
+        run_dir: Of the run.
+
+    Returns:
+        The folder of the model.
+
+    Raises:
+        ConfigError: If it is no run folder, or holds no exported model.
+    """
+    from ray_apr.tools.model_card import CARD_FILE, model_card
+    from ray_apr.tools.report.load import load_run
+
+    run = load_run(run_dir)
+    exported = sorted(run_dir.glob(_EXPORTED), key=lambda file: file.stat().st_mtime)
+    remedy = "holds no exported model, which a run writes with its last step; let it end"
+    require(bool(exported), "RUN_DIR", str(run_dir), remedy)
+    folder = exported[-1].parent
+    (folder / CARD_FILE).write_text(model_card(run), encoding="utf-8")
+    return folder
+
+
+def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
+    """Upload a run's trained model and its card; a repository that is not there is made.
+
+    Waits for: the hub. Unblocked by: its answers, or the time limits of huggingface_hub.
+
+    Args:
+        run_dir: Of the run.
+        repo: Id of the model's repository, owner/name.
+        private: Whether a repository that is made is private.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        ConfigError: If there is nothing to push, or no token.
+        ResourceError: If the hub does not take it; it says how to try again.
+    """
+    import huggingface_hub
+
+    check_repo("repository", repo)
+    folder = write_card(run_dir)
+    hub = huggingface_hub.HfApi()
+    try:
+        hub.create_repo(repo, private=private, exist_ok=True)
+        done = hub.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=f"Model of run {run_dir.name}"
+        )
+    except Exception as error:  # its versions have other libraries for the network
+        public = "" if private else " --public"
+        again = f"python -m ray_apr push {shlex.quote(str(run_dir))} {repo}{public}"
+        raise ResourceError(
+            f"{folder} was not taken by the hub: {one_line(error)}; try again with `{again}`"
+        ) from error
+    return str(done.commit_url)
+
+
+def push_at_end(run_dir: Path, repo: str) -> str:
+    """What becomes of a run's model in one line; that it is not taken ends nothing."""
+    try:
+        return f"model:   {push(run_dir, repo)}"
+    except (ConfigError, ResourceError) as error:
+        return f"model:   not pushed: {error}"

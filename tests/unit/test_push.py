@@ -1,0 +1,129 @@
+"""The card of a trained model, and its way to a hub (cli/push.py, tools/model_card.py)."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+import yaml
+
+from ray_apr.cli.main import main
+from ray_apr.cli.push import push_at_end
+from ray_apr.cli.settings import RunFolderSettings
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.model_card import model_card
+from ray_apr.tools.report.load import load_run
+from tests.fakes import step_row
+
+
+class Hub:
+    """What the hub was asked for."""
+
+    calls: ClassVar[list[tuple]] = []
+    failure: Exception | None = None
+
+    def create_repo(self, repo, *, private, exist_ok):
+        assert exist_ok
+        self.calls.append((repo, private))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append((repo_id, folder_path, commit_message))
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(Hub, "calls", [])
+    monkeypatch.setattr(Hub, "failure", None)
+    return Hub
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run that has ended, and two checkpoints with a model in them."""
+    run = tmp_path / "my-run"
+    for name in ("checkpoint_1", "checkpoint_2"):
+        (run / name / "hf").mkdir(parents=True)
+        (run / name / "hf" / "config.json").write_text("{}")
+    config = {
+        "model": "/home/me/secret/base_model",
+        "reward": "/home/me/secret/task.py:reward",
+        "algorithm": {"advantage": "grpo", "loss": "ppo"},
+        "train": {"lr": 1e-6, "batch_size": 8, "seed": 3},
+    }
+    (run / "config.json").write_text(json.dumps(config))
+    rows = [step_row(step=k, reward_mean=k / 10) for k in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluated = {"policy_version": 4, "num_samples": 32, "num_failed": 0, "reward_mean": 0.75}
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluated) + "\n")
+    final = {"status": "ok", "wall_s": 90.0, "tokens_trained": 1234, "mode": "apr"}
+    (run / "final.json").write_text(json.dumps(final))
+    return run
+
+
+def test_a_card_has_the_figures_and_no_path(run_dir):
+    card = model_card(load_run(run_dir))
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "transformers" and "base_model" not in front
+    assert "| steps | 4 |" in card
+    assert "| mean reward, first and last steps | 0.050 → 0.250 |" in card
+    assert "| mean reward of 32 held-out samples | 0.750 (policy version 4) |" in card
+    assert "| tokens trained | 1,234 |" in card and "| time | 1.5 minutes |" in card
+    assert "| `algorithm.loss` | ppo |" in card and "| `train.lr` | 1e-06 |" in card
+    assert "base_model, trained by" in card and "| `reward` | task.py:reward |" in card
+    assert "/home" not in card
+
+
+def test_a_base_model_of_the_hub_is_named_to_it(run_dir):
+    (run_dir / "config.json").write_text('{"model": "org/base"}')
+    front = yaml.safe_load(model_card(load_run(run_dir)).split("---")[1])
+    assert front["base_model"] == "org/base"
+
+
+def test_a_card_of_a_run_that_recorded_little(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "| steps | 0 |" in model_card(load_run(tmp_path))
+
+
+def test_the_last_model_is_pushed_with_its_card(run_dir, hub, capsys):
+    assert main(["push", str(run_dir), "org/name"]) == 0
+    folder = run_dir / "checkpoint_2" / "hf"
+    assert hub.calls == [("org/name", True), ("org/name", folder, "Model of run my-run")]
+    assert (folder / "README.md").read_text() == model_card(load_run(run_dir))
+    assert "model: https://hub/org/name/commit/1" in capsys.readouterr().out
+    assert main(["push", str(run_dir), "org/name", "--public"]) == 0
+    assert hub.calls[2] == ("org/name", False)
+
+
+def test_the_card_alone(run_dir, hub, capsys):
+    assert main(["push", str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"card: {run_dir}/checkpoint_2/hf/README.md\n"
+    assert not hub.calls
+
+
+def test_a_hub_that_does_not_take_it_ends_nothing_and_is_tried_again(run_dir, hub, capsys):
+    hub.failure = OSError("no network")
+    said = push_at_end(run_dir, "org/name")
+    assert "not pushed" in said and f"push {run_dir} org/name`" in said
+    assert main(["push", str(run_dir), "org/name", "--public"]) == 1
+    assert "no network; try again with" in capsys.readouterr().err
+
+
+def test_what_cannot_be_pushed_is_refused(run_dir, hub, capsys, monkeypatch):
+    with pytest.raises(ConfigError, match="must be a hub id: owner/name"):
+        RunFolderSettings(push_to_hub="name")
+    for model in run_dir.glob("*/hf/config.json"):
+        model.unlink()
+    assert main(["push", str(run_dir), "org/name"]) == 2
+    assert "holds no exported model" in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(ConfigError, match=r"run\.push_to_hub.*set HF_TOKEN"):
+        RunFolderSettings(push_to_hub="org/name")
+    assert not hub.calls
