@@ -178,7 +178,8 @@ def check_settings(block: Block, folder: Path) -> None:
         file.write_text(yaml.safe_dump({**WHOLE, **given}), "utf-8")
     for name in set(re.findall(r"\b(\w+\.py):\w+", block.text)):
         assert (file.parent / name).exists(), f"{block}: no block is {name}"
-    for name in set(re.findall(r"\b(\w+\.(?:parquet|jsonl))\b", str(given.get("prompts")))):
+    named = str([given.get("prompts"), given.get("evaluation")])
+    for name in set(re.findall(r"\b(\w+\.(?:parquet|jsonl))\b", named)):
         _stand_in(file.parent / name)
     loaded = load_settings(file)
     context = context_of(loaded.model) if block.name else None

@@ -130,6 +130,56 @@ class PromptsSettings(PromptsConfig, PromptFile):
         return ", ".join(map(str, self.files)) or super().__str__()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suites:
+    """Held-out prompts of several files or datasets, each one a suite."""
+
+    files: tuple[WeightedFile, ...]
+    column: str
+    """Gets the names of the suites."""
+
+    def __post_init__(self) -> None:
+        name = "evaluation.prompts"
+        weighted = [str(file) for file in self.files if file.weight is not None]
+        require(
+            not weighted, name, weighted, "have a weight, which prompts alone have; leave it out"
+        )
+        names = [file.source for file in self.files]
+        remedy = "must be files of different names, or with a `name` of their own each"
+        require(len(set(names)) == len(names), name, names, remedy)
+        _check_columns(self.files, name)
+
+    def __str__(self) -> str:
+        """As a plan shows them."""
+        return ", ".join(map(str, self.files))
+
+
+def suites_of(given: Any, base_dir: Path, prompt_column: str, column: str) -> PromptFile | Suites:
+    """Held-out prompts: a file or dataset; or a list of them, or a folder of files, as suites.
+
+    Args:
+        given: As the user gave it.
+        base_dir: What paths are relative to.
+        prompt_column: Column of the prompts.
+        column: Gets the names of suites.
+
+    Raises:
+        ConfigError: If a setting is wrong, or a file is none of prompts.
+    """
+    name = "evaluation.prompts"
+    if isinstance(given, str) and (folder := base_dir / Path(given).expanduser()).is_dir():
+        files = sorted(f for f in folder.iterdir() if f.suffix in (".parquet", ".jsonl", ".json"))
+        remedy = "has no .parquet, .jsonl or .json file; put one for each suite there"
+        require(bool(files), name, given, remedy)
+        given = [str(file.resolve()) for file in files]
+    if not isinstance(given, list):
+        only: PromptFile = file_of(name, given, base_dir, prompt_column)
+        return only
+    require(bool(given), name, given, "must be a list of files; give at least one")
+    suites = [file_of(name, file, base_dir, prompt_column, WeightedFile) for file in given]
+    return Suites(files=tuple(suites), column=column)
+
+
 def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     """The settings of a run's prompts, with absolute paths, after a look at the files.
 
@@ -187,20 +237,23 @@ def _section(name: str, given: Any) -> dict[str, Any]:
     return {"path": given} if isinstance(given, str) else as_mapping(name, given)
 
 
-def _check_columns(files: Sequence[PromptFile]) -> None:
+def _check_columns(files: Sequence[PromptFile], setting: str = "prompts.files") -> None:
     """Check that several files have the same columns; those of datasets are read with them."""
     paths = [file.path for file in files if file.path]
     for path in paths[1:]:
-        _require_alike(path, columns_of(Path(path)), paths[0], columns_of(Path(paths[0])))
+        columns, of_first = columns_of(Path(path)), columns_of(Path(paths[0]))
+        _require_alike(setting, path, columns, paths[0], of_first)
 
 
-def _require_alike(name: str, columns: Sequence[str], first: str, of_first: Sequence[str]) -> None:
+def _require_alike(
+    setting: str, name: str, columns: Sequence[str], first: str, of_first: Sequence[str]
+) -> None:
     different = ", ".join(sorted(set(of_first) ^ set(columns)))
     remedy = f"and {first} have other columns: {different}; make them alike"
-    require(not different, "prompts.files", name, remedy)
+    require(not different, setting, name, remedy)
 
 
-def read_prompts(prompts: PromptsSettings | PromptFile) -> PromptRows:
+def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
     """Read the file or dataset of the prompts, or all of them, one after the other.
 
     Rows of files with weights get a column with the name of their source.
@@ -211,29 +264,37 @@ def read_prompts(prompts: PromptsSettings | PromptFile) -> PromptRows:
     """
     from ray_apr.data.rows import PromptRows
 
-    if not isinstance(prompts, PromptsSettings):
-        return PromptRows(_read("evaluation.prompts", prompts))
-    column = prompts.source_column if any(file.weight for file in prompts.files) else None
-    name = "prompts.files" if prompts.files else "prompts"
-    parts = [_read(name, file, column) for file in prompts.all_files]
-    names = [str(file) for file in prompts.all_files]
+    name, column = "evaluation.prompts", None
+    files: Sequence[PromptFile]
+    if isinstance(prompts, Suites):
+        files, column = prompts.files, ("evaluation.suite_column", prompts.column)
+    elif isinstance(prompts, PromptsSettings):
+        name, files = "prompts.files" if prompts.files else "prompts", prompts.all_files
+        if any(file.weight for file in prompts.files):
+            column = ("prompts.source_column", prompts.source_column)
+    else:
+        files = [prompts]
+    parts = [_read(name, file, column) for file in files]
+    names = [str(file) for file in files]
     for part, of_part in zip(parts, names, strict=True):
-        _require_alike(of_part, _names(part), names[0], _names(parts[0]))
+        _require_alike(name, of_part, _names(part), names[0], _names(parts[0]))
     return PromptRows(_joined(parts))
 
 
 def _read(
-    section: str, file: PromptFile, source_column: str | None = None
+    section: str, file: PromptFile, column: tuple[str, str] | None
 ) -> pa.Table | list[dict[str, Any]]:
+    """Rows of a file, with a column for the name of their source if it has a setting and a name."""
     import pyarrow as pa
 
     source = getattr(file, "source", None)
     rows = _rows_of(section, file)
-    if source_column is None:
+    if column is None:
         return rows
+    setting, source_column = column
     names = _names(rows) if isinstance(rows, pa.Table) else {name for row in rows for name in row}
     remedy = f"{file} has such a column; choose another name for that of the files' names"
-    require(source_column not in names, "prompts.source_column", source_column, remedy)
+    require(source_column not in names, setting, source_column, remedy)
     if isinstance(rows, pa.Table):
         return rows.append_column(source_column, pa.array([source] * len(rows), pa.string()))
     return [row | {source_column: source} for row in rows]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, file_of, prompts_of
+from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, Suites, prompts_of, suites_of
 from ray_apr.cli.push import check_repo
 from ray_apr.cli.user_files import check_code
 from ray_apr.config import (
@@ -150,6 +150,8 @@ _PRESET_SECTIONS = ("partial_rollout", "algorithm")
 """Sections whose defaults depend on a preset."""
 _REQUIRED = ("model", "prompts")
 _CODE = ("reward", "environment", "group_filter")
+_SUITE = "suite"
+"""Column that names the suite of a held-out prompt, where none is given."""
 _KEYS = ("mode", *_REQUIRED, *_CODE, *_SECTIONS, "evaluation")
 
 
@@ -171,8 +173,8 @@ class RunSettings(Sections):
     """``package.module:Class``, or ``file.py:Class`` relative to the YAML file."""
     group_filter: str | None
     """Like `reward`."""
-    evaluation_prompts: PromptFile | None
-    """With an absolute path; what is evaluated."""
+    evaluation_prompts: PromptFile | Suites | None
+    """With absolute paths; what is evaluated."""
     objective: Mapping[str, Any]
     """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
     ``correction``, and their further arguments."""
@@ -330,7 +332,7 @@ def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, A
 
 def _evaluation(
     values: Mapping[str, Any], base_dir: Path, column: str
-) -> tuple[EvaluationConfig | None, PromptFile | None]:
+) -> tuple[EvaluationConfig | None, PromptFile | Suites | None]:
     """The section, and the held-out prompts that it names."""
     if values.get("evaluation") is None:
         return None, None
@@ -339,4 +341,7 @@ def _evaluation(
     if given is None:
         raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
     config: EvaluationConfig = section_of("evaluation", EvaluationConfig, section)
-    return config, file_of("evaluation.prompts", given, base_dir, column)
+    held_out = suites_of(given, base_dir, column, config.suite_column or _SUITE)
+    if isinstance(held_out, Suites):
+        config = dataclasses.replace(config, suite_column=held_out.column)
+    return config, held_out

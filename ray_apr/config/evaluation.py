@@ -30,6 +30,9 @@ class EvaluationConfig:
     """Responses under generation at once, over all servers; in an engine's queue they go first."""
     pass_threshold: float = 1.0
     """Least reward of a response that passes, for pass@k."""
+    suite_column: str | None = None
+    """Column with the name of each prompt's suite, of each of which there are figures of its own;
+    None: the prompts are one suite. Several files have "suite" by themselves."""
     timeout_s: float = 600.0
     """Longest time without progress of the last evaluation, which the run waits for: no call that
     ends, no token. Where engines and trainer take turns, also the longest time that a turn waits
@@ -51,6 +54,9 @@ class EvaluationConfig:
         whole_or_none(s, self, 1, "max_response_tokens")
         of_type(s, self, bool, "true or false", "at_start")
         at_least(s, self, -math.inf, "pass_threshold")
+        column = self.suite_column
+        is_name = column is None or (isinstance(column, str) and bool(column))
+        require(is_name, f"{s}.suite_column", column, "must be the name of a column")
         require(
             self.samples == 1 or self.temperature > 0,
             f"{s}.samples",

@@ -78,6 +78,10 @@ class Evaluator:
         self._turns = turns
         self._config = config
         self._prompts = make_prompts()
+        column = config.suite_column
+        of_prompt = [] if column is None else [str(p.row[column]) for p in self._prompts]
+        self._suites = [name for name in of_prompt for _ in range(config.samples)]
+        """Of each sample of an evaluation."""
         self._tokenizer = load_tokenizer(model)
         self._make_client = make_client
         self._client: RolloutClient | None = None
@@ -168,6 +172,8 @@ class Evaluator:
         if self._stopping:
             return {}
         row = summarize(samples, self._config)
+        if self._config.suite_column is not None:
+            row["suites"] = by_suite(samples, self._suites, self._config)
         row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
         rows = [_row(policy_version, sample) for sample in samples if sample is not None]
         await self._recorder.record_many.remote("evaluation_sample", rows)
@@ -322,6 +328,22 @@ def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dic
         "oldest_version": min(versions, default=None),
         "newest_version": max(versions, default=None),
     }
+
+
+def by_suite(
+    samples: Sequence[Sample | None], suites: Sequence[str], config: EvaluationConfig
+) -> dict[str, dict[str, Any]]:
+    """What `summarize` gives of each suite, in the order of their first samples.
+
+    Args:
+        samples: Of all suites.
+        suites: Name of each one's suite.
+        config: As of `summarize`.
+    """
+    found: dict[str, list[Sample | None]] = {}
+    for sample, suite in zip(samples, suites, strict=True):
+        found.setdefault(suite, []).append(sample)
+    return {suite: summarize(of_suite, config) for suite, of_suite in found.items()}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_apr.core.checks import require
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
@@ -227,7 +228,11 @@ class Actors:
 
     def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
         """Start what evaluates the policy on held-out prompts."""
-        spec, tables = self._spec, self._encode(held_out, "held_out", drops_too_long=None).tables
+        spec, encoded = self._spec, self._encode(held_out, "held_out", drops_too_long=None)
+        tables, column = encoded.tables, spec.evaluation and spec.evaluation.suite_column
+        remedy = f"is no column of the held-out prompts: {', '.join(encoded.schema.names)}"
+        is_there = column is None or column in encoded.schema.names
+        require(is_there, "evaluation.suite_column", column, remedy)
         rollout, reward, environment = spec.rollout, spec.reward, spec.environment
         return self.make(
             Evaluator,

@@ -19,7 +19,7 @@ CARD_FILE = "README.md"
 _SETTINGS = {
     "algorithm": ("advantage", "loss", "correction"),
     "rollout": ("group_size", "max_response_tokens"),
-    "train": ("lr", "batch_size", "mini_batches", "epochs", "seed"),
+    "train": ("learning_rate", "batch_size", "mini_batches", "epochs", "seed"),
     "partial_rollout": ("max_staleness", "interrupt", "on_stale"),
 }
 """Settings that a card tells, by section."""

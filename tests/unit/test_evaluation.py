@@ -113,6 +113,18 @@ async def test_rows_of_an_evaluation(make):
     assert samples[0]["response"] == " ".join(str(FIRST_TOKEN + i) for i in range(4))
 
 
+async def test_each_suite_has_figures_of_its_own(make):
+    engine = ScriptedEngine(auto=1)
+    rewards = {"0-0": RewardError("0-0", "raised", "no judge"), "1-0": 0.5}
+    evaluator, kept = make(engine, rewards, at_start=False, suite_column="answer")
+    await evaluator.start(0)
+    row = await evaluator.evaluate(0)
+    suites = kept["evaluation"][0]["suites"]
+    assert list(suites) == ["0", "1", "2", "3"] and row["num_samples"] == 3
+    assert (suites["0"]["num_samples"], suites["0"]["num_failed"]) == (0, 1)
+    assert (suites["1"]["reward_mean"], suites["2"]["reward_mean"]) == (0.5, 1.0)
+
+
 async def test_it_asks_greedily_and_apart_from_the_run(make):
     asked = []
 

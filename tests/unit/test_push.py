@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,10 +14,19 @@ import yaml
 from ray_apr.cli.main import main
 from ray_apr.cli.push import push_at_end
 from ray_apr.cli.settings import RunFolderSettings
+from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
 from tests.fakes import step_row
+
+SECTIONS = {
+    "algorithm": AlgorithmConfig,
+    "partial_rollout": PartialRolloutConfig,
+    "rollout": RolloutConfig,
+    "train": TrainConfig,
+}
 
 
 class Hub:
@@ -56,7 +66,7 @@ def run_dir(tmp_path):
         "model": "/home/me/secret/base_model",
         "reward": "/home/me/secret/task.py:reward",
         "algorithm": {"advantage": "grpo", "loss": "ppo"},
-        "train": {"lr": 1e-6, "batch_size": 8, "seed": 3},
+        "train": {"learning_rate": 1e-6, "batch_size": 8, "seed": 3},
     }
     (run / "config.json").write_text(json.dumps(config))
     rows = [step_row(step=k, reward_mean=k / 10) for k in range(4)]
@@ -76,9 +86,14 @@ def test_a_card_has_the_figures_and_no_path(run_dir):
     assert "| mean reward, first and last steps | 0.050 → 0.250 |" in card
     assert "| mean reward of 32 held-out samples | 0.750 (policy version 4) |" in card
     assert "| tokens trained | 1,234 |" in card and "| time | 1.5 minutes |" in card
-    assert "| `algorithm.loss` | ppo |" in card and "| `train.lr` | 1e-06 |" in card
+    assert "| `algorithm.loss` | ppo |" in card and "| `train.learning_rate` | 1e-06 |" in card
     assert "base_model, trained by" in card and "| `reward` | task.py:reward |" in card
     assert "/home" not in card
+
+
+def test_the_settings_of_a_card_are_those_of_a_run():
+    for section, names in model_card_module._SETTINGS.items():
+        assert set(names) <= {field.name for field in dataclasses.fields(SECTIONS[section])}
 
 
 def test_a_base_model_of_the_hub_is_named_to_it(run_dir):

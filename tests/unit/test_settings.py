@@ -198,6 +198,25 @@ def test_the_column_of_sources_is_none_of_the_users(folder: Path) -> None:
     assert read_prompts(other).slice(0, 1)[0]["file"] == "more"
 
 
+def test_held_out_prompts_of_several_files_are_suites(folder: Path) -> None:
+    text = "evaluation={prompts: [prompts.jsonl, {path: prompts.json, name: hard, limit: 1}]}"
+    settings = load_settings(folder / "run.yaml", [text])
+    assert settings.evaluation is not None and settings.evaluation.suite_column == "suite"
+    rows = read_prompts(settings.evaluation_prompts)
+    assert rows.column("suite") == ["prompts", "prompts", "hard"]
+    suites = folder / "suites"
+    suites.mkdir()
+    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
+        (suites / name).write_bytes((folder / "prompts.jsonl").read_bytes())
+    text = "evaluation={prompts: suites, suite_column: task}"
+    settings = load_settings(folder / "run.yaml", [text])
+    tasks = read_prompts(settings.evaluation_prompts).column("task")
+    assert tasks == ["a", "a", "b", "b"], "in the order of their names"
+    (folder / "nothing").mkdir()
+    with pytest.raises(ConfigError, match="put one for each suite there"):
+        load_settings(folder / "run.yaml", ["evaluation={prompts: nothing}"])
+
+
 @pytest.mark.parametrize("second", ["b.parquet", "b.jsonl"])
 def test_parquet_files_go_together_with_files_of_any_kind(folder: Path, second) -> None:
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
@@ -311,6 +330,19 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
             "evaluation.prompts.on_too_long",
             "known: path, limit",
         ),
+        ("evaluation={prompts: [prompts.jsonl, prompts.jsonl]}", "evaluation.prompts", "`name`"),
+        (
+            "evaluation={prompts: [{path: prompts.json, weight: 2}]}",
+            "evaluation.prompts",
+            "have a weight",
+        ),
+        (
+            "evaluation={prompts: [prompts.jsonl, more.jsonl]}",
+            "evaluation.prompts",
+            "other columns",
+        ),
+        ("evaluation={prompts: []}", "evaluation.prompts", "at least one"),
+        ("evaluation={prompts: prompts.json, suite_column: ''}", "evaluation.suite_column", "name"),
         ("reward=task", "reward", "file.py:name"),
         ("reward=other.py:reward", "reward", "no file"),
         ("reward=task.py:score", "reward", "it defines reward"),
