@@ -29,6 +29,7 @@ def run(folder: Path, env: dict[str, str], *overrides: str) -> subprocess.Comple
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_engine_rules_and_objective_of_a_run_are_the_users(tmp_path, marked):
     """Engine, resume order, admission, advantage, loss and correction, named in YAML."""
     _, env = marked

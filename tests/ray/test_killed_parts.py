@@ -86,6 +86,7 @@ def test_a_run_without_one_of_its_parts_fails_with_the_reason_and_leaves_nothing
         assert final["error"].startswith("RolloutError: the rollout worker died")
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_nothing_on_a_cluster_that_lives_on(tmp_path, marked):
     """known fault: it left the Serve application and its GPUs behind."""
     mark, env = marked
