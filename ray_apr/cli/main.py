@@ -201,6 +201,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         plan = make_plan(settings)
         show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
+        _check_push(settings)
         warnings = dry_run(settings, (lambda _: None) if args.json else show)
         for warning in warnings:
             complain(f"warning: {warning}", verbose=False)
@@ -225,6 +226,7 @@ def _run(settings: RunSettings) -> int:
     from ray_apr.cli.push import push_at_end
     from ray_apr.cli.quiet import RAY_LOG, ray_lines_in
 
+    _check_push(settings)
     began_at, log = time.monotonic(), settings.run_dir / RAY_LOG
     show(_plan_text(make_plan(settings)) + "\n")
     is_verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
@@ -238,6 +240,14 @@ def _run(settings: RunSettings) -> int:
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
     show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK
+
+
+def _check_push(settings: RunSettings) -> None:
+    """Refuse a model that could not be pushed, before it is trained."""
+    from ray_apr.cli.push import check_token
+
+    if settings.run.push_to_hub is not None:
+        check_token("run.push_to_hub", settings.run.push_to_hub)
 
 
 @contextlib.contextmanager

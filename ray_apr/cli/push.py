@@ -14,18 +14,22 @@ _EXPORTED = "checkpoint_*/hf/config.json"
 
 
 def check_repo(name: str, repo: str) -> None:
-    """Check that a model may be pushed to a repository, without a network.
-
-    Args:
-        name: Of the setting or argument.
-        repo: Its id.
+    """Check the id of a repository.
 
     Raises:
-        ConfigError: If it is no id, or there is no token.
+        ConfigError: If it is none; `name` is that of the setting or argument.
+    """
+    require(HUB_ID.fullmatch(repo) is not None, name, repo, "must be a hub id: owner/name")
+
+
+def check_token(name: str, repo: str) -> None:
+    """Check that there is a token; the hub is not asked whether it may write.
+
+    Raises:
+        ConfigError: If there is none; `name` is that of the setting or argument.
     """
     import huggingface_hub
 
-    require(HUB_ID.fullmatch(repo) is not None, name, repo, "must be a hub id: owner/name")
     remedy = "needs a token that may write: set HF_TOKEN, or log in with `hf auth login`"
     require(huggingface_hub.get_token() is not None, name, repo, remedy)
 
@@ -73,7 +77,8 @@ def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
     """
     import huggingface_hub
 
-    check_repo("repository", repo)
+    check_repo("OWNER/NAME", repo)
+    check_token("OWNER/NAME", repo)
     folder = write_card(run_dir)
     hub = huggingface_hub.HfApi()
     try:

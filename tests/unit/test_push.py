@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
 from tests.fakes import step_row
 
+QUICKSTART = Path(__file__).parents[2] / "examples/arithmetic/quickstart.yaml"
 SECTIONS = {
     "algorithm": AlgorithmConfig,
     "partial_rollout": PartialRolloutConfig,
@@ -139,6 +141,9 @@ def test_what_cannot_be_pushed_is_refused(run_dir, hub, capsys, monkeypatch):
     assert main(["push", str(run_dir), "org/name"]) == 2
     assert "holds no exported model" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(ConfigError, match=r"run\.push_to_hub.*set HF_TOKEN"):
-        RunFolderSettings(push_to_hub="org/name")
+    assert main(["push", str(run_dir), "org/name"]) == 2
+    assert "set HF_TOKEN" in capsys.readouterr().err
+    config = ["train", str(QUICKSTART), "--set", "run.push_to_hub=org/name"]
+    assert main(config) == main([*config, "--dry-run"]) == 2, "before anything is started"
+    assert capsys.readouterr().err.count("run.push_to_hub = 'org/name': needs a token") == 2
     assert not hub.calls
