@@ -80,8 +80,6 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 value = given[name]
                 shown = _named(value) if isinstance(value, str) else json.dumps(value)
                 yield f"`{section}.{name}`", shown
-    if isinstance(config.get("reward"), str):
-        yield "`reward`", _named(config["reward"])
 
 
 def _named(path: str) -> str:
