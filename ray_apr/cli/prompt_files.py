@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.hub_prompts import check_dataset_id, read_dataset
-from ray_apr.cli.user_files import check_prompts, columns_of, read_json_rows
+from ray_apr.cli.user_files import (
+    PROMPT_SUFFIXES,
+    check_prompts,
+    columns_of,
+    read_json_rows,
+)
 from ray_apr.config import PromptsConfig
 from ray_apr.config.yaml import as_mapping, section_of
 from ray_apr.core.checks import positive, require, whole_or_none
@@ -108,9 +113,7 @@ class PromptsSettings(PromptsConfig, PromptFile):
         without = [str(file) for file in self.files if file.weight is None]
         remedy = "have no weight, which others have; give one to all or none of them"
         require(not without, "prompts.files", without, remedy)
-        named = [file.source for file in self.files]
-        remedy = "have one name; give each another `name`"
-        require(len(set(named)) == len(named), "prompts.files", named, remedy)
+        _require_distinct("prompts.files", self.files)
         remedy = "must be left out beside prompts.files, each of which has its own"
         require(self.weights in (None, weights), "prompts.weights", self.weights, remedy)
 
@@ -139,15 +142,10 @@ class Suites:
     """Gets the names of the suites."""
 
     def __post_init__(self) -> None:
-        name = "evaluation.prompts"
         weighted = [str(file) for file in self.files if file.weight is not None]
-        require(
-            not weighted, name, weighted, "have a weight, which prompts alone have; leave it out"
-        )
-        names = [file.source for file in self.files]
-        remedy = "must be files of different names, or with a `name` of their own each"
-        require(len(set(names)) == len(names), name, names, remedy)
-        _check_columns(self.files, name)
+        remedy = "have a weight, which prompts alone have; leave it out"
+        require(not weighted, "evaluation.prompts", weighted, remedy)
+        _require_distinct("evaluation.prompts", self.files)
 
     def __str__(self) -> str:
         """As a plan shows them."""
@@ -168,16 +166,14 @@ def suites_of(given: Any, base_dir: Path, prompt_column: str, column: str) -> Pr
     """
     name = "evaluation.prompts"
     if isinstance(given, str) and (folder := base_dir / Path(given).expanduser()).is_dir():
-        files = sorted(f for f in folder.iterdir() if f.suffix in (".parquet", ".jsonl", ".json"))
+        files = sorted(f for f in folder.iterdir() if f.suffix in PROMPT_SUFFIXES)
         remedy = "has no .parquet, .jsonl or .json file; put one for each suite there"
         require(bool(files), name, given, remedy)
         given = [str(file.resolve()) for file in files]
     if not isinstance(given, list):
         only: PromptFile = file_of(name, given, base_dir, prompt_column)
         return only
-    require(bool(given), name, given, "must be a list of files; give at least one")
-    suites = [file_of(name, file, base_dir, prompt_column, WeightedFile) for file in given]
-    return Suites(files=tuple(suites), column=column)
+    return Suites(files=_files_of(name, given, base_dir, prompt_column), column=column)
 
 
 def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
@@ -196,11 +192,17 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     if given is None:
         return file_of("prompts", values, base_dir, column, PromptsSettings)
     settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
+    files = _files_of("prompts.files", given, base_dir, column)
+    return dataclasses.replace(settings, files=files)
+
+
+def _files_of(name: str, given: Any, base_dir: Path, column: str) -> tuple[WeightedFile, ...]:
+    """Several files or datasets that go together; arguments as of `file_of`."""
     if not isinstance(given, list) or not given:
-        raise ConfigError("prompts.files", given, "must be a list of files; give at least one")
-    files = [file_of("prompts.files", file, base_dir, column, WeightedFile) for file in given]
-    _check_columns(files)
-    return dataclasses.replace(settings, files=tuple(files))
+        raise ConfigError(name, given, "must be a list of files; give at least one")
+    files = tuple(file_of(name, file, base_dir, column, WeightedFile) for file in given)
+    _check_columns(name, files)
+    return files
 
 
 def file_of(
@@ -237,7 +239,13 @@ def _section(name: str, given: Any) -> dict[str, Any]:
     return {"path": given} if isinstance(given, str) else as_mapping(name, given)
 
 
-def _check_columns(files: Sequence[PromptFile], setting: str = "prompts.files") -> None:
+def _require_distinct(setting: str, files: Sequence[WeightedFile]) -> None:
+    named = [file.source for file in files]
+    remedy = "have one name; give each another `name`"
+    require(len(set(named)) == len(named), setting, named, remedy)
+
+
+def _check_columns(setting: str, files: Sequence[PromptFile]) -> None:
     """Check that several files have the same columns; those of datasets are read with them."""
     paths = [file.path for file in files if file.path]
     for path in paths[1:]:
@@ -278,7 +286,7 @@ def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
     names = [str(file) for file in files]
     for part, of_part in zip(parts, names, strict=True):
         _require_alike(name, of_part, _names(part), names[0], _names(parts[0]))
-    return PromptRows(_joined(parts))
+    return PromptRows(_joined(name, parts))
 
 
 def _read(
@@ -344,7 +352,7 @@ def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
     return list(rows[0] if isinstance(rows, list) else rows.column_names)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(setting: str, parts: Sequence[Any]) -> Any:
     """Rows of several files; as Arrow tables if all of them are."""
     import pyarrow as pa
 
@@ -357,4 +365,4 @@ def _joined(parts: Sequence[Any]) -> Any:
         return pa.concat_tables([part.select(parts[0].column_names) for part in parts])
     except ValueError as error:  # as pyarrow's errors are
         remedy = f"have columns of other types: {' '.join(str(error).split())}; make them alike"
-        raise ConfigError("prompts.files", "Parquet files", remedy) from error
+        raise ConfigError(setting, "Parquet files", remedy) from error

@@ -19,6 +19,9 @@ from typing import Any
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment
 
+PROMPT_SUFFIXES = (".parquet", ".jsonl", ".json")
+"""Of files of prompts."""
+
 
 def check_prompts(path: str, base_dir: Path, column: str) -> str:
     """Return the absolute path of a prompts file, after a look at its columns.
@@ -27,7 +30,7 @@ def check_prompts(path: str, base_dir: Path, column: str) -> str:
         ConfigError: If it is missing, of another kind, broken, empty, or without the column.
     """
     file = (base_dir / Path(path).expanduser()).resolve()
-    if file.suffix not in (".parquet", ".jsonl", ".json"):
+    if file.suffix not in PROMPT_SUFFIXES:
         raise ConfigError("prompts", path, "must be a .parquet, .jsonl or .json file")
     if not file.is_file():
         raise ConfigError("prompts", path, f"there is no file {file}; make it or correct the path")
