@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.core.exceptions import APRError, ResourceError, one_line
 from ray_apr.run.model import HUB_ID
 
 _EXPORTED = "checkpoint_*/hf/config.json"
@@ -73,24 +73,27 @@ def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
 
     Raises:
         ConfigError: If there is nothing to push, or no token.
-        ResourceError: If the hub does not take it; it says how to try again.
+        ResourceError: If the card cannot be written, or the hub does not take the model; it says
+            how to try again.
     """
     import huggingface_hub
 
     check_repo("OWNER/NAME", repo)
     check_token("OWNER/NAME", repo)
-    folder = write_card(run_dir)
-    hub = huggingface_hub.HfApi()
     try:
+        folder = write_card(run_dir)
+        hub = huggingface_hub.HfApi()
         hub.create_repo(repo, private=private, exist_ok=True)
         done = hub.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=f"Model of run {run_dir.name}"
         )
+    except APRError:  # which says what to do
+        raise
     except Exception as error:  # its versions have other libraries for the network
         public = "" if private else " --public"
         again = f"python -m ray_apr push {shlex.quote(str(run_dir))} {repo}{public}"
         raise ResourceError(
-            f"{folder} was not taken by the hub: {one_line(error)}; try again with `{again}`"
+            f"the model of {run_dir} was not pushed: {one_line(error)}; try again with `{again}`"
         ) from error
     return str(done.commit_url)
 
@@ -99,5 +102,5 @@ def push_at_end(run_dir: Path, repo: str) -> str:
     """What becomes of a run's model in one line; that it is not taken ends nothing."""
     try:
         return f"model:   {push(run_dir, repo)}"
-    except (ConfigError, ResourceError) as error:
+    except APRError as error:
         return f"model:   not pushed: {error}"

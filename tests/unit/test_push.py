@@ -132,6 +132,16 @@ def test_a_hub_that_does_not_take_it_ends_nothing_and_is_tried_again(run_dir, hu
     assert "no network; try again with" in capsys.readouterr().err
 
 
+def test_a_card_that_cannot_be_written_ends_nothing(run_dir, hub):
+    """known fault: it ended the command of a run that had trained."""
+    (run_dir / "checkpoint_2" / "hf" / "README.md").mkdir()
+    said = push_at_end(run_dir, "org/name")
+    assert "not pushed" in said and f"push {run_dir} org/name`" in said
+    (run_dir / "metrics.jsonl").write_text("no row\n{}\n")
+    assert "metrics.jsonl" in push_at_end(run_dir, "org/name")
+    assert not hub.calls
+
+
 def test_what_cannot_be_pushed_is_refused(run_dir, hub, capsys, monkeypatch):
     with pytest.raises(ConfigError, match="must be a hub id: owner/name"):
         RunFolderSettings(push_to_hub="name")
