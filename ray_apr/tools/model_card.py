@@ -31,7 +31,7 @@ def model_card(run: RunData) -> str:
     Args:
         run: What it recorded; figures that it lacks are left out.
     """
-    base = str(run.config.get("model") or "")
+    base = str(run.config.get("model") or "A model")
     front = ["library_name: transformers", "pipeline_tag: text-generation"]
     front += ["tags:", "- reinforcement-learning", "- ray_apr"]
     if HUB_ID.fullmatch(base):

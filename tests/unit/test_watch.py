@@ -110,6 +110,19 @@ def test_in_a_terminal_the_view_goes_on_until_the_run_ends(folder):
     assert "step 6/40" in console.file.getvalue()
 
 
+def test_a_step_before_the_end_that_no_look_met_is_shown(folder, monkeypatch):
+    """known fault: in a terminal the last look was before the end."""
+
+    def ends_meanwhile(_: Path) -> bool:
+        add_row(folder / "metrics.jsonl", step(5))
+        return False
+
+    monkeypatch.setattr(watch_module, "is_held", ends_meanwhile)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    watch(folder, lambda _: None, console)
+    assert "step 6/40" in console.file.getvalue()
+
+
 def test_a_run_that_nobody_trains_and_that_said_nothing(folder, capsys):
     assert main(["watch", str(folder)]) == 0
     out = capsys.readouterr().out
