@@ -4,10 +4,11 @@
 
 The arithmetic example trains in short steps on two engines, to which a third one comes and from
 which it goes; one of twenty rewards takes seconds; parts are killed, in an order that the seed
-draws. What takes the whole run along when it dies is killed in the first half alone, so that the
-processes of the second half live long. At the end the run is stopped and proved by `verify`, and of
-the second half a slope is fitted for each kind of process, without the first six minutes of each
-one, in which it fills caches and the C library's lists of free memory.
+draws. What takes the whole run along when it dies, the rollout worker and the buffer are killed in
+the first half alone, so that their processes live through the second one. At the end the run is
+stopped and proved by `verify`, and of the second half a slope is fitted for each kind of process,
+without the first six minutes of each one, in which it fills caches and the C library's lists of
+free memory.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from tests.killed_parts import KINDS, SMALL, KilledRun
 from tests.processes import kill_all, marked_environment, wait_until_none
 from tests.watched_processes import Watch
 
-TAKES_ALL_ALONG = ("read task", "train worker", "train controller", "driver")
-"""Parts with which the whole run begins again."""
+LIVES_LONG = (
+    "read task", "train worker", "train controller", "driver", "rollout worker", "buffer",
+)  # fmt: skip
+"""Not killed in the second half: with the first four the whole run begins again."""
 ROOT = Path(__file__).parents[1]
 SLOW_REWARD = ROOT / "tests/slow_reward.py"
 SETTINGS = (
@@ -99,7 +102,7 @@ class Soak:
         self.run.end(LIMIT_S)
 
     def _kill(self, now: float, *, is_second_half: bool) -> None:
-        kinds = [k for k in KINDS if not (is_second_half and k in TAKES_ALL_ALONG)]
+        kinds = [k for k in KINDS if not (is_second_half and k in LIVES_LONG)]
         self._parts = [part for part in self._parts if part in kinds] or self._draw.sample(
             kinds, len(kinds)
         )
