@@ -7,6 +7,7 @@ run: its rows are those of all of its parts.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,21 +154,31 @@ def _prompts(run: Recorded) -> Check:
 def _lengths(run: Recorded) -> Check:
     """What was trained is as long as what was generated, but for groups dropped for their content.
 
-    Two-sample Kolmogorov-Smirnov test.
+    Two-sample Kolmogorov-Smirnov test over the prompts before the first one that is still pending:
+    of those after it the short responses have ended, and the long ones have not.
     """
+    num_prompts, position = run.final.get("num_prompts"), run.final.get("prompts_position")
+    is_told = num_prompts is not None and position is not None
+    decided = min(run.final.get("prompts_pending") or [], default=position) if is_told else math.inf
     by_content = {row["group_id"] for row in run.dropped if row["reason"] in _OF_CONTENT}
-    trained = [row["num_generated"] for row in run.samples]
+
+    def is_compared(group_id: str) -> bool:
+        at = prompt_position(group_id, num_prompts) if is_told else 0
+        return at < decided and group_id not in by_content
+
+    trained = [row["num_generated"] for row in run.samples if is_compared(row["group_id"])]
     generated = [
         row["num_generated"]
         for sample_id, row in run.ended.items()
-        if sample_id.rpartition("-")[0] not in by_content
+        if is_compared(sample_id.rpartition("-")[0])
     ]
+    of = f" of the first {decided} of {position} prompts" if is_told else ""
     if not trained or not generated:
-        return Check("lengths", not trained, "no sample was recorded")
+        return Check("lengths", not trained, f"nothing to compare{of}")
     distance, p = ks_test(trained, generated)
     seen = (
-        f"{np.mean(trained):.1f} tokens trained, {np.mean(generated):.1f} generated on the mean; "
-        f"distance {distance:.3f}, p = {p:.3g}"
+        f"{np.mean(trained):.1f} tokens trained, {np.mean(generated):.1f} generated on the mean"
+        f"{of}; distance {distance:.3f}, p = {p:.3g}"
     )
     return Check("lengths", p > _LEAST_P, seen)
 

@@ -116,12 +116,33 @@ def test_what_was_not_kept_is_found(run, name, seen, damage):
 
 
 def test_long_responses_that_are_not_trained_are_found(run):
-    long = [{"sample_id": f"e0-{n}-0", "num_generated": 60} for n in range(100, 130)]
+    change_final(prompts_position=130, prompts_pending=[])(run)
+    long = [{"sample_id": f"e0-{n}-0", "num_generated": 60} for n in range(13, 43)]
+    dropped = rows(run, "dropped.jsonl")
+    later = [{"group_id": f"e0-{n}", "reason": "stale"} for n in range(13, 130)]
     write(run, "ended.jsonl", [*rows(run, "ended.jsonl"), *long])
+    write(run, "dropped.jsonl", [*dropped, *later])
     assert "p = " in broken(run)["lengths"]
-    filtered = [{"group_id": f"e0-{n}", "reason": "filtered"} for n in range(100, 130)]
-    write(run, "dropped.jsonl", [*rows(run, "dropped.jsonl"), *filtered])
+    filtered = [{**row, "reason": "filtered"} for row in later]
+    write(run, "dropped.jsonl", [*dropped, *filtered])
     assert broken(run) == {}, "a filter may well look at lengths"
+
+
+def test_short_responses_that_end_before_long_ones_are_not_compared(run):
+    """Those of the first prompts that are all over: what came after is still under way in part."""
+    change_final(prompts_position=45, prompts_pending=list(range(13, 45)))(run)
+    short = [{"sample_id": f"e0-{n}-0", "num_generated": 1} for n in range(14, 45)]
+    write(run, "ended.jsonl", [*rows(run, "ended.jsonl"), *short])
+    assert broken(run) == {}
+    seen = {check.name: check.seen for check in verify(run)}["lengths"]
+    assert "of the first 13 of 45 prompts" in seen and "p = 1" in seen
+
+
+def test_a_run_whose_first_prompt_is_pending_has_no_lengths_to_compare(run):
+    change_final(prompts_pending=[0, 13, 14])(run)
+    assert "lengths" not in broken(run)
+    seen = {check.name: check.seen for check in verify(run)}["lengths"]
+    assert seen == "nothing to compare of the first 0 of 15 prompts"
 
 
 def test_a_sample_that_ended_twice_counts_once(run):
