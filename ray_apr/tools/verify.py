@@ -158,12 +158,14 @@ def _lengths(run: Recorded) -> Check:
     of those after it the short responses have ended, and the long ones have not.
     """
     num_prompts, position = run.final.get("num_prompts"), run.final.get("prompts_position")
-    is_told = num_prompts is not None and position is not None
-    decided = min(run.final.get("prompts_pending") or [], default=position) if is_told else math.inf
+    decided, of = math.inf, ""
+    if num_prompts is not None and position is not None:
+        decided = min(run.final.get("prompts_pending") or [], default=position)
+        of = f" of the first {decided} of {position} prompts"
     by_content = {row["group_id"] for row in run.dropped if row["reason"] in _OF_CONTENT}
 
     def is_compared(group_id: str) -> bool:
-        at = prompt_position(group_id, num_prompts) if is_told else 0
+        at = prompt_position(group_id, num_prompts or 0)
         return at < decided and group_id not in by_content
 
     trained = [row["num_generated"] for row in run.samples if is_compared(row["group_id"])]
@@ -172,7 +174,6 @@ def _lengths(run: Recorded) -> Check:
         for sample_id, row in run.ended.items()
         if is_compared(sample_id.rpartition("-")[0])
     ]
-    of = f" of the first {decided} of {position} prompts" if is_told else ""
     if not trained or not generated:
         return Check("lengths", not trained, f"nothing to compare{of}")
     distance, p = ks_test(trained, generated)
