@@ -2,8 +2,9 @@
 
 Invariants, kept by `SampleBuffer`:
     * It holds metadata and ObjectRefs; the payload goes from the rollout worker to the read task.
-    * The batch of step k is chosen after the trainer granted step k, against the policy version of
-      that grant: the staleness bound counts the time in the queue, and holds under any read-ahead.
+    * The batch of step k is chosen against the policy version that trains it, once step k - 1 has
+      its own: the staleness bound counts the time in the queue, and what Ray Data may read ahead is
+      one batch beside that in training.
     * Groups come in whole and leave whole: trained, or evicted with a reason (`stock.Stock`).
     * What it decides is in the journal before anybody hears of it, so that the buffer that follows
       one that died says the same. The end of a step may be told twice; it counts once.
@@ -31,8 +32,9 @@ from ray_apr.data.kept_samples import KeptSamples
 from ray_apr.data.movement import BufferState, Movement, Moves
 from ray_apr.data.resumption import Replayed
 from ray_apr.data.shown import show_evicted, show_trained
+from ray_apr.scheduling.grant import BatchTicket, sample_rows, told_figures
 from ray_apr.scheduling.orders import Order, OrderKind, Orders
-from ray_apr.scheduling.stock import BatchTicket, BufferStats, Stock, sample_rows, told_figures
+from ray_apr.scheduling.stock import BufferStats, Stock
 
 
 class SampleBuffer:
@@ -48,6 +50,7 @@ class SampleBuffer:
         micro_batch_tokens: Token budget of one forward pass.
         mini_batches: Optimizer steps of one batch.
         packed: Whether micro-batches have no padding.
+        num_steps: Steps of the run; None: it has no end.
         config: Time limits.
         recorder: Handle of the recorder; gets a row for each trained sample.
         save_samples: Share of the groups whose texts the recorder gets, too.
@@ -68,6 +71,7 @@ class SampleBuffer:
         micro_batch_tokens: int,
         mini_batches: int = 1,
         packed: bool = False,
+        num_steps: int | None = None,
         config: BufferConfig,
         recorder: Any,
         save_samples: float = 0.0,
@@ -85,6 +89,7 @@ class SampleBuffer:
             micro_batch_tokens=micro_batch_tokens,
             mini_batches=mini_batches,
             packed=packed,
+            num_steps=num_steps,
         )
         self._recorder = recorder
         self._kept = KeptSamples(recorder, save_samples)
@@ -188,7 +193,7 @@ class SampleBuffer:
     async def take(
         self, rank: int, last_step: int | None, told: tuple[Order, ...] = (), *, reader: str = ""
     ) -> BatchTicket | None:
-        """Hand out the granted batch to the stream of `rank`; it may be told twice.
+        """Hand out the next batch to the stream of `rank`; it may be told twice.
 
         Args:
             rank: Whose stream it is.
@@ -219,8 +224,7 @@ class SampleBuffer:
             return self._orders.next_for(len(told), self._stock.next_step(last_step))
 
         def ready() -> bool:
-            grant = self._stock.granted
-            new = grant is not None and bool(grant.groups) and grant.step != last_step
+            new = self._stock.next_batch(last_step) is not None
             return self._closed or self._failure is not None or new or order() is not None
 
         async with self._changed:
@@ -237,7 +241,7 @@ class SampleBuffer:
             self._begun[rank] = reader
             if (due := order()) is not None:
                 return BatchTicket(order=due)
-            ticket = self._stock.hand_out()
+            ticket = self._stock.hand_out(last_step)
         await self._notes.flush()
         return ticket
 
@@ -357,12 +361,12 @@ class SampleBuffer:
         return held
 
     async def _choose(self) -> None:
-        """Evict what is too old and choose the granted batch if it is complete."""
-        grant = self._stock.granted
-        has_batch = grant is not None and bool(grant.groups)
+        """Evict what is too old and choose batches that are complete."""
+        known = {grant.step for grant in self._stock.batches}
         evicted = self._stock.choose()
-        if not has_batch:
-            self._notes.of_batch()
+        for grant in self._stock.batches:
+            if grant.step not in known:
+                self._notes.of_batch(grant)
         self._touch()
         if evicted:
             rows = show_evicted(self._metrics, evicted)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.resumption import Counters
+from ray_apr.scheduling.grant import Grant
 from ray_apr.scheduling.stock import Stock
 
 
@@ -39,11 +40,9 @@ class BufferNotes:
         if grant is not None:
             self._journal.note(granted=[grant.step, grant.policy_version])
 
-    def of_batch(self) -> None:
-        """That step has its batch, if it has."""
-        grant = self._stock.granted
-        if grant is not None and grant.groups:
-            self._journal.note(batch=[grant.step, [group.group_id for group in grant.groups]])
+    def of_batch(self, grant: Grant) -> None:
+        """A step has its batch."""
+        self._journal.note(batch=[grant.step, [group.group_id for group in grant.groups]])
 
     def of_evicted(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Groups were too old; rows are those of the run folder."""
@@ -54,12 +53,14 @@ class BufferNotes:
         self._journal.note(trained=[step, figures])
 
     def begin_epoch(self, epoch: int) -> None:
-        """A checkpoint is taken at this moment; the epoch knows the step that is under way, and the
-        batches of those after it that are trained again: it holds samples that are newer."""
+        """A checkpoint is taken at this moment; the epoch knows the step that is under way, the
+        next one's batch, and those of later ones that are trained again: it holds samples that are
+        newer."""
         self._journal.begin_epoch(epoch)
         self._counted = self._counters()
         self.of_grant()
-        self.of_batch()
+        for grant in self._stock.batches:
+            self.of_batch(grant)
         for step, groups in sorted(self._stock.plan.items()):
             self._journal.note(batch=[step, list(groups)])
 

@@ -1,8 +1,9 @@
 """The sample buffer as an endless Ray Data stream: one dataset a rank, one row a step.
 
 Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
-`SampleBuffer.take` until the trainer has granted the step, and only then is the batch chosen. What
-is handed out for step k is therefore chosen against policy version k, whatever Ray Data does.
+`SampleBuffer.take` until a batch is chosen, which that of step k + 1 is while step k trains, and no
+later one. So it is read and fetched behind the step. What is handed out for step k is chosen
+against policy version k, whatever Ray Data does.
 A row without a batch is an order (`scheduling.orders`): `order_of` reads it.
 
 Ray Data starts a read task again whose process has died. Its stream would begin anew, and a step be
@@ -30,7 +31,7 @@ from ray_apr.data.parts import RESTART_LIMIT_S, Part, PartName
 from ray_apr.scheduling.orders import Order, OrderKind
 
 if TYPE_CHECKING:
-    from ray_apr.scheduling.stock import BatchTicket
+    from ray_apr.scheduling.grant import BatchTicket
 
 _ORDER = "order"
 """Column that rows without a batch have alone."""
@@ -39,7 +40,7 @@ _PAUSE_S = 0.5
 
 
 class SampleBufferDatasource(Datasource):
-    """Batches of one train rank, as they are granted.
+    """Batches of one train rank, as they are chosen.
 
     Args:
         buffer: Name of the `SampleBuffer` actor.
@@ -75,9 +76,9 @@ class SampleBufferDatasource(Datasource):
 def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Table]:
     """Yield a table of one row for each step, and for each order, until the buffer is closed.
 
-    Consumes: the buffer's tickets. Waits for: the grant of the next step and a full batch, then its
-    samples. Unblocked by: the buffer (grant, group, close, failure), at the latest by its time
-    limit; `RESTART_LIMIT_S` for samples that are lost. Produces: a row.
+    Consumes: the buffer's tickets. Waits for: a full batch of the next step, then its samples.
+    Unblocked by: the buffer (grant, group, close, failure), at the latest by its time limit;
+    `RESTART_LIMIT_S` for samples that are lost. Produces: a row.
 
     Raises:
         ResourceError: If samples of a batch are lost, and do not come again.

@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray_apr.core.exceptions import one_line
 
 if TYPE_CHECKING:
-    from ray_apr.scheduling.stock import Grant
+    from ray_apr.scheduling.grant import Grant
 
 logger = logging.getLogger(__name__)
 

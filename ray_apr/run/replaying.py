@@ -36,7 +36,8 @@ from ray_apr.run.journals import journal_of, with_journal
 from ray_apr.run.ranks import RANKS_FILE
 from ray_apr.run.resume import begin_with, kept_checkpoints
 from ray_apr.run.training import what_is_trained
-from ray_apr.scheduling.stock import Stock, sample_rows, told_figures
+from ray_apr.scheduling.grant import sample_rows, told_figures
+from ray_apr.scheduling.stock import Stock
 from ray_apr.train.replay import Steps, train_again
 from ray_apr.train.spec import LearnerSpec
 

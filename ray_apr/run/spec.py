@@ -94,6 +94,7 @@ class RunSpec(Sections):
             "micro_batch_tokens": self.train.micro_batch_tokens,
             "mini_batches": self.train.mini_batches,
             "packed": self.train.packs("cuda" if self.scaling.use_gpu else "cpu"),
+            "num_steps": self.train.num_steps,
         }
 
     @property

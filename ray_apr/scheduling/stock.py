@@ -1,10 +1,12 @@
-"""The buffer's stock: groups that wait, the batch of the granted step, and where tokens went.
+"""The buffer's stock: groups that wait, batches of two steps at most, and where tokens went.
 
 Invariants, kept by `Stock`:
-    * A group is on the shelf, in the batch of the granted step, or gone: trained or evicted.
-    * A batch is chosen against the version of its grant, and listed in an order that depends on its
-      groups alone, not on which of them was scored first. A step of a run that has begun again gets
-      the batch that it had before (`go_on`).
+    * A group is on the shelf, in the batch of the granted step or the next one, or gone: trained or
+      evicted.
+    * A batch is chosen against the version that trains it, and listed in an order that depends on
+      its groups alone, not on which of them was scored first: that of the step after the granted
+      one as soon as the granted one has its own, as its version is known, too. A step of a run that
+      has begun again gets the batch that it had before (`go_on`).
     * Each generated token that came in is in one place of its ledger (invariant 1): buffered, then
       trained or discarded, as stale with its whole group or as masked beside newer ones.
 
@@ -13,8 +15,6 @@ Pure: no I/O, no clock, no ray, no torch.
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +23,13 @@ from ray_apr.config import OnStale
 from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.core.group import GroupMeta, SampleMeta
 from ray_apr.core.ledger import LedgerSnapshot, TokenLedger
-from ray_apr.core.staleness import next_version, oldest_trainable, staleness
-from ray_apr.core.user import MAX_REWARD_METRICS
+from ray_apr.core.staleness import next_version, oldest_trainable
 from ray_apr.scheduling.batch import BatchPlan, plan_batch
-from ray_apr.scheduling.orders import Order
+from ray_apr.scheduling.grant import BatchTicket, Grant
 from ray_apr.scheduling.shelf import Shelf
 
 _MOST_GONE = 1 << 14
 """More groups than leave the buffer while a call of the rollout worker is made again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTicket:
-    """The batch of one step, or what comes before it; without either the stream has ended."""
-
-    plan: BatchPlan | None = None
-    order: Order | None = None
-    """What all ranks do before the batch."""
-    refs: tuple[Any, ...] = ()
-    """ObjectRef of each group's samples, in the plan's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +49,6 @@ class BufferStats:
     """Groups that are neither trained nor evicted."""
 
 
-@dataclass(slots=True)
-class Grant:
-    """A step that the trainer asked for, and its batch once there is one."""
-
-    step: int
-    policy_version: int
-    oldest_version: int
-    """Version of the oldest token that enters the loss of the step."""
-    granted_at: float
-    groups: tuple[GroupMeta, ...] = ()
-    """The batch, in order of the ids; empty until it was chosen."""
-    refs: tuple[Any, ...] = ()
-    """Payload of each group."""
-    num_samples: int = 0
-    ticket: BatchTicket | None = None
-    """Made when it is first handed out."""
-
-
 class Stock:
     """What the buffer holds, and what became of the rest.
 
@@ -90,6 +60,7 @@ class Stock:
         micro_batch_tokens: Token budget of one forward pass.
         mini_batches: Optimizer steps of one batch.
         packed: Whether micro-batches have no padding.
+        num_steps: Steps of the run, after which no batch is chosen; None: it has no end.
     """
 
     def __init__(
@@ -102,6 +73,7 @@ class Stock:
         micro_batch_tokens: int,
         mini_batches: int = 1,
         packed: bool = False,
+        num_steps: int | None = None,
     ) -> None:
         self._batch_size = batch_size
         self._max_staleness = max_staleness
@@ -110,6 +82,7 @@ class Stock:
         self._micro_batch_tokens = micro_batch_tokens
         self._mini_batches = mini_batches
         self._packed = packed
+        self._num_steps = num_steps
         self._shelf = Shelf(batch_size=batch_size, max_staleness=max_staleness, on_stale=on_stale)
         self._refs: dict[str, Any] = {}
         """Payload of each group on the shelf."""
@@ -128,6 +101,8 @@ class Stock:
         self._trained_samples = self._evicted_samples = 0
         self.granted: Grant | None = None
         """The step that the trainer waits for or trains."""
+        self._next: Grant | None = None
+        """The one after it, once the granted one has its batch."""
         self.num_received = 0
         """Samples ever put in."""
         self.trainer_version: int | None = None
@@ -142,7 +117,12 @@ class Stock:
     @property
     def num_buffered(self) -> int:
         """Samples neither trained nor evicted, those of the step in training included."""
-        return self.num_waiting + (0 if self.granted is None else self.granted.num_samples)
+        return self.num_waiting + sum(grant.num_samples for grant in self.batches)
+
+    @property
+    def batches(self) -> tuple[Grant, ...]:
+        """The steps that have their batch, and do not end yet: none, one or two."""
+        return tuple(g for g in (self.granted, self._next) if g is not None and g.groups)
 
     def put(self, samples: Sequence[SampleMeta], ref: Any) -> None:
         """Take a whole, scored group, if it has not come yet: who puts it may not have heard that
@@ -170,9 +150,9 @@ class Stock:
             self._shelve(group, ref)
 
     def _holds(self, group_id: str) -> bool:
-        batch = () if self.granted is None else self.granted.groups
         is_waiting = group_id in self._refs or group_id in self._planned
-        return is_waiting or any(group.group_id == group_id for group in batch)
+        batches = (group for grant in self.batches for group in grant.groups)
+        return is_waiting or any(group.group_id == group_id for group in batches)
 
     def go_on(self, plan: Mapping[int, Sequence[str]]) -> None:
         """Give steps the batches that they had before, once their groups are here.
@@ -190,10 +170,18 @@ class Stock:
         return self._unfinished != known
 
     def grant(self, step: int, policy_version: int, now: float) -> None:
-        """The trainer is ready for `step`; a batch that was not trained comes back first."""
+        """The trainer is ready for `step`, whose batch may be there; one of a step that was not
+        trained comes back first."""
+        ahead = self._next if self.granted is None else None
+        if ahead is not None and (ahead.step, ahead.policy_version) == (step, policy_version):
+            self.granted, self._next, ahead.granted_at = ahead, None, now
+            return
         self.return_untrained()
+        self.granted = self._grant_of(step, policy_version, now)
+
+    def _grant_of(self, step: int, policy_version: int, now: float) -> Grant:
         oldest = oldest_trainable(policy_version, self._max_staleness)
-        self.granted = Grant(step, policy_version, oldest, now)
+        return Grant(step, policy_version, oldest, now)
 
     def awaits_batch_of(self, step: int) -> bool:
         """Whether groups of a step are to come that had its batch before (`go_on`)."""
@@ -202,10 +190,14 @@ class Stock:
     @property
     def open_step(self) -> int | None:
         """The first step whose batch no reader can have got; None before the first grant."""
-        grant = self.granted
-        if grant is None:
+        if self.granted is None:
             return None
-        return grant.step + (bool(grant.groups) or self.awaits_batch_of(grant.step))
+        first = self.granted.step
+        taken = {grant.step for grant in self.batches}
+        taken |= {step for step in (first, first + 1) if self.awaits_batch_of(step)}
+        while first in taken:
+            first += 1
+        return first
 
     def next_step(self, last_step: int | None) -> int | None:
         """Step of the batch that a reader gets next; None before the first grant.
@@ -213,14 +205,34 @@ class Stock:
         Args:
             last_step: Of its last batch, None before that; it may have got it of another buffer.
         """
-        grant = self.granted
-        return None if grant is None else grant.step + (grant.step == last_step)
+        if self.granted is None:
+            return None
+        return self.granted.step if last_step is None else max(self.granted.step, last_step + 1)
+
+    def next_batch(self, last_step: int | None) -> Grant | None:
+        """The step whose batch a reader gets next, if it is there."""
+        step = self.next_step(last_step)
+        return next((grant for grant in self.batches if grant.step == step), None)
 
     def choose(self) -> tuple[GroupMeta, ...]:
-        """Choose the granted batch if it is complete; returns the groups that were evicted."""
-        grant = self.granted
-        if grant is None or grant.groups:
-            return ()
+        """Choose the granted batch and the one after it, each if it is complete; returns the groups
+        that were evicted."""
+        evicted: tuple[GroupMeta, ...] = ()
+        if self.granted is not None and not self.granted.groups:
+            evicted += self._choose_for(self.granted)
+        self._next = self._next or self._grant_after(self.granted)
+        if self._next is not None and not self._next.groups:
+            evicted += self._choose_for(self._next)
+        return evicted
+
+    def _grant_after(self, grant: Grant | None) -> Grant | None:
+        """The step after one that has its batch, if there is one."""
+        if grant is None or not grant.groups or grant.step + 1 == self._num_steps:
+            return None
+        version = next_version(grant.policy_version)
+        return self._grant_of(grant.step + 1, version, grant.granted_at)
+
+    def _choose_for(self, grant: Grant) -> tuple[GroupMeta, ...]:
         if grant.step in self.plan:
             self._choose_again(grant)
             return ()
@@ -232,19 +244,23 @@ class Stock:
             self._ledger.discard(group.num_generated, "buffered", "stale")
         if selection.chosen:
             refs = {group.group_id: self._refs.pop(group.group_id) for group in selection.chosen}
-            _fill(grant, [(group, refs[group.group_id]) for group in selection.chosen])
+            grant.fill([(group, refs[group.group_id]) for group in selection.chosen])
         return selection.evicted
 
     def _choose_again(self, grant: Grant) -> None:
         wanted = self.plan[grant.step]
         if all(group in self._planned for group in wanted):
-            _fill(grant, [self._planned.pop(group) for group in wanted])
+            grant.fill([self._planned.pop(group) for group in wanted])
             del self.plan[grant.step]
 
-    def hand_out(self) -> BatchTicket:
-        """The granted batch, for one of its readers; without a plan if there is none."""
-        grant = self.granted
-        if grant is None or not grant.groups:
+    def hand_out(self, last_step: int | None = None) -> BatchTicket:
+        """The next batch of a reader; without a plan if there is none.
+
+        Args:
+            last_step: Of its last batch; None before that.
+        """
+        grant = self.next_batch(last_step)
+        if grant is None:
             return BatchTicket()
         grant.ticket = grant.ticket or BatchTicket(plan=self._plan(grant), refs=grant.refs)
         self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
@@ -281,9 +297,9 @@ class Stock:
         return grant
 
     def return_untrained(self) -> None:
-        """Put the batch of a step that never ended back on the shelf, e.g. after a restart."""
-        grant, self.granted = self.granted, None
-        if grant is not None:
+        """Put the batches of steps that never ended back on the shelf, e.g. after a restart."""
+        untrained, self.granted, self._next = self.batches, None, None
+        for grant in untrained:
             for group, ref in zip(grant.groups, grant.refs, strict=True):
                 self._shelve(group, ref)
                 self._handed_out.pop(group.group_id, None)
@@ -292,8 +308,8 @@ class Stock:
         """Groups that are neither trained nor evicted, with their payload, in order of arrival."""
         held = [(group, self._refs[group.group_id]) for group in self._shelf]
         held += self._planned.values()
-        if self.granted is not None:
-            held += zip(self.granted.groups, self.granted.refs, strict=True)
+        for grant in self.batches:
+            held += zip(grant.groups, grant.refs, strict=True)
         return sorted(held, key=lambda pair: pair[0].sequence)
 
     def stats(self) -> BufferStats:
@@ -336,65 +352,3 @@ class Stock:
             mini_batches=self._mini_batches,
             packed=self._packed,
         )
-
-
-def _fill(grant: Grant, chosen: Sequence[tuple[GroupMeta, Any]]) -> None:
-    """Give a granted step its batch."""
-    ordered = sorted(chosen, key=lambda pair: pair[0].group_id)
-    grant.groups = tuple(group for group, _ in ordered)
-    grant.refs = tuple(ref for _, ref in ordered)
-    grant.num_samples = sum(len(group.samples) for group in grant.groups)
-
-
-def reward_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean, least and greatest of each figure of a batch's rewards, over the samples that have it.
-
-    Args:
-        metrics: `RewardResult.metrics` of each sample. Names beyond `MAX_REWARD_METRICS` are left
-            out, the last of the alphabet first.
-
-    Example:
-        >>> reward_figures([{"form": 1.0}, {"form": 0.0}, {}])
-        {'reward/form_mean': 0.5, 'reward/form_min': 0.0, 'reward/form_max': 1.0}
-    """
-    names = sorted({name for found in metrics for name in found})[:MAX_REWARD_METRICS]
-    figures: dict[str, float] = {}
-    for name in names:
-        values = [found[name] for found in metrics if name in found]
-        figures[f"reward/{name}_mean"] = statistics.fmean(values)
-        figures[f"reward/{name}_min"] = min(values)
-        figures[f"reward/{name}_max"] = max(values)
-    return figures
-
-
-def told_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a trainer is told of a step that it has trained.
-
-    Args:
-        rows: Of `sample_rows`.
-
-    Returns:
-        Figures of what rewards told beside their number (see `reward_figures`), and the turns of
-        the samples together.
-    """
-    turns: dict[str, float] = {"num_turns": sum(row["num_turns"] for row in rows)}
-    return turns | reward_figures([row["reward_metrics"] for row in rows])
-
-
-def sample_rows(grant: Grant) -> list[dict[str, Any]]:
-    """A row of the run folder for each sample of a step that was trained.
-
-    A sample without any token in the loss has no staleness.
-    """
-    rows = []
-    for sample in (sample for group in grant.groups for sample in group.samples):
-        version = sample.trained_version(grant.oldest_version)
-        trained = sample.trainable_tokens(grant.oldest_version)
-        row = {
-            "step": grant.step,
-            "staleness": None if version is None else staleness(grant.policy_version, version),
-            "num_generated": sample.num_generated,
-            "num_masked_tokens": sample.num_generated - trained,
-        }
-        rows.append(row | dataclasses.asdict(sample))
-    return rows

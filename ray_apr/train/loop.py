@@ -1,15 +1,15 @@
 """The loop of a train worker.
 
     grant(k) ─► row k (Ray Data) ─► train_step ─► ack(k), grant(k+1) ─► weight sync ─► report ─┐
-       ▲                                             └ read while the weights move             │
+       ▲                               └ row k+1 is chosen and read                             │
        └────────────────────────────────────────────────────────────────────────────────────────┘
 
 With ``overlap_sync`` the sync only gathers here; what it gathered travels during the next steps.
 The report of a checkpoint only copies here; what it copied is written during the next steps.
 
 Invariants:
-    * The batch of step k was chosen after rank 0 granted step k at the current policy version;
-      every rank checks the tokens that it trains against the staleness bound again.
+    * The batch of step k was chosen for the policy version that trains it; every rank checks the
+      tokens that it trains against the staleness bound again.
     * The policy version rises by one with each batch, whatever its mini-batches and epochs, on all
       ranks together.
     * An order in a rank's stream (`scheduling.orders`) is in those of all others, before the same
@@ -187,7 +187,7 @@ class _TrainLoop:
         is_last = self._progress.step == self._train.num_steps
         rewards: Mapping[str, float] = {}
         if self._control is not None:
-            # granted before the sync: Ray Data reads the next batch while the weights move
+            # before the sync: where the next batch was not there yet, it is read behind that
             rewards = self._control.end_step(done.step, None if is_last else version)
         row: dict[str, Any] = {
             "step": done.step,

@@ -30,7 +30,7 @@ class FakeRecorder:
 
 def make(
     *, batch_size=4, max_staleness=1, on_stale="evict", num_ranks=1, recorder=None, journal=None,
-    **config,
+    num_steps=None, **config,
 ):  # fmt: skip
     recorder = recorder or FakeRecorder()
     buffer = SampleBuffer(
@@ -39,6 +39,7 @@ def make(
         on_stale=on_stale,
         num_ranks=num_ranks,
         micro_batch_tokens=64,
+        num_steps=num_steps,
         config=BufferConfig(**{"poll_timeout_s": 0.05, **config}),
         recorder=recorder,
         journal=journal,
@@ -120,17 +121,67 @@ async def test_ack_and_the_next_grant_are_one_call():
 
 
 async def test_every_rank_gets_the_same_step_once_and_read_ahead_stays_one_batch():
+    """The batch of the next step is there while this one trains, and no later one."""
     buffer, _ = make(num_ranks=2)
-    for name in "abcdef":
+    for name in "abcdefgh":
         await put(buffer, name, 0)
     await buffer.grant(0, 0)
     first, second = [await buffer.take(rank, None) for rank in (0, 1)]
     assert first is second
-    assert await buffer.take(0, 0) is None, "step 1 is not granted: nothing is read ahead"
+    ahead = await buffer.take(0, 0)
+    assert (ahead.plan.step, ahead.plan.policy_version, ahead.plan.oldest_version) == (1, 1, 0)
+    assert await buffer.take(0, 1) is None, "step 2 is two ahead"
     await buffer.ack(0)
     await buffer.grant(1, 1)
-    assert (await buffer.take(0, 0)).plan.step == 1
-    assert (await buffer.stats()).read_ahead_max == 4
+    assert await buffer.take(1, 0) is ahead
+    assert (await buffer.stats()).read_ahead_max == 8
+
+
+async def test_a_batch_ahead_is_of_the_version_that_trains_it():
+    """What is within the bound now, and will not be at the next step, is not in its batch."""
+    buffer, _ = make()
+    for name, version in (("a", 4), ("b", 4), ("c", 4), ("d", 5), ("e", 5)):
+        await put(buffer, name, version)
+    await buffer.grant(5, 5)
+    assert (await buffer.take(0, None)).refs == ("ref-a", "ref-b")
+    assert (await buffer.take(0, 5)).refs == ("ref-d", "ref-e")
+    stats = await buffer.stats()
+    assert (stats.evicted_samples, stats.buffered_samples) == (2, 8), "c is too old for step 6"
+    await buffer.ack(5, 6)
+    await buffer.ack(6, 7)
+    stats = await buffer.stats()
+    assert (stats.trained_samples, stats.buffered_samples) == (8, 0)
+
+
+async def test_after_the_last_step_no_batch_is_chosen():
+    buffer, _ = make(num_steps=2)
+    for name in "abcdef":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    for last_step in (None, 0):
+        assert (await buffer.take(0, last_step)).plan is not None
+    assert await buffer.take(0, 1) is None
+    await buffer.ack(0, 1)
+    await buffer.ack(1)
+    stats = await buffer.stats()
+    assert (stats.buffered_samples, stats.evicted_samples, stats.held_groups) == (4, 0, ("e", "f"))
+
+
+async def test_a_batch_that_was_ahead_comes_back_with_that_before_it():
+    buffer, _ = make(max_staleness=2)
+    for name in "abcd":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    await buffer.take(0, None, reader="one")
+    assert (await buffer.stats()).held_groups == tuple("abcd")
+    assert (await buffer.watch(-1)).num_buffered == 8
+    await buffer.grant(0, 0)  # it has not heard the answer
+    assert (await buffer.take(0, 0, reader="one")).refs == ("ref-c", "ref-d")
+    await buffer.grant(1, 1)  # a trainer that begins again
+    assert (await buffer.take(0, None, reader="other")).refs == ("ref-a", "ref-b")
+    await buffer.close()
+    stats = await buffer.stats()
+    assert (stats.held_groups, stats.trained_samples) == (tuple("abcd"), 0)
 
 
 async def test_a_reader_that_ray_data_starts_again_is_refused():
@@ -300,7 +351,7 @@ async def test_close_ends_the_streams():
 
 async def test_a_group_comes_in_once_however_often_it_is_told():
     """Who puts it asks again where it has not heard the answer, as a connection broke."""
-    buffer, _ = make(max_staleness=0)
+    buffer, _ = make(max_staleness=0, num_steps=2)
     for name, version in (("a", 1), ("b", 1), ("c", 0), ("d", 1)):
         for _ in range(2):
             await put(buffer, name, version)
@@ -445,7 +496,7 @@ async def test_what_is_unfinished_still_is_no_change():
 
 
 async def test_a_step_that_is_granted_twice_keeps_its_batch():
-    buffer, _ = make()
+    buffer, _ = make(num_steps=2)
     for name in "bc":
         await put(buffer, name, 1)
     await buffer.grant(1, 1)

@@ -10,7 +10,7 @@ from ray.exceptions import ObjectLostError
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.data import datasource as module
 from ray_apr.data.parts import PartName
-from ray_apr.scheduling.stock import BatchTicket
+from ray_apr.scheduling.grant import BatchTicket
 from tests.fakes import FakeClock
 
 

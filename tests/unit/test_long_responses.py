@@ -174,8 +174,9 @@ def test_a_gate_that_is_closed_for_an_hour_ends_nothing(monkeypatch, partial):
                 reader = asyncio.create_task(read_ahead(run.buffer, batches))
                 await run.buffer.grant(0, 0)
                 for step in range(3):
-                    await asyncio.sleep(3_600.0)  # the gate; the reader has the batch, and goes on
-                    assert not reader.done() and batches.qsize() == 1
+                    # the gate; the reader has the batch, perhaps the next one, and goes on
+                    await asyncio.sleep(3_600.0)
+                    assert not reader.done() and 1 <= batches.qsize() <= 2
                     assert (await batches.get()).plan.step == step
                     await run.buffer.ack(step, step + 1)
                     await run.sync(step + 1)

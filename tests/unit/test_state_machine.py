@@ -155,6 +155,7 @@ class APRMachine(RuleBasedStateMachine):
         """Samples that wait for their reward; some may have been dropped meanwhile."""
         self.on_the_way: deque[Arrival] = deque()
         self.buffer: dict[str, Arrival] = {}
+        self.ahead: list[Arrival] = []
         self.buffer_ledger = TokenLedger()
         self.reports: deque[dict[str, int]] = deque()
         self.num_received = self.tokens_delivered = 0
@@ -280,7 +281,7 @@ class APRMachine(RuleBasedStateMachine):
     def begin_again(self) -> None:
         """The rollout side goes on with its checkpoint, in new processes; no call outlives them."""
         before, ledger = self.live, self.scheduler.live.ledger.snapshot()
-        groups = [*self.buffer.values(), *self.on_the_way]
+        groups = [*self.ahead, *self.buffer.values(), *self.on_the_way]
         handed_over = tuple(arrival.samples for arrival in groups)
         state = dataclasses.replace(self.scheduler.state(), handed_over=handed_over)
         self.make_pipeline()
@@ -503,7 +504,7 @@ class APRMachine(RuleBasedStateMachine):
     @rule()
     def report(self) -> None:
         in_training = self.training if self.phase in ("training", "synced") else []
-        groups = [*self.buffer.values(), *in_training]
+        groups = [*self.buffer.values(), *self.ahead, *in_training]
         self.reports.append(
             {
                 "num_buffered": self.group_size * len(groups),
@@ -518,20 +519,25 @@ class APRMachine(RuleBasedStateMachine):
         self.scheduler.on_buffer_counts(**self.reports.popleft())
 
     def select(self) -> None:
-        if self.phase != "granted":
-            return
-        selection = self.shelf.select(self.trainer_version, self.scheduler.live.num_by_version)
+        """Choose the batch of a granted step, and while it trains that of the next one."""
+        if self.phase == "granted":
+            self.training, self.ahead = self.ahead or self.chosen_at(self.trainer_version), []
+            if self.training:
+                self.phase = "training"
+                self.check_batch()
+        if self.phase not in ("idle", "granted") and not self.ahead:
+            self.ahead = self.chosen_at(self.trainer_version + (self.phase != "acked"))
+
+    def chosen_at(self, version: int) -> list[Arrival]:
+        selection = self.shelf.select(version, self.scheduler.live.num_by_version)
         for meta in selection.evicted:
             masks = self.config.on_stale == "mask"
             judged = meta.newest_version if masks else meta.oldest_version
-            assert self.trainer_version - judged > self.eta
+            assert version - judged > self.eta
             self.buffer_ledger.discard(
                 self.buffer.pop(meta.group_id).num_tokens, "buffered", "stale"
             )
-        if selection.chosen:
-            self.training = [self.buffer.pop(m.group_id) for m in selection.chosen]
-            self.phase = "training"
-            self.check_batch()
+        return [self.buffer.pop(m.group_id) for m in selection.chosen]
 
     def check_batch(self) -> None:
         """Invariants 2, 4 and 5, on what trains."""
@@ -639,7 +645,7 @@ class APRMachine(RuleBasedStateMachine):
     def num_untrained(self) -> int:
         """Samples handed over that no finished step has trained: a step ends with its sync."""
         training = self.training if self.phase in ("training", "acked") else []
-        groups = len(self.on_the_way) + len(self.buffer) + len(training)
+        groups = sum(map(len, (self.on_the_way, self.buffer, self.ahead, training)))
         return groups * self.group_size
 
     @invariant()
@@ -654,7 +660,7 @@ class APRMachine(RuleBasedStateMachine):
         assert worker.interrupted == held
         assert worker.pending == sum(s.num_generated for s in live) - held
         training = self.training if self.phase in ("training", "synced") else []
-        in_buffer = [*self.buffer.values(), *training]
+        in_buffer = [*self.buffer.values(), *self.ahead, *training]
         assert buffer.buffered == sum(a.num_tokens for a in in_buffer)
 
     def admission_keeps_its_bounds(self) -> None:

@@ -31,7 +31,7 @@ from ray_apr.run.trained_samples import (
     table_of,
     write_step,
 )
-from ray_apr.scheduling.stock import Grant, sample_rows
+from ray_apr.scheduling.grant import Grant, sample_rows
 from ray_apr.tools.report import browser
 from ray_apr.tools.report.html import write_report
 from ray_apr.tools.samples import Piece, as_text, pieces_of, select, tokenizer_of

@@ -30,9 +30,10 @@ from ray_apr.core.messages import Generation
 from ray_apr.core.sample import Prompt
 from ray_apr.core.staleness import next_version
 from ray_apr.core.user import RewardResult
+from ray_apr.scheduling.grant import Grant
 from ray_apr.scheduling.live import LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
-from ray_apr.scheduling.stock import Grant, Stock
+from ray_apr.scheduling.stock import Stock
 from ray_apr.tools.simulator.cluster import ClusterConfig
 from ray_apr.tools.simulator.fleet import Blank, Fleet
 from ray_apr.tools.simulator.outcome import Outcome
@@ -85,6 +86,7 @@ class Simulation:
             on_stale=config.on_stale,
             num_ranks=1,
             micro_batch_tokens=1,  # nobody asks for the plan of a batch
+            num_steps=cluster.steps,
         )
         self._groups: dict[str, TraceGroup] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -266,16 +268,15 @@ class Simulation:
         self._stock.grant(self._step, self._version, self._now)
 
     def _choose(self) -> None:
-        """Begin the next step if its batch is there."""
-        grant = self._stock.granted
-        if grant is None or grant.groups:
-            return
+        """Choose batches that are there, and begin the next step if it has its own."""
         if self._config.on_stale == "wait":
             self._stock.set_unfinished(self._scheduler.live.num_by_version)
         evicted = self._stock.choose()
-        if grant.groups:
+        grant = self._stock.granted
+        begins = grant is not None and grant.groups and self._training is None
+        if grant is not None and begins:
             self._begin_step(grant)
-        if grant.groups or evicted:
+        if begins or evicted:
             self._tell_buffered()
 
     def _begin_step(self, grant: Grant) -> None:
