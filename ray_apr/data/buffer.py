@@ -2,9 +2,9 @@
 
 Invariants, kept by `SampleBuffer`:
     * It holds metadata and ObjectRefs; the payload goes from the rollout worker to the read task.
-    * The batch of step k is chosen against the policy version that trains it, once step k - 1 has
-      its own: the staleness bound counts the time in the queue, and what Ray Data may read ahead is
-      one batch beside that in training.
+    * The batch of step k is chosen against the policy version that trains it, shortly before step
+      k - 1 ends: the staleness bound counts the time in the queue. Ray Data may read that one
+      ahead, and no later one.
     * Groups come in whole and leave whole: trained, or evicted with a reason (`stock.Stock`).
     * What it decides is in the journal before anybody hears of it, so that the buffer that follows
       one that died says the same. The end of a step may be told twice; it counts once.
@@ -228,11 +228,14 @@ class SampleBuffer:
             return self._closed or self._failure is not None or new or order() is not None
 
         async with self._changed:
+            due_s = self._stock.next_in_s(time.monotonic())
             try:
-                async with asyncio.timeout(self._config.poll_timeout_s):
+                async with asyncio.timeout(min(self._config.poll_timeout_s, due_s)):
                     await self._changed.wait_for(ready)
             except TimeoutError:
-                if not self._is_starved():
+                if self._stock.next_in_s(time.monotonic()) == 0:
+                    await self._choose()
+                if not ready() and not self._is_starved():
                     return None
             if self._failure is not None:
                 raise self._failure
@@ -281,7 +284,7 @@ class SampleBuffer:
         rows = sample_rows(batch)
         await self._recorder.record_many.remote("sample", rows)  # which takes a step once
         await self._kept.keep(batch, rows)
-        self._stock.end_step(step)
+        self._stock.end_step(step, time.monotonic())
         self._ended = (step, told_figures(rows))
         self._notes.of_trained(*self._ended)
         if next_policy_version is not None:
@@ -363,7 +366,7 @@ class SampleBuffer:
     async def _choose(self) -> None:
         """Evict what is too old and choose batches that are complete."""
         known = {grant.step for grant in self._stock.batches}
-        evicted = self._stock.choose()
+        evicted = self._stock.choose(time.monotonic())
         for grant in self._stock.batches:
             if grant.step not in known:
                 self._notes.of_batch(grant)

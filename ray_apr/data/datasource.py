@@ -1,8 +1,8 @@
 """The sample buffer as an endless Ray Data stream: one dataset a rank, one row a step.
 
 Ray Data reads ahead as far as it may, so the buffer holds it back: the read task waits in
-`SampleBuffer.take` until a batch is chosen, which that of step k + 1 is while step k trains, and no
-later one. So it is read and fetched behind the step. What is handed out for step k is chosen
+`SampleBuffer.take` until a batch is chosen, which that of step k + 1 is shortly before step k ends,
+and no later one. So it is read and fetched behind the step. What is handed out for step k is chosen
 against policy version k, whatever Ray Data does.
 A row without a batch is an order (`scheduling.orders`): `order_of` reads it.
 

@@ -312,7 +312,7 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
     version, batches = begin.policy_version, []
     for number in sorted(plan):
         stock.grant(number, version, 0.0)
-        stock.choose()
+        stock.choose(0.0)
         ticket = stock.hand_out()
         assert ticket.plan is not None, "all groups of the plan are there"
         payload = dict(enumerate(ticket.refs))
@@ -322,7 +322,7 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
             Batch(
                 rows=tuple(ticket.plan.rank_batch(rank, payload).to_row() for rank in ranks),
                 samples=tuple(by_id[meta.sample_id] for meta in ticket.plan.samples),
-                told=told_figures(sample_rows(stock.end_step(number))),
+                told=told_figures(sample_rows(stock.end_step(number, 0.0))),
             )
         )
         version = next_version(version)

@@ -40,6 +40,8 @@ class Grant:
     oldest_version: int
     """Version of the oldest token that enters the loss of the step."""
     granted_at: float
+    ready_at: float = 0.0
+    """When it was granted and had its batch."""
     groups: tuple[GroupMeta, ...] = ()
     """The batch, in order of the ids; empty until it was chosen."""
     refs: tuple[Any, ...] = ()

@@ -4,9 +4,10 @@ Invariants, kept by `Stock`:
     * A group is on the shelf, in the batch of the granted step or the next one, or gone: trained or
       evicted.
     * A batch is chosen against the version that trains it, and listed in an order that depends on
-      its groups alone, not on which of them was scored first: that of the step after the granted
-      one as soon as the granted one has its own, as its version is known, too. A step of a run that
-      has begun again gets the batch that it had before (`go_on`).
+      its groups alone, not on which of them was scored first. That of the step after the granted
+      one, whose version is known, too, is chosen `LEAD_S` before the granted one ends, as long as
+      the last step took: then it is there in time, and groups that come late are not yet too old.
+      A step of a run that has begun again gets the batch that it had before (`go_on`).
     * Each generated token that came in is in one place of its ledger (invariant 1): buffered, then
       trained or discarded, as stale with its whole group or as masked beside newer ones.
 
@@ -15,6 +16,7 @@ Pure: no I/O, no clock, no ray, no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from ray_apr.scheduling.batch import BatchPlan, plan_batch
 from ray_apr.scheduling.grant import BatchTicket, Grant
 from ray_apr.scheduling.shelf import Shelf
 
+LEAD_S = 2.0
+"""More than a batch takes from its choice to the train workers."""
 _MOST_GONE = 1 << 14
 """More groups than leave the buffer while a call of the rollout worker is made again."""
 
@@ -102,7 +106,9 @@ class Stock:
         self.granted: Grant | None = None
         """The step that the trainer waits for or trains."""
         self._next: Grant | None = None
-        """The one after it, once the granted one has its batch."""
+        """The one after it, once its batch may be chosen."""
+        self._step_s = 0.0
+        """From the moment that the last step had its batch to its end."""
         self.num_received = 0
         """Samples ever put in."""
         self.trainer_version: int | None = None
@@ -174,7 +180,8 @@ class Stock:
         trained comes back first."""
         ahead = self._next if self.granted is None else None
         if ahead is not None and (ahead.step, ahead.policy_version) == (step, policy_version):
-            self.granted, self._next, ahead.granted_at = ahead, None, now
+            self.granted, self._next = ahead, None
+            ahead.granted_at = ahead.ready_at = now
             return
         self.return_untrained()
         self.granted = self._grant_of(step, policy_version, now)
@@ -214,23 +221,32 @@ class Stock:
         step = self.next_step(last_step)
         return next((grant for grant in self.batches if grant.step == step), None)
 
-    def choose(self) -> tuple[GroupMeta, ...]:
-        """Choose the granted batch and the one after it, each if it is complete; returns the groups
-        that were evicted."""
+    def next_in_s(self, now: float) -> float:
+        """Seconds until the batch of the step after the granted one may be chosen; infinite where
+        it may be already, and where there is no such step."""
+        if self._next is not None or (grant := self._grant_after(self.granted)) is None:
+            return math.inf
+        return max(0.0, grant.granted_at + self._step_s - LEAD_S - now)
+
+    def choose(self, now: float) -> tuple[GroupMeta, ...]:
+        """Choose the granted batch, and the one after it where that is due, each if it is complete;
+        returns the groups that were evicted."""
         evicted: tuple[GroupMeta, ...] = ()
         if self.granted is not None and not self.granted.groups:
             evicted += self._choose_for(self.granted)
-        self._next = self._next or self._grant_after(self.granted)
+            self.granted.ready_at = now
+        if self.next_in_s(now) == 0:
+            self._next = self._grant_after(self.granted)
         if self._next is not None and not self._next.groups:
             evicted += self._choose_for(self._next)
         return evicted
 
     def _grant_after(self, grant: Grant | None) -> Grant | None:
-        """The step after one that has its batch, if there is one."""
+        """The step after one that has its batch, if there is one, as if granted with that."""
         if grant is None or not grant.groups or grant.step + 1 == self._num_steps:
             return None
         version = next_version(grant.policy_version)
-        return self._grant_of(grant.step + 1, version, grant.granted_at)
+        return self._grant_of(grant.step + 1, version, grant.ready_at)
 
     def _choose_for(self, grant: Grant) -> tuple[GroupMeta, ...]:
         if grant.step in self.plan:
@@ -278,7 +294,7 @@ class Stock:
             raise APRError(f"step {step} was trained, but its batch was not handed out")
         return grant
 
-    def end_step(self, step: int) -> Grant:
+    def end_step(self, step: int, now: float) -> Grant:
         """The optimizer has done `step`; returns the grant with the batch that was trained.
 
         Raises:
@@ -293,6 +309,7 @@ class Stock:
             self._let_go(group)
         self._trained_samples += grant.num_samples
         self.trainer_version = next_version(grant.policy_version)
+        self._step_s = now - grant.ready_at
         self.granted = None
         return grant
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -271,7 +272,7 @@ class Simulation:
         """Choose batches that are there, and begin the next step if it has its own."""
         if self._config.on_stale == "wait":
             self._stock.set_unfinished(self._scheduler.live.num_by_version)
-        evicted = self._stock.choose()
+        evicted = self._stock.choose(self._now)
         grant = self._stock.granted
         begins = grant is not None and grant.groups and self._training is None
         if grant is not None and begins:
@@ -289,6 +290,8 @@ class Simulation:
             begin += 0 if self._is_stopped else cluster.switch_s
             self._stop_engines(begin + duration)
         self._training = _Training(grant, begin, duration, begin)
+        if (due_s := self._stock.next_in_s(self._now)) < math.inf:
+            self._at(self._now + due_s, self._choose)
         self._time_step()
 
     def _time_step(self) -> None:
@@ -304,7 +307,7 @@ class Simulation:
             return  # it was timed anew
         self._training = None
         self._trainer_busy_s += self._now - step.begin
-        for group in self._stock.end_step(self._step).groups:
+        for group in self._stock.end_step(self._step, self._now).groups:
             self.outcome.count_trained(group, step.grant.policy_version, step.grant.oldest_version)
             self.outcome.trained_by_decile[self._group(group.group_id).decile] += 1
         self._step += 1
