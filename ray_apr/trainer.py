@@ -14,6 +14,7 @@ import ray.train
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.prompts import Mix, check_dataset
 from ray_apr.data.rows import PromptRows
+from ray_apr.rollout.suites import check_suites
 from ray_apr.run.checks import check_resources, check_spec
 from ray_apr.run.controller import run
 from ray_apr.run.ending import with_counted_steps
@@ -49,7 +50,8 @@ class APRTrainer(RunOptions):
         group_filter: Function of a scored group (its samples) that says whether it may be trained;
             it is quick and runs in the rollout worker. None keeps all.
         evaluation_prompts: Held-out rows like those of `prompts`, on which the policy is evaluated
-            beside the run, with the same reward; None evaluates nothing.
+            beside the run, with the same reward, but for suites that have their own
+            (`EvaluationConfig.rewards`); None evaluates nothing.
         prompts_config: What becomes of prompts that are too long, and weights of their sources.
         rollout_config: Servers, sampling, group size, rewards.
         partial_rollout_config: Staleness bound, supplementation, interruption.
@@ -90,8 +92,11 @@ class APRTrainer(RunOptions):
         check_dataset(self.prompts, spec.model, *columns)
         if sources is not None and isinstance(self.prompts, PromptRows):
             Mix.of(self.prompts.column(sources), spec.prompts)  # others are here once Ray runs
-        if held_out is not None:
-            check_dataset(held_out, spec.model, rollout.prompt_column)
+        if held_out is not None and spec.evaluation is not None:
+            suites = spec.evaluation.suite_column
+            check_dataset(held_out, spec.model, rollout.prompt_column, suite_column=suites)
+            if suites is not None and isinstance(held_out, PromptRows):
+                check_suites(held_out.column(suites), spec.evaluation)
         if spec.remote_storage is None:
             find_begin(spec)
         if ray.is_initialized():

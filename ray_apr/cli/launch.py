@@ -172,6 +172,13 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
         key: given if key.endswith("_kwargs") else load_function(f"algorithm.{key}", given, folder)
         for key, given in settings.objective.items()
     }
+    evaluation = settings.evaluation
+    if evaluation is not None and settings.evaluation_rewards:
+        rewards = {
+            suite: load_function(f"evaluation.rewards.{suite}", spec, folder)
+            for suite, spec in settings.evaluation_rewards.items()
+        }
+        evaluation = dataclasses.replace(evaluation, rewards=rewards)
     rollout = settings.rollout
     if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
         engine = load_function("rollout.engine.factory", rollout.engine.factory, folder)
@@ -197,7 +204,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
         rollout_config=rollout,
         partial_rollout_config=dataclasses.replace(settings.partial_rollout, **rules),
         buffer_config=settings.buffer,
-        evaluation_config=settings.evaluation,
+        evaluation_config=evaluation,
         algorithm_config=dataclasses.replace(settings.algorithm, **objective),
         train_config=train,
         scaling_config=ray.train.ScalingConfig(

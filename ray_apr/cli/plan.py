@@ -90,7 +90,8 @@ def _evaluation(settings: RunSettings) -> str:
     held_out, config = settings.evaluation_prompts, settings.evaluation
     if held_out is None or config is None:
         return "none"
-    return f"{held_out}, every {config.every} versions, {config.samples} samples a prompt"
+    own = "".join(f", {s} scored by {c}" for s, c in settings.evaluation_rewards.items())
+    return f"{held_out}, every {config.every} versions, {config.samples} samples a prompt{own}"
 
 
 def _objective(settings: RunSettings) -> str:

@@ -135,7 +135,8 @@ class PromptsSettings(PromptsConfig, PromptFile):
 
 @dataclass(frozen=True, kw_only=True)
 class Suites:
-    """Held-out prompts of several files or datasets, each one a suite."""
+    """Held-out prompts of several files or datasets, each one a suite; a column that one of them
+    lacks is None in its rows."""
 
     files: tuple[WeightedFile, ...]
     column: str
@@ -193,6 +194,7 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
         return file_of("prompts", values, base_dir, column, PromptsSettings)
     settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
     files = _files_of("prompts.files", given, base_dir, column)
+    _check_columns("prompts.files", files)
     return dataclasses.replace(settings, files=files)
 
 
@@ -200,9 +202,7 @@ def _files_of(name: str, given: Any, base_dir: Path, column: str) -> tuple[Weigh
     """Several files or datasets that go together; arguments as of `file_of`."""
     if not isinstance(given, list) or not given:
         raise ConfigError(name, given, "must be a list of files; give at least one")
-    files = tuple(file_of(name, file, base_dir, column, WeightedFile) for file in given)
-    _check_columns(name, files)
-    return files
+    return tuple(file_of(name, file, base_dir, column, WeightedFile) for file in given)
 
 
 def file_of(
@@ -283,9 +283,10 @@ def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
     else:
         files = [prompts]
     parts = [_read(name, file, column) for file in files]
-    names = [str(file) for file in files]
-    for part, of_part in zip(parts, names, strict=True):
-        _require_alike(name, of_part, _names(part), names[0], _names(parts[0]))
+    if not isinstance(prompts, Suites):
+        first, of_first = str(files[0]), _names(parts[0])
+        for file, part in zip(files, parts, strict=True):
+            _require_alike(name, str(file), _names(part), first, of_first)
     return PromptRows(_joined(name, parts))
 
 
@@ -353,16 +354,17 @@ def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
 
 
 def _joined(setting: str, parts: Sequence[Any]) -> Any:
-    """Rows of several files; as Arrow tables if all of them are."""
+    """Rows of several files, as an Arrow table if all are; None for a column that one lacks."""
     import pyarrow as pa
 
     if len(parts) == 1:
         return parts[0]
     if not all(isinstance(part, pa.Table) for part in parts):
         lists = (part.to_pylist() if isinstance(part, pa.Table) else part for part in parts)
-        return [row for rows in lists for row in rows]
+        lacking = dict.fromkeys(name for part in parts for name in _names(part))
+        return [lacking | row for rows in lists for row in rows]
     try:
-        return pa.concat_tables([part.select(parts[0].column_names) for part in parts])
-    except ValueError as error:  # as pyarrow's errors are
+        return pa.concat_tables(parts, promote_options="default")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         remedy = f"have columns of other types: {' '.join(str(error).split())}; make them alike"
         raise ConfigError(setting, "Parquet files", remedy) from error

@@ -175,6 +175,8 @@ class RunSettings(Sections):
     """Like `reward`."""
     evaluation_prompts: PromptFile | Suites | None
     """With absolute paths; what is evaluated."""
+    evaluation_rewards: Mapping[str, str]
+    """Functions of the user's in ``evaluation.rewards``."""
     objective: Mapping[str, Any]
     """Functions of the user's in the places of ``algorithm.advantage``, ``loss`` and
     ``correction``, and their further arguments."""
@@ -249,7 +251,7 @@ def _build(
     sections["partial_rollout"], rules = _partial_rollout(values, path.parent)
     sections["algorithm"], objective = _algorithm(values.get("algorithm"), path.parent)
     column = sections["rollout"].prompt_column
-    evaluation, held_out = _evaluation(values, path.parent, column)
+    evaluation, held_out, rewards = _evaluation(values, path.parent, column)
     code = {name: values[name] for name in _CODE if values.get(name) is not None}
     for name, value in {"model": values["model"], **code}.items():
         if not isinstance(value, str):
@@ -275,6 +277,7 @@ def _build(
         group_filter=code.get("group_filter"),
         evaluation=evaluation,
         evaluation_prompts=held_out,
+        evaluation_rewards=rewards,
         objective=objective,
         scheduling=rules,
         **sections,
@@ -285,7 +288,7 @@ def _build(
     return settings
 
 
-def _of_user(*args: Any, **kwargs: Any) -> None:
+def _of_user(*args: Any, **kwargs: Any) -> Any:
     """Stands for code that the file names and that is not imported yet."""
 
 
@@ -332,16 +335,23 @@ def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, A
 
 def _evaluation(
     values: Mapping[str, Any], base_dir: Path, column: str
-) -> tuple[EvaluationConfig | None, PromptFile | Suites | None]:
-    """The section, and the held-out prompts that it names."""
+) -> tuple[EvaluationConfig | None, PromptFile | Suites | None, dict[str, str]]:
+    """The section, the held-out prompts that it names, and code for the rewards of their suites."""
     if values.get("evaluation") is None:
-        return None, None
+        return None, None, {}
     section = as_mapping("evaluation", values["evaluation"])
     given = section.pop("prompts", None)
     if given is None:
         raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
+    rewards = as_mapping("evaluation.rewards", section.pop("rewards", None))
     config: EvaluationConfig = section_of("evaluation", EvaluationConfig, section)
     held_out = suites_of(given, base_dir, column, config.suite_column or _SUITE)
     if isinstance(held_out, Suites):
         config = dataclasses.replace(config, suite_column=held_out.column)
-    return config, held_out
+    dataclasses.replace(config, rewards=dict.fromkeys(rewards, _of_user))
+    for suite, spec in rewards.items():
+        name = f"evaluation.rewards.{suite}"
+        if not isinstance(spec, str):
+            raise ConfigError(name, spec, 'must be text: "package.module:name" or "file.py:name"')
+        check_code(name, spec, base_dir)
+    return config, held_out, rewards

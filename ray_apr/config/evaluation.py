@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ray_apr.config.common import LEAST_TEMPERATURE
 from ray_apr.core.checks import at_least, of_type, positive, require, whole, whole_or_none
+from ray_apr.core.user import RewardFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class EvaluationConfig:
     suite_column: str | None = None
     """Column with the name of each prompt's suite, of each of which there are figures of its own;
     None: the prompts are one suite. Several files have "suite" by themselves."""
+    rewards: Mapping[str, RewardFunction] = field(default_factory=dict, hash=False)
+    """By the name of a suite: what scores it instead of the run's reward. Refused beside an
+    environment."""
     timeout_s: float = 600.0
     """Longest time without progress of the last evaluation, which the run waits for: no call that
     ends, no token. Where engines and trainer take turns, also the longest time that a turn waits
@@ -57,11 +62,27 @@ class EvaluationConfig:
         column = self.suite_column
         is_name = column is None or (isinstance(column, str) and bool(column))
         require(is_name, f"{s}.suite_column", column, "must be the name of a column")
+        self._check_rewards()
         require(
             self.samples == 1 or self.temperature > 0,
             f"{s}.samples",
             self.samples,
             "needs a temperature above 0: greedy responses to one prompt are all the same",
+        )
+
+    def _check_rewards(self) -> None:
+        rewards: object = self.rewards
+        remedy = "must be a mapping: a function for the name of a suite"
+        require(isinstance(rewards, Mapping), "evaluation.rewards", rewards, remedy)
+        for suite, reward in self.rewards.items():
+            name = f"evaluation.rewards.{suite}"
+            require(isinstance(suite, str), name, suite, "must have text as the name of the suite")
+            require(callable(reward), name, reward, "must be a function of a Sample")
+        require(
+            self.suite_column is not None or not self.rewards,
+            "evaluation.rewards",
+            list(self.rewards),
+            "need suites: give evaluation.suite_column, or several files of prompts",
         )
 
     def is_due(self, policy_version: int, last_version: int | None = None) -> bool:

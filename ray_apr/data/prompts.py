@@ -130,6 +130,7 @@ def check_dataset(
     column: str,
     replay_column: str | None = None,
     source_column: str | None = None,
+    suite_column: str | None = None,
 ) -> None:
     """Check the columns and the first prompt, which shows what kind all of them are.
 
@@ -142,6 +143,7 @@ def check_dataset(
         column: Name of the prompt column.
         replay_column: That of a trace, if one is replayed.
         source_column: That of the prompts' sources, if these have weights.
+        suite_column: That of the suites of held-out prompts, if there are any.
 
     Raises:
         ConfigError: If a column is missing, there are no rows, or chat messages have no template.
@@ -158,6 +160,7 @@ def check_dataset(
         "rollout.prompt_column": column,
         "rollout.replay_column": replay_column,
         "prompts.source_column": source_column,
+        "evaluation.suite_column": suite_column,
     }
     for field, name in columns.items():
         if name is not None and name not in names:

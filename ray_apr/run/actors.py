@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_apr.core.checks import require
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
@@ -21,6 +20,7 @@ from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
+from ray_apr.rollout.suites import check_suites, reward_of_suites
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
 from ray_apr.run.journals import header_of, journal_of
@@ -228,17 +228,19 @@ class Actors:
 
     def make_evaluator(self, held_out: ray.data.Dataset, recorder: Any) -> Any:
         """Start what evaluates the policy on held-out prompts."""
-        spec, encoded = self._spec, self._encode(held_out, "held_out", drops_too_long=None)
-        tables, column = encoded.tables, spec.evaluation and spec.evaluation.suite_column
-        remedy = f"is no column of the held-out prompts: {', '.join(encoded.schema.names)}"
-        is_there = column is None or column in encoded.schema.names
-        require(is_there, "evaluation.suite_column", column, remedy)
-        rollout, reward, environment = spec.rollout, spec.reward, spec.environment
+        spec, config = self._spec, self._spec.evaluation
+        assert config is not None  # there are held-out prompts
+        tables = self._encode(held_out, "held_out", drops_too_long=None).tables
+        if config.rewards and (column := config.suite_column):  # of a file it was checked before
+            rows = (prompt.row for prompt in held_out_prompts(_fetched(tables)))
+            check_suites([row[column] for row in rows], config)
+        rollout, environment = spec.rollout, spec.environment
+        reward = reward_of_suites(spec.reward, config)
         return self.make(
             Evaluator,
             part="evaluator",
             rollout=rollout,
-            config=spec.evaluation,
+            config=config,
             model=spec.model,
             make_prompts=lambda: held_out_prompts(_fetched(tables)),
             make_client=self._client_maker(counts=True),

@@ -47,6 +47,10 @@ def _check_code(spec: RunSpec) -> None:
         raise ConfigError("train.weight_transport", transport, remedy)
     if environment is not None and not callable(getattr(environment, "step", None)):
         raise ConfigError("environment", environment, "must have a method step(sample) -> Step")
+    own = [] if spec.evaluation is None else list(spec.evaluation.rewards)
+    if environment is not None and own:
+        remedy = "cannot be had beside an environment, whose last step gives rewards; leave it out"
+        raise ConfigError("evaluation.rewards", own, remedy)
     if environment is None and rollout.max_turns is not None:
         raise ConfigError(
             "rollout.max_turns",

@@ -196,7 +196,9 @@ class RunSpec(Sections):
         if callable(self.train.weight_transport):
             sections["train"]["weight_transport"] = _name(self.train.weight_transport)
         if self.evaluation is not None:
-            sections["evaluation"] = dataclasses.asdict(self.evaluation)
+            named = {suite: _name(reward) for suite, reward in self.evaluation.rewards.items()}
+            plain = replace(self.evaluation, rewards={})  # what a function holds is not copied
+            sections["evaluation"] = dataclasses.asdict(plain) | {"rewards": named}
         for section, names in _RULES.items():
             for name in names:
                 if callable(sections[section][name]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray.train
@@ -48,7 +49,7 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         **what_is_trained(spec),
         run=spec.name,
         partial_rollout=spec.partial_rollout,
-        evaluation=spec.evaluation,
+        evaluation=spec.evaluation and replace(spec.evaluation, rewards={}),  # it scores nothing
         start_timeout_s=spec.rollout.engine.start_timeout_s,
         wire_dtype=dtype_on(spec.rollout.engine.device, spec.rollout.engine.dtype),
         takes_turns=spec.rollout.is_colocated,

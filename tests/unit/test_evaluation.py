@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
@@ -17,12 +19,17 @@ from ray_apr.core.exceptions import (
     RolloutError,
 )
 from ray_apr.core.messages import Origin
-from ray_apr.core.sample import Prompt
+from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import RewardResult, Step
+from ray_apr.data.prompts import TOKEN_IDS
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
+from ray_apr.rollout.scoring import RewardWorker
+from ray_apr.rollout.suites import reward_of_suites
+from ray_apr.run import actors
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
+from tests.run_specs import run_spec
 
 PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]
 
@@ -123,6 +130,38 @@ async def test_each_suite_has_figures_of_its_own(make):
     assert list(suites) == ["0", "1", "2", "3"] and row["num_samples"] == 3
     assert (suites["0"]["num_samples"], suites["0"]["num_failed"]) == (0, 1)
     assert (suites["1"]["reward_mean"], suites["2"]["reward_mean"]) == (0.5, 1.0)
+
+
+async def test_a_suite_is_scored_by_its_own_reward(make):
+    async def own(sample):
+        return 0.25
+
+    config = EvaluationConfig(suite_column="answer", rewards={"1": own, "2": lambda _: 0.5})
+    score = reward_of_suites(lambda _: 1.0, config)
+    worker = RewardWorker(score, 1)
+    for prompt, expected in zip(PROMPTS, (1.0, 0.25, 0.5, 1.0), strict=True):
+        sample = Sample(sample_id="0", group_id="0", prompt=prompt, max_response_tokens=8)
+        assert (await worker.call("score", sample, 5.0)).reward == expected
+    without = EvaluationConfig(suite_column="answer")
+    assert reward_of_suites(score, without) is score
+
+
+def test_suites_of_a_dataset_are_looked_at_once_they_are_here(monkeypatch):
+    """Rows of a file are looked at when the trainer is made."""
+    table = pa.table({TOKEN_IDS: [[1], [2]], "level": [1, 2]})
+    monkeypatch.setattr(actors, "_fetched", lambda tables: tables)
+    made = []
+    for rewards in ({"1": len}, {"3": len}):
+        config = EvaluationConfig(suite_column="level", rewards=rewards)
+        parts = actors.Actors(run_spec(evaluation=config, reward=len))
+        monkeypatch.setattr(parts, "_encode", lambda *_, **__: SimpleNamespace(tables=[table]))
+        monkeypatch.setattr(parts, "make", lambda *_, **given: made.append(given))
+        if "3" in rewards:
+            with pytest.raises(ConfigError, match=r"evaluation.rewards = '3'.*which are 1, 2;"):
+                parts.make_evaluator(None, None)
+        else:
+            parts.make_evaluator(None, None)
+    assert len(made) == 1 and len(made[0]["make_prompts"]()) == 2
 
 
 async def test_it_asks_greedily_and_apart_from_the_run(make):
@@ -334,6 +373,10 @@ def test_the_first_version_that_is_synced_past_a_multiple_is_due():
         ("timeout_s", 0),
         ("max_response_tokens", 0),
         ("pass_threshold", "1"),
+        ("rewards", [len]),
+        ("rewards", {"hard": len}),
+        ("rewards", {"hard": 1.0}),
+        ("rewards", {1: len}),
     ],
 )
 def test_senseless_settings_are_refused(name, value):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 import ray.train
@@ -11,7 +13,7 @@ import ray.train
 from ray_apr.config import EvaluationConfig, PromptsConfig, RolloutConfig, Sections, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
-from ray_apr.run import options
+from ray_apr.run import options, training
 from ray_apr.run.checks import check_spec
 from ray_apr.run.folder import run_folder
 from ray_apr.trainer import APRTrainer
@@ -126,6 +128,59 @@ def test_python_refuses_what_yaml_refuses():
 def test_sections_are_checked_against_each_other(sections, field):
     with pytest.raises(ConfigError, match=field):
         Sections(**sections).check(ray.train.ScalingConfig())
+
+
+def own_reward(sample):
+    return 1.0
+
+
+SUITES = [{"prompt": [1], "suite": "easy"}, {"prompt": [2], "suite": "hard"}]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "field", "remedy"),
+    [
+        ({"suite_column": "task"}, "evaluation.suite_column", "no such column"),
+        ({"rewards": {"none": own_reward}}, "evaluation.rewards", "which are easy, hard"),
+        ({"rewards": {"hard": own_reward}}, None, ""),
+    ],
+)
+def test_rewards_are_of_suites_that_there_are(model, evaluation, field, remedy):
+    config = EvaluationConfig(**{"suite_column": "suite"} | evaluation)
+    given = {"evaluation_prompts": PromptRows(SUITES), "evaluation_config": config}
+    if field is None:
+        assert make_trainer(model, **given).spec.evaluation == config
+        return
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        make_trainer(model, **given)
+    assert caught.value.field == field
+
+
+def test_a_suite_has_no_reward_of_its_own_beside_an_environment(model):
+    config = EvaluationConfig(suite_column="suite", rewards={"hard": own_reward})
+    environment = SimpleNamespace(step=own_reward)
+    with pytest.raises(ConfigError, match=r"evaluation\.rewards = \['hard'\].*environment"):
+        check_spec(run_spec(evaluation=config, environment=environment))
+
+
+def test_the_run_folder_names_the_rewards_of_suites_and_the_trainer_gets_none(monkeypatch):
+    class Reward:
+        def __init__(self):
+            self.lock = threading.Lock()  # cannot be copied
+
+        def __call__(self, sample):
+            return 1.0
+
+    rewards = {"hard": Reward(), "easy": own_reward}
+    spec = run_spec(evaluation=EvaluationConfig(suite_column="suite", rewards=rewards))
+    named = spec.describe()["evaluation"]["rewards"]
+    assert named["easy"] == f"{__name__}:own_reward" and named["hard"].endswith("Reward")
+    workers = []
+    monkeypatch.setattr(training, "WorkerSpec", lambda **fields: workers.append(fields))
+    monkeypatch.setattr(training, "sample_stream", lambda *_, **__: None)
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", lambda *_, **__: None)
+    training.make_torch_trainer(spec, buffer=None)
+    assert not workers[0]["evaluation"].rewards and workers[0]["evaluation"].every == 10
 
 
 def test_a_run_folder_is_here_wherever_its_storage_is(tmp_path, monkeypatch):

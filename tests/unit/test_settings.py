@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ray_apr.cli.launch import trainer_arguments
 from ray_apr.cli.plan import make_plan
 from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.settings import load_settings
@@ -217,6 +218,26 @@ def test_held_out_prompts_of_several_files_are_suites(folder: Path) -> None:
         load_settings(folder / "run.yaml", ["evaluation={prompts: nothing}"])
 
 
+def test_suites_may_have_other_columns_and_a_column_that_one_lacks_is_none(folder: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"]}), folder / "a.parquet")
+    pq.write_table(pa.table({"tests": ["x"], "prompt": ["b"]}), folder / "b.parquet")
+    for files in ("a.parquet, b.parquet", "a.parquet, b.parquet, more.jsonl"):
+        settings = load_settings(folder / "run.yaml", [f"evaluation={{prompts: [{files}]}}"])
+        rows = read_prompts(settings.evaluation_prompts)
+        assert rows.column("suite")[:2] == ["a", "b"]
+        assert rows.column("answer")[:2] == ["1", None]
+        assert rows.column("tests")[:2] == [None, "x"]
+        assert "tests" in rows.slice(0, 1)[0]
+
+
+def test_a_suite_has_a_reward_of_its_own(folder: Path) -> None:
+    text = "evaluation={prompts: [prompts.jsonl, more.jsonl], rewards: {more: 'task.py:reward'}}"
+    settings = load_settings(folder / "run.yaml", [text])
+    assert make_plan(settings)["run"]["evaluation"].endswith(", more scored by task.py:reward")
+    config = trainer_arguments(settings)["evaluation_config"]
+    assert config.suite_column == "suite" and config.rewards["more"](None) == 0.5
+
+
 @pytest.mark.parametrize("second", ["b.parquet", "b.jsonl"])
 def test_parquet_files_go_together_with_files_of_any_kind(folder: Path, second) -> None:
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
@@ -337,9 +358,24 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
             "have a weight",
         ),
         (
-            "evaluation={prompts: [prompts.jsonl, more.jsonl]}",
-            "evaluation.prompts",
-            "other columns",
+            "evaluation={prompts: prompts.json, rewards: {prompts: 'task.py:reward'}}",
+            "evaluation.rewards",
+            "need suites",
+        ),
+        (
+            "evaluation={prompts: [prompts.json], rewards: {prompts: 'task.py:score'}}",
+            "evaluation.rewards.prompts",
+            "it defines reward",
+        ),
+        (
+            "evaluation={prompts: [prompts.json], rewards: {prompts: 3}}",
+            "evaluation.rewards.prompts",
+            "must be text",
+        ),
+        (
+            "evaluation={prompts: [prompts.json], rewards: 'task.py:reward'}",
+            "evaluation.rewards",
+            "must be a section",
         ),
         ("evaluation={prompts: []}", "evaluation.prompts", "at least one"),
         ("evaluation={prompts: prompts.json, suite_column: ''}", "evaluation.suite_column", "name"),
