@@ -141,9 +141,9 @@ class APRTrainer(RunOptions):
         and SIGTERM end it.
 
         Args:
-            progress: Gets one line a step, and one every few seconds while nothing moves, e.g.
-                ``print``; None hands them to the logger ``ray_apr.run.controller`` at level INFO,
-                which Python shows only where logging is set up for it.
+            progress: Gets one line a step and evaluation, and one every few seconds while nothing
+                moves, e.g. ``print``; None hands them to the logger ``ray_apr.run.controller`` at
+                level INFO, which Python shows only where logging is set up for it.
 
         Returns:
             Metrics of the last step, the last checkpoint, and the path of the run folder.

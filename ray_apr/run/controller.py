@@ -173,7 +173,7 @@ def _run_parts(
         raise
     error: BaseException | None = None
     with follow_progress(
-        parts.recorder, spec.train.num_steps, show, begin.num_rows
+        parts.recorder, spec.folder, spec.train.num_steps, show, begin.num_rows
     ) as stop_showing:
         try:
             with signals.listen():  # Ray Train leaves its own handler behind

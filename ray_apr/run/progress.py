@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a line for each step, and one while nothing moves.
+"""What a person sees while a run goes on: a line for each step and evaluation, and one while
+nothing moves.
 
 They are plain lines, in a terminal too: Ray's log handlers and other processes write to the same
 terminal, and a live bar (tried with rich) overwrote six of seven such lines.
@@ -9,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+
+from ray_apr.run.evaluations import evaluation_line, evaluations_of
 
 _QUIET_S = 10.0
 """A run that shows no step for this long shows what it waits for."""
@@ -22,21 +26,27 @@ _ANSWER_S = 30.0
 
 @contextlib.contextmanager
 def follow_progress(
-    recorder: Any, num_steps: int, show: Callable[[str], None], num_seen: int = 0
+    recorder: Any, folder: Path, num_steps: int, show: Callable[[str], None], num_seen: int = 0
 ) -> Iterator[Callable[[], None]]:
     """Show lines in a thread, which has ended after the block: Ray ends the process, with exit code
     1, if a thread still calls it after ``ray.shutdown``.
 
     Args:
         recorder: Handle of the `RunRecorder` actor; its death ends the thread at once.
+        folder: The run folder; its evaluations until now are not shown.
         num_steps: Steps of the whole run.
         show: Takes one line.
         num_seen: Steps that the run folder holds already.
 
     Yields:
-        What has it show no more.
+        What has it show no more, but for an evaluation that has ended meanwhile.
     """
-    stop = threading.Event()
+    stop, evaluations = threading.Event(), evaluations_of(folder)
+    evaluations.new()
+
+    def show_evaluations() -> None:
+        for row in evaluations.new():
+            show(evaluation_line(row))
 
     def follow() -> None:
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
@@ -55,6 +65,7 @@ def follow_progress(
             first = first or next(iter(steps), None)
             for row in steps:
                 show(step_line(row, num_steps, first))
+            show_evaluations()
             if not steps:
                 show(status_line(status))
 
@@ -65,6 +76,8 @@ def follow_progress(
     finally:
         stop.set()
         thread.join(timeout=_QUIET_S + _ANSWER_S)
+        if not thread.is_alive():
+            show_evaluations()
 
 
 def step_line(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr import __version__
+from ray_apr.run.evaluations import evaluated
 from ray_apr.run.model import HUB_ID
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.report.summary import summarize
@@ -62,8 +63,11 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
         last = run.evaluations[-1]
         yield (
             f"mean reward of {last['num_samples']:,} held-out samples",
-            f"{last['reward_mean']:.3f} (policy version {last['policy_version']})",
+            f"{evaluated(last)} (policy version {last['policy_version']})",
         )
+        for suite, of_suite in (last.get("suites") or {}).items():
+            name = " ".join(suite.split()).replace("|", r"\|")
+            yield f"{of_suite['num_samples']:,} of them: {name}", evaluated(of_suite)
     if summary["staleness_max"] is not None:
         yield "age of trained tokens, in steps", f"at most {summary['staleness_max']}"
     if summary["tokens_trained"] is not None:

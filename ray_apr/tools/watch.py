@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.folder import holds_run, is_held, last_lines
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
@@ -56,6 +57,9 @@ class Watched:
         self._steps = NewRows(folder / "metrics.jsonl", "step", -1)
         self.shown: deque[dict[str, Any]] = deque(maxlen=_NUM_SHOWN)
         """The last steps."""
+        self._evaluations = evaluations_of(folder)
+        self.evaluation: dict[str, Any] | None = None
+        """The last one; None: none has ended."""
 
     @property
     def num_steps(self) -> int:
@@ -70,6 +74,12 @@ class Watched:
             return ()
         rows = self._steps.new()
         self.shown.extend(rows)
+        return rows
+
+    def new_evaluations(self) -> Sequence[dict[str, Any]]:
+        """Rows of evaluations since the last call."""
+        rows = self._evaluations.new() if holds_run(self.folder) else ()
+        self.evaluation = rows[-1] if rows else self.evaluation
         return rows
 
     def shares(self) -> dict[str, dict[str, float]]:
@@ -129,6 +139,8 @@ def view(watched: Watched) -> RenderableType:
         ("reward  ", "bold"), (sparkline(rewards), "cyan"),
         f"  {rewards[0]:.3f} → {rewards[-1]:.3f}, of the last {len(rewards)} steps",
     )  # fmt: skip
+    if watched.evaluation is not None:
+        learns.append(f"\n{evaluation_line(watched.evaluation)}")
     parts = Table.grid(padding=(0, 2))
     for actor, shares in watched.shares().items():
         parts.add_row(actor, _shares(shares))
@@ -163,7 +175,8 @@ def _shares(shares: Mapping[str, float]) -> Text:
 
 
 def watch(folder: Path, show: Callable[[str], None], console: Console | None = None) -> str:
-    """Show a run until it ends: in a terminal as a view, elsewhere a line for each new step.
+    """Show a run until it ends: in a terminal as a view, elsewhere a line for each
+    new step and evaluation.
 
     Args:
         folder: Of the run.
@@ -180,6 +193,7 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             for _ in _looks(watched):
+                watched.new_evaluations()
                 live.update(view(watched), refresh=True)
     else:
         first = None
@@ -187,6 +201,8 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
             num_steps, first = watched.num_steps, first or next(iter(rows), None)
             for row in rows:
                 show(step_line(row, num_steps, first))
+            for row in watched.new_evaluations():
+                show(evaluation_line(row))
     final = watched.final()
     if final is None:
         return "no process trains it, and it has not said how it ended"

@@ -31,11 +31,13 @@ from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.controller import _Parts
 from ray_apr.run.final import final_figures
+from ray_apr.run.folder import add_row
 from ray_apr.run.side import RolloutSide
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.train import loop as loop_module
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.residency import AlwaysThere
+from tests.fakes import evaluation_row
 from tests.run_specs import run_spec
 
 STATS = BufferStats(
@@ -238,12 +240,14 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     watch.start()
     parts._side.join = watch.join
     parts._actors.handles = ["the recorder"]
-    with progress.follow_progress(Handle(follow=None), 8, shown.append) as stop_showing:
+    add_row(tmp_path / "evaluations.jsonl", evaluation_row(2))
+    with progress.follow_progress(Handle(follow=None), tmp_path, 8, shown.append) as stop_showing:
         stop_showing()
+        add_row(tmp_path / "evaluations.jsonl", evaluation_row(4))
         parts._take_away()
         assert not watch.is_alive()
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
-    assert shown == []
+    assert shown == ["held-out prompts, version 4 │ 0.750, pass@1 0.500 │ 1 failed"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
-from tests.fakes import step_row
+from tests.fakes import evaluation_row, step_row
 
 QUICKSTART = Path(__file__).parents[2] / "examples/arithmetic/quickstart.yaml"
 SECTIONS = {
@@ -73,7 +73,12 @@ def run_dir(tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     rows = [step_row(step=k, reward_mean=k / 10) for k in range(4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluated = {"policy_version": 4, "num_samples": 32, "num_failed": 0, "reward_mean": 0.75}
+    suites = {
+        name: evaluation_row(4, num_samples=n, reward_mean=r, pass_at_k={"1": r, "2": p})
+        for name, n, r, p in (("easy", 24, 1.0, 1.0), ("hard | new", 8, 0.0, 0.125))
+    }
+    of_all = {"num_samples": 32, "pass_at_k": {"1": 0.75, "2": 0.78125}, "suites": suites}
+    evaluated = evaluation_row(4, **of_all)
     (run / "evaluations.jsonl").write_text(json.dumps(evaluated) + "\n")
     final = {"status": "ok", "wall_s": 90.0, "tokens_trained": 1234, "mode": "apr"}
     (run / "final.json").write_text(json.dumps(final))
@@ -86,7 +91,10 @@ def test_a_card_has_the_figures_and_no_path(run_dir):
     assert front["library_name"] == "transformers" and "base_model" not in front
     assert "| steps | 4 |" in card
     assert "| mean reward, first and last steps | 0.050 → 0.250 |" in card
-    assert "| mean reward of 32 held-out samples | 0.750 (policy version 4) |" in card
+    held_out = "0.750, pass@1 0.750, pass@2 0.781 (policy version 4)"
+    assert f"| mean reward of 32 held-out samples | {held_out} |" in card
+    assert "| 24 of them: easy | 1.000, pass@1 1.000, pass@2 1.000 |" in card
+    assert r"| 8 of them: hard \| new | 0.000, pass@1 0.000, pass@2 0.125 |" in card
     assert "| tokens trained | 1,234 |" in card and "| time | 1.5 minutes |" in card
     assert "| `algorithm.loss` | ppo |" in card and "| `train.learning_rate` | 1e-06 |" in card
     assert "base_model, trained by" in card and "/home" not in card and "task.py" not in card

@@ -493,9 +493,13 @@ def test_evaluations_are_a_table_and_none_is_no_table(make_run: Callable[..., Pa
     assert "held-out" not in write_report(folder).html_path.read_text()
     row = {"policy_version": 20, "num_samples": 64, "num_failed": 1, "reward_mean": 0.9063}
     row |= {"pass_at_k": {"1": 0.9063}, "response_tokens_mean": 29.4, "seconds": 4.06}
+    row["suites"] = {"hard": {**row, "num_samples": 9, "reward_mean": 0.25, "seconds": None}}
     nothing = {**row, "policy_version": 30, "num_samples": 0, "reward_mean": None, "pass_at_k": {}}
+    del nothing["suites"]
     (folder / "evaluations.jsonl").write_text(lines([row, nothing]))
     html = write_report(folder).html_path.read_text()
+    assert '>version 20, hard</td><td class="n">0.250<' in html
+    assert "version 30, hard" not in html
     for text in ("held-out", "version 20", "0.906", "1: 0.906", "29.4", "4.1 s", "version 30"):
         assert text in html
 

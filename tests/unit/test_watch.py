@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ray_apr.run.folder import add_row
 from ray_apr.run.resume import hold_folder
 from ray_apr.tools import watch as watch_module
 from ray_apr.tools.watch import Watched, clock, sparkline, view, watch
+from tests.fakes import evaluation_row
 
 
 def step(number: int, **more) -> dict:
@@ -50,6 +52,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 def shown(folder: Path) -> str:
     watched = Watched(folder)
     watched.new_steps()
+    watched.new_evaluations()
     console = Console(file=io.StringIO(), width=120)
     console.print(view(watched))
     return console.file.getvalue()
@@ -63,6 +66,16 @@ def test_a_view_says_how_far_a_run_is_and_who_waits_for_whom(folder):
     assert "5 samples wait for the trainer, 7 in flight, 2 interrupted" in text
     assert "500 tokens generated a second" in text and "waits for  rewards" in text
     assert "weights" not in text and "score" not in text
+
+
+def test_a_view_has_the_last_evaluation_with_its_suites(folder):
+    assert "held-out" not in shown(folder)
+    for version, failed in ((0, 1), (4, 0)):
+        suites = {"easy": evaluation_row(version, reward_mean=None, pass_at_k={})}
+        row = evaluation_row(version, num_failed=failed, suites=suites)
+        add_row(folder / "evaluations.jsonl", row)
+    line = "held-out prompts, version 4 │ 0.750, pass@1 0.500 │ easy no reward\n"
+    assert line in re.sub(" +\n", "\n", shown(folder))
 
 
 def test_a_run_without_a_step_says_so(folder):
@@ -87,14 +100,17 @@ def end_soon(folder: Path, held: hold_folder) -> threading.Timer:
     return timer
 
 
-def test_where_there_is_no_terminal_each_step_is_a_line(folder):
+def test_where_there_is_no_terminal_each_step_and_evaluation_is_a_line(folder):
+    add_row(folder / "evaluations.jsonl", evaluation_row(2))
     held = hold_folder(folder)
     held.__enter__()
     end_soon(folder, held)
     lines: list[str] = []
     said = watch(folder, lines.append, Console(file=io.StringIO()))
+    evaluated = [lines.pop(5)]  # what was there at the first look
     assert [line[:9] for line in lines] == [f"step    {k}" for k in range(1, 7)]
     assert said == "failed: 6 steps; no room"
+    assert evaluated == ["held-out prompts, version 2 │ 0.750, pass@1 0.500 │ 1 failed"]
     assert "tok/s" not in lines[0], "the start of the run has no part in the speed"
     assert all("│ 500 tok/s │" in line for line in lines[1:])
 

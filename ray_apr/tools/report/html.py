@@ -159,18 +159,27 @@ def _evaluations(run: RunData) -> str:
         return ""
     rows = [
         (
-            f"version {row['policy_version']}",
-            number(row.get("reward_mean"), ".3f"),
-            ", ".join(f"{k}: {v:.3f}" for k, v in (row.get("pass_at_k") or {}).items()),
-            number(row.get("response_tokens_mean"), ",.1f"),
-            number(row["num_samples"]),
-            number(row["num_failed"]),
-            duration(row.get("seconds")),
+            name,
+            number(of.get("reward_mean"), ".3f"),
+            ", ".join(f"{k}: {v:.3f}" for k, v in (of.get("pass_at_k") or {}).items()),
+            number(of.get("response_tokens_mean"), ",.1f"),
+            number(of["num_samples"]),
+            number(of["num_failed"]),
+            duration(of.get("seconds")),
         )
         for row in run.evaluations
+        for name, of in _with_suites(row)
     ]
     head = ("evaluated", "mean reward", "pass@k", "mean tokens", "samples", "failed", "took")
     return "<h2>Evaluation on held-out prompts</h2>" + table(head, rows)
+
+
+def _with_suites(row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and figures of an evaluation, then of each of its suites."""
+    version = f"version {row['policy_version']}"
+    yield version, row
+    for suite, of_suite in (row.get("suites") or {}).items():
+        yield f"{version}, {suite}", of_suite
 
 
 def _token_table(summary: Mapping[str, Any]) -> str:
