@@ -236,7 +236,8 @@ def _run(settings: RunSettings) -> int:
     if not is_verbose:
         show(f"ray:     {log}")
     if settings.run.push_to_hub is not None:
-        show(push_at_end(settings.run_dir, settings.run.push_to_hub))
+        private = settings.run.hub_private
+        show(push_at_end(settings.run_dir, settings.run.push_to_hub, private=private))
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
     show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
     return EXIT_OK

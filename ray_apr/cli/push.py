@@ -98,9 +98,9 @@ def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
     return str(done.commit_url)
 
 
-def push_at_end(run_dir: Path, repo: str) -> str:
+def push_at_end(run_dir: Path, repo: str, *, private: bool) -> str:
     """What becomes of a run's model in one line; that it is not taken ends nothing."""
     try:
-        return f"model:   {push(run_dir, repo)}"
+        return f"model:   {push(run_dir, repo, private=private)}"
     except APRError as error:
         return f"model:   not pushed: {error}"

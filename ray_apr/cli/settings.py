@@ -87,12 +87,17 @@ class RunFolderSettings:
     """How often the run goes on by itself after a failure; -1: any number of times."""
     push_to_hub: str | None = None
     """Repository of the Hugging Face Hub, as owner/name, that gets the trained model and its card
-    when the run has ended; one that is made is private."""
+    when the run has ended."""
+    hub_private: bool = True
+    """Whether that repository is private if it is made then; one that is there stays as it is."""
 
     def __post_init__(self) -> None:
         _require_at_least("run.max_failures", self.max_failures, -1)
         if self.push_to_hub is not None:
             check_repo("run.push_to_hub", self.push_to_hub)
+        elif not self.hub_private:
+            remedy = "has no use without a repository: give run.push_to_hub, too, or leave it out"
+            raise ConfigError("run.hub_private", self.hub_private, remedy)
         if self.resume and self.name is None:
             raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
         if "://" in self.storage_path:

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import yaml
 
+from ray_apr.cli import launch
 from ray_apr.cli.main import main
 from ray_apr.cli.push import push_at_end
 from ray_apr.cli.settings import RunFolderSettings
@@ -126,6 +127,16 @@ def test_the_last_model_is_pushed_with_its_card(run_dir, hub, capsys):
     assert hub.calls[2] == ("org/name", False)
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_a_run_that_has_ended_pushes_its_model(run_dir, hub, monkeypatch, capsys, private):
+    monkeypatch.setattr(launch, "run_training", lambda settings, progress: None)
+    name = f"run={{name: my-run, storage_path: '{run_dir.parent}', push_to_hub: org/name"
+    overrides = [f"{name}, resume: true, hub_private: {str(private).lower()}}}"]
+    assert main(["train", str(QUICKSTART), "--set", overrides[0]]) == 0
+    assert hub.calls[0] == ("org/name", private)
+    assert "model:   https://hub/org/name/commit/1" in capsys.readouterr().out
+
+
 def test_the_card_alone(run_dir, hub, capsys):
     assert main(["push", str(run_dir)]) == 0
     assert capsys.readouterr().out == f"card: {run_dir}/checkpoint_2/hf/README.md\n"
@@ -134,8 +145,10 @@ def test_the_card_alone(run_dir, hub, capsys):
 
 def test_a_hub_that_does_not_take_it_ends_nothing_and_is_tried_again(run_dir, hub, capsys):
     hub.failure = OSError("no network")
-    said = push_at_end(run_dir, "org/name")
+    said = push_at_end(run_dir, "org/name", private=True)
     assert "not pushed" in said and f"push {run_dir} org/name`" in said
+    said = push_at_end(run_dir, "org/name", private=False)
+    assert f"push {run_dir} org/name --public`" in said
     assert main(["push", str(run_dir), "org/name", "--public"]) == 1
     assert "no network; try again with" in capsys.readouterr().err
 
@@ -143,16 +156,18 @@ def test_a_hub_that_does_not_take_it_ends_nothing_and_is_tried_again(run_dir, hu
 def test_a_card_that_cannot_be_written_ends_nothing(run_dir, hub):
     """known fault: it ended the command of a run that had trained."""
     (run_dir / "checkpoint_2" / "hf" / "README.md").mkdir()
-    said = push_at_end(run_dir, "org/name")
+    said = push_at_end(run_dir, "org/name", private=True)
     assert "not pushed" in said and f"push {run_dir} org/name`" in said
     (run_dir / "metrics.jsonl").write_text("no row\n{}\n")
-    assert "metrics.jsonl" in push_at_end(run_dir, "org/name")
+    assert "metrics.jsonl" in push_at_end(run_dir, "org/name", private=True)
     assert not hub.calls
 
 
 def test_what_cannot_be_pushed_is_refused(run_dir, hub, capsys, monkeypatch):
     with pytest.raises(ConfigError, match="must be a hub id: owner/name"):
         RunFolderSettings(push_to_hub="name")
+    with pytest.raises(ConfigError, match=r"run\.hub_private = False: has no use without"):
+        RunFolderSettings(hub_private=False)
     for model in run_dir.glob("*/hf/config.json"):
         model.unlink()
     assert main(["push", str(run_dir), "org/name"]) == 2
