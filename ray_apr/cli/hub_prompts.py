@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, all_lines
 from ray_apr.run.model import HUB_ID
 
 if TYPE_CHECKING:
@@ -73,16 +73,12 @@ def read_dataset(
         field, given = "split", split
         table = builder.as_dataset(split=split).with_format("arrow")[:limit]
     except ValueError as error:
-        raise ConfigError(f"{name}.{field}", given, f"{_said(error)}; name another") from error
+        raise ConfigError(f"{name}.{field}", given, f"{all_lines(error)}; name another") from error
     except (OSError, datasets.exceptions.DatasetsError) as error:
         remedy = (
-            f"cannot be had: {_said(error)}; correct the id or the revision, log in (HF_TOKEN), "
-            "or load it where there is a network and give its folder, or a file as `path`"
+            f"cannot be had: {all_lines(error)}; correct the id or the revision, log in "
+            "(HF_TOKEN), or load it where there is a network and give its folder, or a file as "
+            "`path`"
         )
         raise ConfigError(f"{name}.dataset", dataset, remedy) from error
     return table.replace_schema_metadata(None)
-
-
-def _said(error: Exception) -> str:
-    """In one line, without a full stop."""
-    return " ".join(str(error).split()).rstrip(".")

@@ -19,7 +19,7 @@ from ray_apr.cli.user_files import (
 from ray_apr.config import PromptsConfig
 from ray_apr.config.yaml import as_mapping, section_of
 from ray_apr.core.checks import positive, require, whole_or_none
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, all_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -344,7 +344,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
-        remedy = f"cannot be read: {' '.join(str(error).split())}"
+        remedy = f"cannot be read: {all_lines(error)}"
         raise ConfigError("prompts", str(path), remedy) from error
 
 
@@ -366,5 +366,5 @@ def _joined(setting: str, parts: Sequence[Any]) -> Any:
     try:
         return pa.concat_tables(parts, promote_options="default")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        remedy = f"have columns of other types: {' '.join(str(error).split())}; make them alike"
+        remedy = f"have columns of other types: {all_lines(error)}; make them alike"
         raise ConfigError(setting, "Parquet files", remedy) from error

@@ -168,3 +168,13 @@ def one_line(error: BaseException) -> str:
     if raised is None:
         return " ".join(lines)
     return raised if lines[0].startswith(_TRACEBACK) else f"{lines[0]} … {raised}"
+
+
+def all_lines(error: BaseException) -> str:
+    """All that an error says, as one line without a full stop, which a remedy may follow.
+
+    Example:
+        >>> all_lines(ValueError("no such split.\\n\\nKnown:  train, test."))
+        'no such split. Known: train, test'
+    """
+    return " ".join(str(error).split()).rstrip(".")

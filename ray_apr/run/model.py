@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ray_apr.core.architectures import check_config, read_config
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, all_lines
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """``owner/name``."""
@@ -72,8 +72,6 @@ def check_hub_model(model: str, *, is_here: bool = False) -> None:
     try:
         config = PretrainedConfig.get_config_dict(model, local_files_only=is_here)[0]
     except OSError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            "model", model, f"is no folder, and the hub does not give it: {reason}"
-        ) from error
+        remedy = f"is no folder, and the hub does not give it: {all_lines(error)}"
+        raise ConfigError("model", model, remedy) from error
     check_config(model, config)
