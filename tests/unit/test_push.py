@@ -11,6 +11,7 @@ from typing import ClassVar
 import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from ray_apr.cli import launch
 from ray_apr.cli.main import main
@@ -22,6 +23,8 @@ from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
 from tests.fakes import evaluation_row, step_row
+from tests.hub_server import TOKEN, Model
+from tests.hub_server import hub as hub_here
 
 QUICKSTART = Path(__file__).parents[2] / "examples/arithmetic/quickstart.yaml"
 SECTIONS = {
@@ -125,6 +128,21 @@ def test_the_last_model_is_pushed_with_its_card(run_dir, hub, capsys):
     assert "model: https://hub/org/name/commit/1" in capsys.readouterr().out
     assert main(["push", str(run_dir), "org/name", "--public"]) == 0
     assert hub.calls[2] == ("org/name", False)
+
+
+def test_the_hubs_own_client_sends_the_model_and_its_card(run_dir, tmp_path, monkeypatch, capsys):
+    weights, model = b"weights" * 1000, Model()
+    (run_dir / "checkpoint_2" / "hf" / "model.safetensors").write_bytes(weights)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    # the hub here has no other storage than LFS
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with hub_here(model) as (url, _):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        assert main(["push", str(run_dir), "org/name"]) == 0
+    assert f"model: {url}/org/name/commit/" in capsys.readouterr().out
+    assert "private" in str(model.made) and model.message == "Model of run my-run"
+    assert model.files.pop("README.md").decode() == model_card(load_run(run_dir))
+    assert model.files == {"config.json": b"{}", "model.safetensors": weights}
 
 
 @pytest.mark.parametrize("private", [True, False])
