@@ -7,6 +7,7 @@ one place of the command line that starts Ray.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -27,9 +28,14 @@ if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
     from ray_apr.trainer import APRTrainer
 
+logger = logging.getLogger(__name__)
+
 _PREVIEW_LIMIT_S = 60.0
 """Longest time that a dry run encodes prompts of one file."""
 _REACH_LIMIT_S = 10.0
+_STARTS = 3
+_NO_START = "timed out during startup"
+"""What Ray says of a start for which this machine is too busy."""
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
@@ -236,32 +242,52 @@ def joined_address(settings: RaySettings) -> str | None:
 def _init_ray(settings: RaySettings, run: str = "") -> str | None:
     """Start a cluster, or join one; returns where its dashboard is, if it has one.
 
+    A start that this machine is too busy for is tried again.
+
     Args:
         settings: Which one.
         run: Name of the run, for the table of jobs.
 
     Raises:
         ConfigError: If there is none to join.
+        ResourceError: If none starts.
     """
+    import ray
+
+    joined = joined_address(settings)
+    for _ in range(_STARTS):
+        try:
+            return _init_once(settings, joined, run)
+        except OSError as error:  # among them ConnectionError, which Ray raises
+            remedy = f"no Ray cluster can be joined there: {error}"
+            raise ConfigError("ray.address", joined, remedy) from error
+        except Exception as error:  # that is all that Ray says it is
+            if joined or _NO_START not in str(error):
+                raise
+            logger.warning("Ray did not start within half a minute")
+            ray.shutdown()
+    raise ResourceError(
+        f"Ray did not start on this machine in {_STARTS} tries; it is perhaps too busy (load "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs): end what else runs here and try "
+        "again; nothing of the run has begun"
+    )
+
+
+def _init_once(settings: RaySettings, joined: str | None, run: str) -> str | None:
     import ray
     from ray.job_config import JobConfig
 
-    joined = joined_address(settings)
     metadata = {JOB_METADATA: run} if run else {}
     local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
-    try:
-        _reach(joined)
-        context = ray.init(
-            address=joined or "local",
-            namespace=settings.namespace,
-            log_to_driver=False,
-            job_config=JobConfig(metadata=metadata),
-            **local,
-        )
-        return context.dashboard_url or None
-    except OSError as error:  # among them ConnectionError, which Ray raises
-        remedy = f"no Ray cluster can be joined there: {error}"
-        raise ConfigError("ray.address", joined, remedy) from error
+    _reach(joined)
+    context = ray.init(
+        address=joined or "local",
+        namespace=settings.namespace,
+        log_to_driver=False,
+        job_config=JobConfig(metadata=metadata),
+        **local,
+    )
+    return context.dashboard_url or None
 
 
 def _reach(address: str | None) -> None:

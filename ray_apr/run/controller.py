@@ -354,6 +354,7 @@ class _Parts:
         side.stop_watching()  # what dies from here on does not begin again
         try:
             if isinstance(error, Stopped):  # the trainer may still be at it: it gets no further
+                self._show(f"{error}: the run ends, which takes some seconds; its figures are kept")
                 self._ask(side.buffer.close.remote(), "sample buffer")
             if self._evaluator is not None:
                 self._ask(self._evaluator.stop.remote(), "evaluator")

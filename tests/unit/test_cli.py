@@ -199,7 +199,7 @@ def test_a_failed_run_keeps_its_error_and_gets_its_report(
     message: str,
 ) -> None:
     def fail(settings: Any, **_: Any) -> None:
-        run_folder(settings.run_dir)
+        (run_folder(settings.run_dir) / "final.json").write_text("{}")
         raise raised
 
     monkeypatch.setattr(launch, "run_training", fail)
@@ -207,6 +207,8 @@ def test_a_failed_run_keeps_its_error_and_gets_its_report(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+    is_stopped = isinstance(raised, KeyboardInterrupt)
+    assert ("ray-apr resume" in captured.out) == is_stopped, "errors name --resume themselves"
     assert (config.parent / "runs" / "mine" / "report.html").is_file()
 
 

@@ -15,7 +15,7 @@ import ray
 from ray_apr.cli import launch
 from ray_apr.cli.settings import RaySettings
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.prompts import encode_prompt, has_chat_template
@@ -52,6 +52,27 @@ def test_inside_of_a_ray_job_a_run_joins_the_cluster_of_the_job(inits, monkeypat
     assert "num_cpus" not in inits[0]
     launch._init_ray(RaySettings(address="local"))
     assert inits[1]["address"] == "local"
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_start_of_ray_that_times_out_is_tried_again(monkeypatch, num_failures):
+    """It was an error of Ray's own with no remedy, on a machine that was busy for a moment."""
+    left = [num_failures]
+
+    def init(**_):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise Exception("The current node timed out during startup. This could happen")
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if num_failures < 3:
+        assert launch._init_ray(RaySettings()) is None
+        return
+    with pytest.raises(ResourceError, match=r"not start .* 3 tries.*too busy \(load .*try again"):
+        launch._init_ray(RaySettings())
 
 
 def test_the_table_of_jobs_has_the_name_of_the_run(inits):
