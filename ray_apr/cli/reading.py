@@ -122,20 +122,18 @@ def diagnose(run_dir: Path) -> int:
         show(f"{finding.share:4.0%}  {finding.what}\n      -> {finding.remedy}")
     if not found:
         show("nothing that costs much")
-    show(
-        "\nthe simulator, with engines and trainer as the rows have them; one more has a GPU, "
-        "or CPU cores, of its own:"
-    )
     try:
         guess = estimate(run)
     except (ConfigError, SimulationError) as error:
-        show(f"  no estimate: {error}")
+        why = error.remedy if isinstance(error, ConfigError) else error
+        show(f"\nno estimates of the simulator: {why}")
         return EXIT_OK
-    show(f"  the run as it was: {guess.off:+.0%} of its seconds a step")
+    show(
+        "\nthe simulator, with engines and trainer as the rows have them; one more has a GPU, "
+        f"or CPU cores, of its own:\n  the run as it was: {guess.off:+.0%} of its seconds a step"
+    )
     for change in guess.changes:
         show(f"  {change.gain:+5.0%} steps in a time: {change.what}")
-    if not guess.changes:
-        show("  that is too far off for estimates of changes")
     return EXIT_OK
 
 

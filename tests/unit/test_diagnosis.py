@@ -264,8 +264,15 @@ def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
 def test_a_simulation_that_is_far_off_gives_no_estimates():
     run, _ = simulated(FAST)
     slower = [row | {"time_s": 2 * row["time_s"]} for row in run.steps]
-    guess = estimate(dataclasses.replace(run, steps=slower))
-    assert guess.off == pytest.approx(-0.5, abs=0.02) and not guess.changes
+    slow = dataclasses.replace(run, steps=slower)
+    with pytest.raises(ConfigError, match=r"simulator does not fit this run: (49|50|51)% off in"):
+        estimate(slow)
+    faster = [row | {"time_s": row["time_s"] / 36} for row in run.steps]
+    fast = dataclasses.replace(run, steps=faster)
+    with pytest.raises(ConfigError, match="fit this run: more than 100% off"):
+        estimate(fast)
+    with pytest.raises(ConfigError, match=r"is too short to simulate \(8 steps\); it takes 20"):
+        estimate(dataclasses.replace(fast, steps=faster[:8]))
 
 
 def test_steps_before_the_engines_told_anything_are_left_out():
@@ -299,7 +306,7 @@ def test_a_run_that_takes_turns_or_is_short_gets_no_estimate():
     with pytest.raises(ConfigError, match="take turns on their GPUs"):
         cluster_of(run_of(placement="colocated"))
     run, _ = simulated(FAST)
-    with pytest.raises(ConfigError, match=r"too few steps for an estimate \(7\); it takes 8"):
+    with pytest.raises(ConfigError, match=r"run is too short to simulate \(7 steps\); it takes 8"):
         cluster_of(dataclasses.replace(run, steps=run.steps[:7]))
 
 
@@ -314,3 +321,9 @@ def test_the_command_shows_shares_findings_and_estimates(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path.name}, {NUM_STEPS} steps" in out and "trainer   trains" in out
     assert "the run as it was: " in out and "steps in a time: a train worker more" in out
+    faster = [row | {"time_s": row["time_s"] / 36} for row in run.steps[:8]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in faster))
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "no estimates of the simulator: this run is too short to simulate (8 steps)" in out
+    assert "the run as it was" not in out

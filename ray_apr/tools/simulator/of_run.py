@@ -29,6 +29,9 @@ _FEWEST = 6
 _NO_LIMIT = 1 << 40
 _MOST_OFF = 0.3
 """Share by which the simulation of the run as it was may be off for its estimates to be told."""
+_SHORT = 20
+"""Steps below which a simulation that is farther off is blamed on the run: what its rows have of
+the engines is up to a second older than they are."""
 _STALENESS_MORE = 2
 _COUNTED = {"tokens_generated", "engines_busy_s", "engines_request_s"}
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
@@ -50,14 +53,15 @@ class Estimate:
     off: float
     """Simulated over measured time of the run as it was, minus 1."""
     changes: tuple[Change, ...]
-    """The best first; none where `off` is too large."""
+    """The best first."""
 
 
 def estimate(run: RunData) -> Estimate:
     """Simulate a run as it was, and with one thing changed each time.
 
     Raises:
-        ConfigError: If it has too few steps, or its engines and trainer take turns on their GPUs.
+        ConfigError: If it has too few steps, its engines and trainer take turns on their GPUs, or
+            the simulation of the run as it was is far off.
         SimulationError: If a simulated run gets stuck.
     """
     cluster = cluster_of(run)
@@ -67,8 +71,30 @@ def estimate(run: RunData) -> Estimate:
     steps = run.steps[WARM_UP_STEPS:]
     measured_s = (steps[-1]["time_s"] - steps[0]["time_s"]) / (len(steps) - 1)
     off = _step_s(base) / measured_s - 1
-    changes = _changes(trace, base) if abs(off) <= _MOST_OFF else ()
-    return Estimate(off=off, changes=tuple(sorted(changes, key=lambda change: -change.gain)))
+    if abs(off) > _MOST_OFF:
+        raise _misfit(run, off)
+    changes = sorted(_changes(trace, base), key=lambda change: -change.gain)
+    return Estimate(off=off, changes=tuple(changes))
+
+
+def _misfit(run: RunData, off: float) -> ConfigError:
+    if len(run.steps) < _SHORT:
+        return _too_short(run, _SHORT)
+    by = f"{abs(off):.0%}" if abs(off) <= 1 else "more than 100%"
+    return ConfigError(
+        "RUN_DIR",
+        str(run.path),
+        f"the simulator does not fit this run: {by} off in its seconds a step; its estimates are "
+        "left out",
+    )
+
+
+def _too_short(run: RunData, fewest: int) -> ConfigError:
+    return ConfigError(
+        "RUN_DIR",
+        str(run.path),
+        f"this run is too short to simulate ({len(run.steps)} steps); it takes {fewest}",
+    )
 
 
 def cluster_of(run: RunData) -> ClusterConfig:
@@ -88,12 +114,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
         )
     rows = run.steps[WARM_UP_STEPS:]
     if len(rows) < _FEWEST:
-        raise ConfigError(
-            "RUN_DIR",
-            str(run.path),
-            f"has too few steps for an estimate ({len(run.steps)}); it takes "
-            f"{_FEWEST + WARM_UP_STEPS}",
-        )
+        raise _too_short(run, _FEWEST + WARM_UP_STEPS)
     if not engine or not any(row.keys() >= _COUNTED for row in rows):
         raise ConfigError(
             "RUN_DIR",
