@@ -105,15 +105,20 @@ def _watch(args: argparse.Namespace) -> int:
 
 def diagnose(run_dir: Path) -> int:
     """Show what held a run back, which settings to change, and what the simulator makes of that."""
-    from ray_apr.tools.diagnosis import findings, shares_of
+    from ray_apr.tools.diagnosis import findings
     from ray_apr.tools.report.load import load_run
+    from ray_apr.tools.shares import FILLING_STEPS, shares_of
     from ray_apr.tools.simulator.of_run import estimate
 
     run = load_run(run_dir)
     shares = shares_of(run)
     show(
-        f"{run.name}, {len(run.steps)} steps\n"
-        f"  trainer   trains {shares.trains:.0%}, waits {shares.waits:.0%} of the time\n"
+        f"{run.name}, {len(run.steps)} steps; without the first {FILLING_STEPS}, in which the "
+        f"engines fill: {shares.seconds:.1f} s\n"
+        f"  trainer   trains {shares.told(shares.trains)}, is in weight syncs "
+        f"{shares.told(shares.syncs)}\n"
+        f"            waits for samples {shares.told(shares.starves)}, for the hand-over of a "
+        f"batch that is there {shares.told(shares.handed)}\n"
         f"  engines   generate {shares.generates:.0%}, are paused {shares.paused:.0%}, idle "
         f"{shares.idle:.0%}\n"
     )

@@ -1,33 +1,34 @@
 """What held a run back, by how much, and which setting to change.
 
 All of it is read from the run folder, of a run that goes on, too.
+
+What the trainer waits for samples has three causes, which are told apart by what the engines could
+do at most: had they never been idle, a step would be shorter by the share that they are idle; had
+no sync stopped them, by the share of that; the rest is the time that generating takes.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
-from ray_apr.tools.report.summary import (
-    covered_s,
-    engine_names,
-    engine_seconds,
-    spans_of,
-    summarize,
-    training_window,
-)
+from ray_apr.tools.report.summary import summarize
+from ray_apr.tools.shares import Shares
 
-FEWEST_STEPS = 4
-"""Of which shares of time say something."""
 _MUCH, _SOME = 0.10, 0.03
 """Shares from which on a side waits, and something else is worth a word."""
 _MOSTLY = 0.5
 _START_SHARE = 0.25
+_MODE = "partial_rollout.mode"
+_NOTHING = "nothing: what helps is set already"
+
+Part = str | tuple[str, Any]
+"""Of a remedy: words, or a dotted setting and the value to give it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,147 +36,191 @@ class Finding:
     """One thing that cost time or samples."""
 
     share: float
-    """Of the training time, of the tokens or of the samples: what `what` says."""
+    """Of the time, of the tokens or of the samples: what `what` says."""
     what: str
     remedy: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shares:
-    """What trainer and engines did in the training window, as shares of it."""
-
-    trains: float
-    waits: float
-    generates: float
-    """Mean of the engines, as are the next two."""
-    paused: float
-    idle: float
-
-
-def shares_of(run: RunData) -> Shares:
-    """Where the time went.
-
-    Raises:
-        ConfigError: If the run has too few steps, or no timeline.
-    """
-    window = training_window(run)
-    if window is None or len(run.steps) < FEWEST_STEPS:
-        raise ConfigError(
-            "RUN_DIR",
-            str(run.path),
-            f"has {len(run.steps)} steps, of which nothing can be said yet; wait for "
-            f"{FEWEST_STEPS} of them",
-        )
-    length_s, engines = window[1] - window[0], engine_names(run)
-    if not run.timeline:
-        raise ConfigError("RUN_DIR", str(run.path), "has no timeline.jsonl, which says who waited")
-
-    def seconds(actor: str, what: str) -> float:
-        return covered_s(spans_of(run, actor, what), window)
-
-    of_engines_s = engine_seconds(run, len(engines), window)
-    generates, paused = (
-        sum(seconds(engine, what) for engine in engines) / of_engines_s if engines else 0.0
-        for what in ("generate", "paused")
-    )
-    return Shares(
-        trains=seconds("trainer", "train") / length_s,
-        waits=seconds("trainer", "wait") / length_s,
-        generates=generates,
-        paused=paused,
-        idle=max(0.0, 1.0 - generates - paused),
-    )
-
-
 def findings(run: RunData, shares: Shares) -> list[Finding]:
-    """What held a run back, the largest share first.
+    """What held a run back: what costs time, what costs tokens and samples, the start.
 
     Args:
         run: What it recorded.
         shares: Its `shares_of`.
+
+    Returns:
+        Of time and of samples each the largest share first. Time has the share of it in which the
+        trainer waits for that reason, or, where the trainer is the limit, the engines do.
     """
     summary = summarize(run)
-    found = [
-        *_of_time(run, shares), *_of_start(summary), *_of_tokens(summary), *_of_samples(run)
+    of_samples = [*_of_tokens(run, summary), *_of_samples(run)]
+    return [
+        *_by_share(_of_time(run, shares)), *_by_share(of_samples), *_of_start(summary)
     ]  # fmt: skip
+
+
+def _by_share(found: Iterator[Finding] | list[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def limit_of(shares: Shares) -> str:
-    """Which side limits a run: trainer, engines, both, or neither of them alone."""
-    trainer, engines = shares.waits < _MUCH, shares.idle + shares.paused < _MUCH
-    if trainer and engines:
-        return "both"
-    if trainer:
-        return "trainer"
-    return "engines" if engines else "neither"
+def _remedy(run: RunData, *parts: Part) -> str:
+    """What to change, without settings that have their value already."""
+    said = []
+    for part in parts:
+        if isinstance(part, str):
+            said.append(part)
+        elif _setting(run, part[0]) != part[1]:
+            value = part[1] if isinstance(part[1], str) else json.dumps(part[1])
+            said.append(f"{'mode' if part[0] == _MODE else part[0]}: {value}")
+    *others, last = said or [_NOTHING]
+    return f"{', '.join(others)}, or {last}" if others else last
+
+
+def _setting(run: RunData, name: str) -> Any:
+    """A setting by its dotted name; None where `config.json` does not tell it."""
+    value: Any = run.config
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+# -- time ------------------------------------------------------------------------------------------
 
 
 def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
-    limit = limit_of(shares)
-    takes_turns = run.config.get("rollout", {}).get("engine", {}).get("placement") == "colocated"
-    if limit == "engines":
+    if shares.handed >= _MUCH:
+        yield _of_hand_over(shares)
+    takes_turns = _setting(run, "rollout.engine.placement") == "colocated"
+    starves, idle = shares.starves, shares.idle
+    if starves < _MUCH:
+        starves = 0.0
+        if idle >= _MUCH:
+            yield Finding(
+                share=idle,
+                what=f"the engines have nothing to do {shares.told(idle)} of the time, as the "
+                f"trainer takes its batches no faster (it waits {shares.starves:.0%} for samples)",
+                remedy=_remedy(
+                    run, "more train workers (scaling.num_workers)", *_fewer_engines(run),
+                    ("train.packing", "packed"), *_compiled(run), "larger train.micro_batch_tokens",
+                ),
+            )  # fmt: skip
+    elif takes_turns and idle + shares.paused >= _MUCH:
         yield Finding(
-            share=shares.waits,
-            what=f"the trainer waits {shares.waits:.0%} of the time, and the engines are busy",
+            share=starves,
+            what=f"engines and trainer take turns: the trainer waits {shares.told(starves)} of the "
+            f"time, the engines are idle or asleep {idle + shares.paused:.0%}",
+            remedy="a GPU for the trainer alone: "
+            + _remedy(run, ("rollout.engine.placement", "disaggregated"), (_MODE, "apr")),
+        )
+        return
+    by_idle = min(starves, idle)
+    by_syncs = (
+        0.0 if takes_turns else min(starves - by_idle, max(0.0, shares.paused - shares.syncs))
+    )
+    by_speed = starves - by_idle - by_syncs
+    if by_idle >= _SOME:
+        yield _of_idle_engines(run, shares, by_idle)
+    if by_speed >= _SOME:
+        yield Finding(
+            share=by_speed,
+            what=f"the trainer waits for samples {shares.told(by_speed)} of the time while "
+            "the engines are busy",
             remedy="more engines (rollout.num_replicas), or shorter responses "
             "(rollout.max_response_tokens)",
         )
-    elif limit == "trainer" and shares.idle >= _MUCH:
-        yield Finding(
-            share=shares.idle,
-            what=f"the engines have nothing to do {shares.idle:.0%} of the time, as the trainer "
-            f"takes its batches no faster (it waits {shares.waits:.0%})",
-            remedy="more train workers (scaling.num_workers) or fewer engines; a faster step: "
-            "train.packing, train.compile, larger train.micro_batch_tokens",
-        )
-    elif limit == "neither" and takes_turns:
-        yield Finding(
-            share=shares.waits,
-            what=f"engines and trainer take turns: the trainer waits {shares.waits:.0%} of the "
-            f"time, the engines are idle or asleep {shares.idle + shares.paused:.0%}",
-            remedy="a GPU for the trainer alone (rollout.engine.placement: disaggregated) with "
-            "mode: apr",
-        )
-    elif limit == "neither":
-        yield _of_neither(run, shares)
-    if shares.paused >= _SOME and not takes_turns:
-        yield Finding(
-            share=shares.paused,
-            what=f"weight syncs stop the engines {shares.paused:.0%} of the time",
-            remedy="train.weight_transport and train.weight_bucket_mb, or a sync every second "
-            "step (partial_rollout.sync_every: 2)",
-        )
+    if not takes_turns and shares.syncs + by_syncs >= _SOME:
+        yield _of_syncs(run, shares, shares.syncs + by_syncs)
 
 
-def _of_neither(run: RunData, shares: Shares) -> Finding:
-    """Both sides wait: for rewards, environments, a limit of the scheduler, or the tail."""
-    what = (
-        f"neither side is busy: the trainer waits {shares.waits:.0%} of the time, the engines have "
-        f"nothing to do {shares.idle:.0%}"
+def _fewer_engines(run: RunData) -> list[Part]:
+    return [] if _setting(run, "rollout.num_replicas") == 1 else ["fewer engines"]
+
+
+def _compiled(run: RunData) -> list[Part]:
+    selective = _setting(run, "train.activation_checkpointing") == "selective"
+    return [] if selective else [("train.compile", True)]
+
+
+def _of_hand_over(shares: Shares) -> Finding:
+    num_steps = sum(wait.has_batch for wait in shares.waits)
+    return Finding(
+        share=shares.handed,
+        what=f"the trainer waits {shares.told(shares.handed)} of the time although a whole "
+        f"batch lies in the buffer (at {num_steps} of {len(shares.waits)} steps): Ray Data "
+        "reads it, and its samples are fetched",
+        remedy="no setting: look whether other processes keep the CPU cores busy, those of "
+        "engines and rewards among them; a larger train.batch_size pays it less often",
     )
-    waiting = [row for row in run.steps if row.get("inflight") is not None]
-    due = {name: _mean(waiting, name) for name in ("unscored", "stepping", "inflight")}
-    limits = Counter(row["limited_by"] for row in waiting if row.get("limited_by"))
+
+
+def _of_syncs(run: RunData, shares: Shares, share: float) -> Finding:
+    return Finding(
+        share=share,
+        what=f"weight syncs cost {shares.told(share)} of the time: the trainer is in them "
+        f"{shares.syncs:.0%} of it, the engines stop {shares.paused:.0%}",
+        remedy=_remedy(
+            run,
+            "train.weight_transport and train.weight_bucket_mb",
+            ("partial_rollout.overlap_sync", True),
+            *_less_often(run),
+        ),
+    )
+
+
+def _less_often(run: RunData) -> list[Part]:
+    """Fewer syncs, as far as the bound of the staleness lets them be."""
+    every, bound = (_setting(run, f"partial_rollout.{n}") for n in ("sync_every", "max_staleness"))
+    most = (bound or 0) + 1
+    return [] if (every or 1) >= most else [f"a larger partial_rollout.sync_every (at most {most})"]
+
+
+def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
+    """Both sides wait: for rewards, environments, a limit of the scheduler, or the tail.
+
+    Which one, is read from the rows at whose end the wait for samples begins.
+    """
+    what = (
+        f"neither side is busy {shares.told(share)} of the time: the trainer waits for samples, "
+        "and engines have nothing to do"
+    )
+    waits = [wait for wait in shares.waits if not wait.has_batch and wait.seconds > 0]
+    told = [wait.before for wait in waits if wait.before.get("inflight") is not None]
+    due = {name: _mean(told, name) for name in ("unscored", "stepping", "inflight")}
+    limits = Counter(row["limited_by"] for row in told if row.get("limited_by"))
+    parts: tuple[Part, ...]
     if due["unscored"] > due["inflight"]:
         what += f"; {due['unscored']:.0f} samples wait for their reward, as a rule"
-        remedy = (
-            "faster rewards: rollout.reward.concurrency, rollout.reward.num_workers, and "
-            "partial_rollout.overlap_rewards: true"
+        parts = (
+            "faster rewards: a larger rollout.reward.concurrency or rollout.reward.num_workers",
+            ("partial_rollout.overlap_rewards", True),
         )
     elif due["stepping"] > due["inflight"]:
         what += f"; {due['stepping']:.0f} samples wait for their environment, as a rule"
-        remedy = "faster environments: rollout.reward.concurrency, rollout.reward.num_workers"
-    elif limits and limits.total() >= _MOSTLY * len(waiting):
-        limit = limits.most_common(1)[0][0]
-        what += f"; no prompt may start, as {limit}"
-        remedy = f"a larger partial_rollout.{limit.removesuffix(' is reached')}, or mode: apr"
-    else:
-        remedy = (
-            "the longest responses of a batch are waited for: mode: apr, a larger "
-            "partial_rollout.oversampling_factor or max_staleness"
+        parts = (
+            "faster environments: a larger rollout.reward.concurrency or "
+            "rollout.reward.num_workers",
         )
-    return Finding(share=min(shares.waits, shares.idle), what=what, remedy=remedy)
+    elif limits and limits.total() >= _MOSTLY * len(told):
+        limit = limits.most_common(1)[0][0]
+        what += f"; when such a wait begins, no prompt may start, as a rule: {limit}"
+        parts = (*_against(limit), (_MODE, "apr"))
+    else:
+        what += "; the longest responses of a batch are waited for"
+        parts = (
+            (_MODE, "apr"),
+            "a larger partial_rollout.oversampling_factor or max_staleness",
+        )
+    return Finding(share=share, what=what, remedy=_remedy(run, *parts))
+
+
+def _against(limit: str) -> tuple[Part, ...]:
+    """What moves a limit of the scheduler: of its settings, or of a rule of admission."""
+    name = limit.removesuffix(" is reached")
+    if name in ("oversampling_factor", "max_staleness", "max_live_batches"):
+        return (f"a larger partial_rollout.{name}",)
+    if name == "interrupt":
+        return (("partial_rollout.after_interrupt", "resume"),)
+    return (("partial_rollout.admission", "stream"),)
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
@@ -192,21 +237,33 @@ def _of_start(summary: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-_REMEDIES = {
-    "stale": "a larger partial_rollout.max_staleness, a smaller oversampling_factor, or on_stale: "
-    "wait",
-    "masked": "a larger partial_rollout.max_staleness, or a smaller oversampling_factor",
-    "restarted": "partial_rollout.after_interrupt: resume, which keeps the tokens",
-    "surplus": "a smaller partial_rollout.oversampling_factor, or interrupt: weight_sync",
-    "failed": "rewards and requests that fail: dropped.jsonl has them, the log of the run says why",
-    "poison": "the prompts in poison.jsonl",
-    "filtered": "prompts that are neither solved nor failed by all samples of a group, or a larger "
-    "rollout.group_size",
-    "lost": "parts that die: restarts.jsonl and resumes.jsonl have each time",
-}
+# -- tokens and samples ----------------------------------------------------------------------------
+
+_REMEDIES: Mapping[str, tuple[Part, ...]] = {
+    "stale": (
+        "a larger partial_rollout.max_staleness", "a smaller oversampling_factor",
+        ("partial_rollout.on_stale", "wait"),
+    ),
+    "masked": ("a larger partial_rollout.max_staleness", "a smaller oversampling_factor"),
+    "restarted": (("partial_rollout.after_interrupt", "resume"),),
+    "surplus": (
+        "a smaller partial_rollout.oversampling_factor",
+        ("partial_rollout.interrupt", "weight_sync"),
+    ),
+    "failed": (
+        "rewards and requests that fail: dropped.jsonl has them, the log of the run says why",
+    ),
+    "poison": ("the prompts in poison.jsonl",),
+    "filtered": (
+        "prompts that are neither solved nor failed by all samples of a group",
+        "a larger rollout.group_size",
+    ),
+    "lost": ("parts that die: restarts.jsonl and resumes.jsonl have each time",),
+}  # fmt: skip
+_AT_THE_END = ("none: they were under way at the end of the run",)
 
 
-def _of_tokens(summary: Mapping[str, Any]) -> Iterator[Finding]:
+def _of_tokens(run: RunData, summary: Mapping[str, Any]) -> Iterator[Finding]:
     """Tokens that were generated and not trained."""
     generated = summary["tokens_generated"] or 0
     for reason, tokens in summary["tokens_discarded"].items():
@@ -214,7 +271,7 @@ def _of_tokens(summary: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 share=tokens / generated,
                 what=f"{tokens / generated:.0%} of the generated tokens were discarded: {reason}",
-                remedy=_REMEDIES.get(reason, "none: they were under way at the end of the run"),
+                remedy=_remedy(run, *_REMEDIES.get(reason, _AT_THE_END)),
             )
 
 
@@ -231,8 +288,12 @@ def _of_samples(run: RunData) -> Iterator[Finding]:
             share=alike / len(of_several),
             what=f"in {alike / len(of_several):.0%} of the trained groups all samples have the "
             "same reward, so that their advantages are 0",
-            remedy="partial_rollout.filter_zero_variance: true, prompts of another difficulty, or "
-            "a larger rollout.group_size",
+            remedy=_remedy(
+                run,
+                ("partial_rollout.filter_zero_variance", True),
+                "prompts of another difficulty",
+                "a larger rollout.group_size",
+            ),
         )
     cut = sum(row.get("finish_reason") == "length" for row in run.samples)
     if run.samples and cut / len(run.samples) >= _MUCH:
@@ -240,5 +301,7 @@ def _of_samples(run: RunData) -> Iterator[Finding]:
             share=cut / len(run.samples),
             what=f"{cut / len(run.samples):.0%} of the trained responses were cut at "
             "rollout.max_response_tokens",
-            remedy="a larger rollout.max_response_tokens, or algorithm.overlong_filter: true",
+            remedy=_remedy(
+                run, "a larger rollout.max_response_tokens", ("algorithm.overlong_filter", True)
+            ),
         )

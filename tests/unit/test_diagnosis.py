@@ -12,8 +12,10 @@ import pytest
 from ray_apr.cli.main import main
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.diagnosis import findings, limit_of, shares_of
+from ray_apr.scheduling.scheduler import Scheduler
+from ray_apr.tools.diagnosis import findings
 from ray_apr.tools.report.load import RunData
+from ray_apr.tools.shares import has_batch, shares_of
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import trace_of
 from ray_apr.tools.simulator.of_run import cluster_of, estimate, fitted
@@ -39,22 +41,19 @@ def run_of(
     for k in range(NUM_STEPS):
         start = 10.0 * k
         spans = [
-            ("trainer", "wait", 0.0, waits),
-            ("trainer", "train", waits, 1.0),
-            *(
-                (f"engine-{i}", what, *span)
-                for i in range(2)
-                for what, span in {
-                    "generate": (0.0, generates),
-                    "paused": (generates, generates + paused),
-                }.items()
-            ),
+            (f"engine-{i}", what, *span)
+            for i in range(2)
+            for what, span in {
+                "generate": (0.0, generates),
+                "paused": (generates, generates + paused),
+            }.items()
         ]
         timeline += [
             {"actor": actor, "what": what, "start_s": start + 10 * begin, "end_s": start + 10 * end}
             for actor, what, begin, end in spans
         ]
-        steps.append(step_row(k, time_s=start + 10.0))
+        times = {"trainer_wait_s": 10 * waits, "trainer_step_s": 10 * (1 - waits)}
+        steps.append(step_row(k, time_s=start + 10.0, **times))
     config = PartialRolloutConfig.preset("apr")
     return RunData(
         path=Path("runs/made-up"),
@@ -81,7 +80,7 @@ def said(run: RunData) -> str:
 
 def test_shares_are_those_of_the_spans():
     shares = shares_of(run_of(waits=0.25, generates=0.5, paused=0.125))
-    assert (shares.waits, shares.trains) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert (shares.starves, shares.trains) == (pytest.approx(0.25), pytest.approx(0.75))
     assert (shares.generates, shares.paused) == (pytest.approx(0.5), pytest.approx(0.125))
     assert shares.idle == pytest.approx(0.375)
 
@@ -97,27 +96,50 @@ def test_engines_that_came_later_were_not_idle_before():
     scaled = dataclasses.replace(
         run, timeline=timeline, scalings=[{"time_s": half_s, "before": 1, "after": 2}]
     )
-    assert shares_of(scaled) == shares_of(run) and limit_of(shares_of(scaled)) == "both"
+    assert shares_of(scaled) == shares_of(run) and said(scaled) == ""
 
 
 @pytest.mark.parametrize(
-    ("parts", "limit", "remedy"),
+    ("parts", "remedy"),
     [
-        ({"waits": 0.5}, "engines", "more engines (rollout.num_replicas)"),
-        ({"generates": 0.5}, "trainer", "more train workers (scaling.num_workers)"),
-        ({"waits": 0.5, "generates": 0.5}, "neither", "the longest responses of a batch"),
-        ({"waits": 0.05, "generates": 0.95}, "both", None),
+        ({"waits": 0.5}, "more engines (rollout.num_replicas)"),
+        ({"generates": 0.5}, "more train workers (scaling.num_workers)"),
+        ({"waits": 0.5, "generates": 0.5}, "the longest responses of a batch"),
+        ({"waits": 0.05, "generates": 0.95}, None),
         (
             {"waits": 0.5, "generates": 0.5, "placement": "colocated"},
-            "neither",
             "rollout.engine.placement: disaggregated",
         ),
     ],
 )
-def test_who_waits_says_what_to_change(parts, limit, remedy):
+def test_who_waits_says_what_to_change(parts, remedy):
     run = run_of(**parts)
-    assert limit_of(shares_of(run)) == limit
     assert said(run) == "" if remedy is None else remedy in said(run)
+
+
+def test_each_cause_has_the_share_of_the_wait_that_it_explains():
+    """known fault: a trainer that waited 48 % beside engines that generated 83 % was explained by
+    the 2 % that they were idle, as the last of all findings."""
+    run = run_of(waits=0.48, generates=0.83, paused=0.15, setup_s=200.0)
+    found = findings(run, shares_of(run))
+    assert [round(finding.share, 2) for finding in found] == [0.31, 0.15, 0.83]
+    assert "waits for samples 31% (68.2 s) of the time while the engines are busy" in found[0].what
+    assert found[0].remedy.startswith("more engines")
+    assert "weight syncs cost 15% (33.0 s) of the time" in found[1].what
+    assert "the start took" in found[2].what
+    idler = run_of(waits=0.48, generates=0.6, paused=0.15)
+    assert [round(f.share, 2) for f in findings(idler, shares_of(idler))] == [0.25, 0.15, 0.08]
+    assert "neither side is busy 25%" in findings(idler, shares_of(idler))[0].what
+
+
+def test_the_trainer_in_a_sync_is_told_as_one():
+    run = run_of(rows=[{"weight_wait_s": 2.0}] * NUM_STEPS)
+    (found,) = findings(run, shares_of(run))
+    assert found.share == pytest.approx(0.2) and "weight syncs cost 20%" in found.what
+    assert "partial_rollout.overlap_sync: true" in found.remedy
+    assert "a larger partial_rollout.sync_every (at most" in found.remedy
+    none = said(with_settings(run, max_staleness=0, overlap_sync=True))
+    assert "sync_every" not in none and "overlap_sync" not in none
 
 
 @pytest.mark.parametrize(
@@ -125,7 +147,9 @@ def test_who_waits_says_what_to_change(parts, limit, remedy):
     [
         ({"inflight": 2, "unscored": 30}, "30 samples wait for their reward"),
         ({"inflight": 2, "stepping": 30}, "30 samples wait for their environment"),
-        ({"limited_by": "max_staleness is reached"}, "larger partial_rollout.max_staleness,"),
+        ({"limited_by": "max_staleness is reached"}, "-> a larger partial_rollout.max_staleness"),
+        ({"limited_by": "interrupt is reached"}, "-> partial_rollout.after_interrupt: resume"),
+        ({"limited_by": "64 samples generate"}, "-> partial_rollout.admission: stream"),
         ({"limited_by": None}, "the longest responses"),
     ],
 )
@@ -133,8 +157,93 @@ def test_where_both_wait_the_rows_say_for_what(row, text):
     assert text in said(run_of(waits=0.5, generates=0.5, rows=[row] * NUM_STEPS))
 
 
+def with_settings(run: RunData, section: str = "partial_rollout", **settings: Any) -> RunData:
+    changed = run.config.get(section, {}) | settings
+    return dataclasses.replace(run, config=run.config | {section: changed})
+
+
+def test_nothing_is_advised_that_is_in_use():
+    """known fault: a run with mode: apr was advised mode: apr."""
+    row = {"inflight": 2, "unscored": 30}
+    tail, unscored = (
+        run_of(waits=0.5, generates=0.5, rows=rows) for rows in (None, [row] * NUM_STEPS)
+    )
+    limited = run_of(
+        waits=0.5, generates=0.5, rows=[{"limited_by": "max_live_batches is reached"}] * NUM_STEPS
+    )
+    for run in (tail, limited):
+        assert "mode: apr" not in said(run)
+        assert "mode: apr" in said(with_settings(run, mode="sync"))
+    assert said(limited).endswith("-> a larger partial_rollout.max_live_batches")
+    assert "overlap_rewards: true" in said(unscored)
+    assert "overlap_rewards" not in said(with_settings(unscored, overlap_rewards=True))
+    turns = run_of(waits=0.5, generates=0.5, placement="colocated")
+    assert "disaggregated" in said(turns) and "mode: apr" not in said(turns)
+    trainer = run_of(generates=0.5)
+    assert "train.packing: packed" in said(trainer) and "train.compile: true" in said(trainer)
+    fast = with_settings(trainer, "train", packing="packed", compile=True)
+    assert "packing" not in said(fast) and "compile" not in said(fast)
+    assert "fewer engines" not in said(with_settings(trainer, "rollout", num_replicas=1))
+    restarted = run_of(tokens_generated=10, tokens_discarded={"restarted": 5})
+    assert "after_interrupt: resume" in said(restarted)
+    resumed = said(with_settings(restarted, after_interrupt="resume"))
+    assert resumed.endswith("-> nothing: what helps is set already")
+
+
+def stock(buffered: int, version: int) -> str:
+    """What the rollout worker says where the buffer holds so much, its engines at that version."""
+    scheduler = Scheduler(
+        PartialRolloutConfig.preset("apr"), batch_size=64, group_size=4, max_inflight=64,
+        budgets=lambda prompt: [16] * 4, policy_version=version,
+    )  # fmt: skip
+    scheduler.on_buffer_counts(num_buffered=buffered)
+    return scheduler.diagnosis()
+
+
+@pytest.mark.parametrize(
+    ("buffered", "version", "lies_there"),
+    [(128, 6, True), (127, 6, False), (64, 7, True), (60, 7, False), (191, 5, False)],
+)
+def test_a_batch_that_lies_in_the_buffer_is_read_from_the_row(buffered, version, lies_there):
+    """Beside that of the step that ends, while the engines have not got its weights."""
+    row = step_row(6, waiting_for=stock(buffered, version))
+    assert row["policy_version"] == 7 and has_batch(row) is lies_there
+    assert not has_batch(step_row(6)) and not has_batch({"step": 6, "policy_version": 7})
+
+
+def test_waits_beside_a_whole_batch_are_told_apart():
+    """known fault: the hand-over of a batch counted as a lack of samples, and a limit that bound at
+    a step's end as its cause."""
+    limit = "max_live_batches is reached"
+    rows = [
+        {"waiting_for": stock(128 + k if k % 4 else 70, k), "limited_by": limit}
+        for k in range(NUM_STEPS)
+    ]
+    run = run_of(waits=0.4, generates=0.9, rows=rows)
+    shares = shares_of(run)
+    starved = sum((k - 1) % 4 == 0 for k in range(2, NUM_STEPS))
+    assert shares.starves == pytest.approx(0.4 * starved / (NUM_STEPS - 2))
+    assert shares.starves + shares.handed == pytest.approx(0.4)
+    first = findings(run, shares)[0]
+    assert first.share == pytest.approx(shares.handed) and first.remedy.startswith("no setting")
+    assert (
+        f"although a whole batch lies in the buffer (at {22 - starved} of 22 steps)" in first.what
+    )
+    all_there = [{"waiting_for": stock(192, k), "limited_by": limit} for k in range(NUM_STEPS)]
+    text = said(run_of(waits=0.4, generates=0.95, rows=all_there))
+    assert "waits 40% (88.0 s) of the time although" in text and "max_live_batches" not in text
+
+
+def test_the_first_filling_is_left_out():
+    """known fault: the first wait, for engines that fill, weighed on the shares of a short run."""
+    rows = [{"trainer_wait_s": 8.0} if k < 2 else {"trainer_wait_s": 0.0} for k in range(NUM_STEPS)]
+    shares = shares_of(run_of(rows=rows))
+    assert shares.starves == 0.0 and shares.seconds == pytest.approx(10.0 * (NUM_STEPS - 2))
+
+
 def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
     run = run_of(
+        waits=0.3,
         generates=0.8,
         paused=0.2,
         tokens_generated=1000,
@@ -142,13 +251,11 @@ def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
         setup_s=200.0,
     )
     found = findings(run, shares_of(run))
-    assert [round(finding.share, 2) for finding in found] == sorted(
-        (round(finding.share, 2) for finding in found), reverse=True
-    )
+    assert [round(finding.share, 2) for finding in found] == [0.2, 0.1, 0.3, 0.05, 0.83]
     text = said(run)
-    assert "weight syncs stop the engines 20% of the time" in text
+    assert "the engines stop 20%" in text
     assert "30% of the generated tokens were discarded: stale" in text
-    assert "the start took 200 of 240 s" in text and "masked" not in text
+    assert "the start took 200 of 240 s" in text.splitlines()[-1] and "masked" not in text
     assert "5% of the generated tokens were discarded: shutdown -> none" in text
 
 
@@ -169,8 +276,10 @@ def test_samples_that_teach_little_are_told():
 
 def test_a_run_of_few_steps_is_refused():
     run = run_of()
-    with pytest.raises(ConfigError, match="has 3 steps, of which nothing can be said yet"):
-        shares_of(dataclasses.replace(run, steps=run.steps[:3]))
+    with pytest.raises(
+        ConfigError, match="has 5 steps, of which nothing can be said yet; wait for 6"
+    ):
+        shares_of(dataclasses.replace(run, steps=run.steps[:5]))
     with pytest.raises(ConfigError, match=r"has no timeline\.jsonl"):
         shares_of(dataclasses.replace(run, timeline=[]))
 
@@ -321,6 +430,7 @@ def test_the_command_shows_shares_findings_and_estimates(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path.name}, {NUM_STEPS} steps" in out and "trainer   trains" in out
     assert "the run as it was: " in out and "steps in a time: a train worker more" in out
+    assert "without the first 2, in which the engines fill" in out
     faster = [row | {"time_s": row["time_s"] / 36} for row in run.steps[:8]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in faster))
     assert main(["doctor", str(tmp_path)]) == 0
