@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +33,7 @@ from ray_apr.config.ranks import RankRange
 from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.trackers import TrackersConfig
 from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of, set_override
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 from ray_apr.run.model import check_model
@@ -235,14 +236,36 @@ def load_settings(
         values["rollout"] = renew(values["rollout"], logger.warning)
     for key in values:
         if key not in _KEYS:
-            raise ConfigError(str(key), values[key], f"unknown key; known: {', '.join(_KEYS)}")
+            raise UnknownKeyError(str(key), values[key], _KEYS, _places_of(str(key)))
     for key in _REQUIRED:
         if values.get(key) is None:
             raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
     if values.get("reward") is None and values.get("environment") is None:
         remedy = f"is missing; add `reward: file.py:function` to {path.name}"
         raise ConfigError("reward", None, remedy)
-    return _build(path, values, now_s, Command.of(path, overrides))
+    try:
+        return _build(path, values, now_s, Command.of(path, overrides))
+    except UnknownKeyError as error:
+        places = _places_of(error.field.rpartition(".")[2])
+        raise UnknownKeyError(error.field, error.value, error.known, places) from None
+
+
+def _places_of(name: str) -> list[str]:
+    """Dotted names of all settings that are called so."""
+
+    def walk(section: str, cls: type) -> Iterator[str]:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name == name:
+                yield f"{section}.{name}"
+            for hint in (hints[field.name], *get_args(hints[field.name])):
+                if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+                    yield from walk(f"{section}.{field.name}", hint)
+
+    tables = {"prompts": PromptsSettings, **_SECTIONS, "evaluation": EvaluationConfig}
+    places = [f"{name} at the top level"] if name in _KEYS else []
+    places += [place for section, cls in tables.items() for place in walk(section, cls)]
+    return [place for place in places if place != "partial_rollout.mode"]  # is that of the top
 
 
 def _build(

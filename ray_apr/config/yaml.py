@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from ray_apr.core.checks import from_mapping
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 
 
 class _Loader(yaml.SafeLoader):
@@ -138,7 +138,7 @@ def check_section(name: str, cls: type, values: Mapping[str, Any]) -> None:
     names = [f.name for f in dataclasses.fields(cls)]
     for key, value in values.items():
         if key not in names:
-            raise ConfigError(f"{name}.{key}", value, f"unknown key; known: {', '.join(names)}")
+            raise UnknownKeyError(f"{name}.{key}", value, names)
     check_types(cls, name, values)
 
 

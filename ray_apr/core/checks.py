@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 
 
 def require(ok: bool, name: str, value: Any, remedy: str) -> None:
@@ -91,12 +91,12 @@ def from_mapping(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     """Build a config of class `cls` from a mapping, naming unknown keys.
 
     Raises:
-        ConfigError: For a key that is no field of `cls`, or if `values` is no mapping.
+        UnknownKeyError: For a key that is no field of `cls`.
+        ConfigError: If `values` is no mapping, or a value is wrong.
     """
     names = [f.name for f in dataclasses.fields(cls)]
     require(isinstance(values, Mapping), section, values, "must be a mapping of settings")
     for key in values:
-        require(
-            key in names, f"{section}.{key}", values[key], f"unknown; known: {', '.join(names)}"
-        )
+        if key not in names:
+            raise UnknownKeyError(f"{section}.{key}", values[key], names)
     return cls(**values)

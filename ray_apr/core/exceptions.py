@@ -5,7 +5,9 @@ A message says what is wrong, the value that was seen, and what to do about it.
 
 from __future__ import annotations
 
+import difflib
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -30,6 +32,26 @@ class ConfigError(APRError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.field} = {self.value!r}: {self.remedy}"
+
+
+class UnknownKeyError(ConfigError):
+    """There is no setting of this name.
+
+    Args:
+        field: Dotted name that was given.
+        value: The value that was given.
+        known: Names that its section has.
+        elsewhere: Dotted names of the same settings in other sections.
+    """
+
+    def __init__(
+        self, field: str, value: Any, known: Sequence[str], elsewhere: Sequence[str] = ()
+    ) -> None:
+        near = [*elsewhere, *difflib.get_close_matches(field.rpartition(".")[2], known, cutoff=0.7)]
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        super().__init__(field, value, f"unknown key; {meant}known: {', '.join(known)}")
+        self.args = (field, value, known, elsewhere)
+        self.known = known
 
 
 class ResourceError(APRError, RuntimeError):

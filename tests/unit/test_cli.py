@@ -135,7 +135,30 @@ def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
     ("argv", "message"),
     [
         (["train", "none.yaml"], "no such file"),
-        (["train", "tiny.yaml", "--set", "train.step=1"], "train.step = 1: unknown key"),
+        (
+            ["train", "tiny.yaml", "--set", "train.step=1"],
+            "train.step = 1: unknown key; did you mean steps? known: steps, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "train.temperature=1"],
+            "did you mean rollout.sampling.temperature or evaluation.temperature? known: steps, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "partial_rolout.mode=sync"],
+            "unknown key; did you mean partial_rollout? known: mode, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "train.mode=sync"],
+            "unknown key; did you mean mode at the top level or trackers.wandb.mode? known: ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "learning_rate=1"],
+            "learning_rate = 1: unknown key; did you mean train.learning_rate? known: mode, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "rollout.engine.group_size=1"],
+            "unknown key; did you mean rollout.group_size? known: ",
+        ),
         (["train", "tiny.yaml", "--json"], "only with --dry-run"),
         (["report", "nowhere"], "is no run folder"),
         (["report", "a", "b"], "--out"),

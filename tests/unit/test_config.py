@@ -29,7 +29,7 @@ from ray_apr.config import (
 from ray_apr.config.algorithm import function_name
 from ray_apr.config.sections import Sections
 from ray_apr.core.checks import from_mapping
-from ray_apr.core.exceptions import APRError, ConfigError
+from ray_apr.core.exceptions import APRError, ConfigError, UnknownKeyError
 
 SECTIONS = {
     "prompts": PromptsConfig,
@@ -216,7 +216,7 @@ def test_largest_oversampling_is_one_batch_more_than_the_bound():
 
 
 def test_unknown_key_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown; known: mode, max_staleness") as caught:
+    with pytest.raises(ConfigError, match=r"did you mean max_staleness[?] known: mode, ") as caught:
         from_mapping(PartialRolloutConfig, "partial_rollout", {"max_stalenes": 1})
     assert caught.value.field == "partial_rollout.max_stalenes"
 
@@ -412,6 +412,14 @@ def test_lists_from_a_file_become_tuples():
 def test_control_token_is_never_shown():
     config = RolloutConfig(http={"control_token": "secret-word"})
     assert "secret-word" not in repr(config)
+
+
+def test_unknown_key_says_what_is_spelled_alike_and_pickles():
+    error = UnknownKeyError("train.learnin_rate", 1, ["learning_rate", "steps"], ["b.learnin_rate"])
+    told = "did you mean b.learnin_rate or learning_rate? known: learning_rate, steps"
+    assert str(error) == f"train.learnin_rate = 1: unknown key; {told}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert UnknownKeyError("train.x", 1, ["steps"]).remedy == "unknown key; known: steps"
 
 
 def test_config_error_is_an_apr_error_and_a_value_error_and_pickles():
