@@ -69,11 +69,10 @@ def _report(args: argparse.Namespace) -> int:
         raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
     if args.out is None:
         raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
-    from ray_apr.tools.report.compare import comparison_table, write_comparison
+    from ray_apr.tools.report.compare import comparison_text, write_comparison
 
     first, second = args.runs
-    rows = write_comparison(first, second, args.out)
-    show(comparison_table(rows))
+    show(comparison_text(write_comparison(first, second, args.out)))
     show(f"\ncomparison: {args.out}")
     return EXIT_OK
 

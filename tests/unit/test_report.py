@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report import html, page, timeline
-from ray_apr.tools.report.compare import comparison_table, write_comparison
+from ray_apr.tools.report.compare import comparison_text, other_settings, write_comparison
 from ray_apr.tools.report.figures import moving_average
 from ray_apr.tools.report.html import duration, write_report
 from ray_apr.tools.report.load import RunFolderError, load_run
@@ -508,17 +508,69 @@ def test_comparison_has_the_ratio_of_wall_times(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "docs" / "compare.html"
-    rows = write_comparison(make_run("a", mode="sync", wall_s=50.0), make_run("b"), out)
-    named = {row.name: row for row in rows}
+    compared = write_comparison(make_run("a", mode="sync", wall_s=50.0), make_run("b"), out)
+    named = {row.name: row for row in compared.figures}
     assert named["wall time (s)"][1:] == ("50.0", "25.0", "2.00")
     assert named["training window (s)"].ratio == "1.00"
     # Moving average of 2 steps, goal = the lower of both last rewards, 0.5: (0.5 + 0.6) / 2 >= 0.5.
     assert named["time to reward 0.500 (s)"].first == "22.0"
-    assert "wall time (s)" in comparison_table(rows)
+    assert not compared.settings and not compared.notes
+    assert "wall time (s)" in comparison_text(compared)
     parser = Balance()
     parser.feed(out.read_text())
     assert parser.open == []
     assert "Reward against wall time" in out.read_text()
+
+
+def test_comparison_names_the_runs_and_says_what_differs(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    runs = [make_run("lr4"), make_run("lr3")]
+    for run, rate in zip(runs, (1e-4, 1e-3), strict=True):
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "train": {"learning_rate": rate}}))
+    (runs[1] / "metrics.jsonl").write_text(lines(STEPS[:-1]))
+    compared = write_comparison(*runs, tmp_path / "compare.html")
+    text = comparison_text(compared)
+    assert text.splitlines()[0].split() == ["lr4", "lr3", "ratio"]
+    assert compared.settings == [("train.learning_rate", "0.0001", "0.001", "")]
+    assert "the runs have different numbers of steps: lr4 6 and lr3 5" in text
+    page = (tmp_path / "compare.html").read_text()
+    for told in (
+        "lr4 (apr) against lr3 (apr)",
+        "train.learning_rate",
+        "different numbers of steps",
+    ):
+        assert told in page
+
+
+def test_settings_that_one_run_lacks_differ_too() -> None:
+    first = {"train": {"steps": 2, "lora": None}, "reward": "r:f", "algorithm": {"kwargs": {}}}
+    second = {
+        "train": {"steps": 2, "lora": {"rank": 4}},
+        "reward": "r:g",
+        "algorithm": {"kwargs": {}},
+    }
+    assert [row[:3] for row in other_settings(first, second)] == [
+        ("train.lora", "null", "not set"), ("reward", "r:f", "r:g"),
+        ("train.lora.rank", "not set", "4"),
+    ]  # fmt: skip
+
+
+def test_a_reward_that_a_run_did_not_reach_has_no_time(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    runs = [make_run("a"), make_run("b")]
+    for run, reward in zip(runs, (0.9, 1.0), strict=True):
+        rows = [
+            {**STEPS[0], "step": k, "time_s": 12.0 + k, "reward_mean": reward * (k >= begin)}
+            for k in range(60)
+            for begin in [55 if run is runs[1] else 0]
+        ]
+        (run / "metrics.jsonl").write_text(lines(rows))
+    named = {row.name: row for row in write_comparison(*runs, tmp_path / "c.html").figures}
+    # The last five steps of b have 1.0; its moving average, of six steps, is 0.83 at most.
+    assert named["time to reward 0.900 (s)"][1:] == ("12.0", "not reached", "")
 
 
 def test_helpers() -> None:

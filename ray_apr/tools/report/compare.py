@@ -1,8 +1,9 @@
-"""Two runs side by side: reward against wall time and against steps, and a table of figures."""
+"""Two runs side by side: reward against wall time and against steps, figures, other settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +14,26 @@ from ray_apr.tools.report.page import page, table, warning_list
 from ray_apr.tools.report.summary import check_run, finite, summarize, training_window
 
 
-class Comparison(NamedTuple):
-    """One line of the comparison, as text."""
+class Line(NamedTuple):
+    """One line of a comparison, as text."""
 
     name: str
     first: str
     second: str
-    ratio: str
+    ratio: str = ""
     """First divided by second."""
+
+
+class Comparison(NamedTuple):
+    """What two runs have in common, and what not."""
+
+    labels: Sequence[str]
+    """What the runs are called: by their names, or by their paths where those are the same."""
+    figures: Sequence[Line]
+    settings: Sequence[Line]
+    """Those that differ."""
+    notes: Sequence[str]
+    """What makes the runs hard to compare."""
 
 
 _FIGURES = (
@@ -36,13 +49,15 @@ _FIGURES = (
     ("trainer_idle_ratio", "trainer idle", ".1%", False),
     ("staleness_mean", "staleness, mean (steps)", ".2f", False),
     ("staleness_max", "staleness, max (steps)", ",.0f", False),
-    ("samples_interrupted", "samples interrupted", ",.0f", False),
+    ("samples_interrupted", "responses interrupted", ",.0f", False),
 )
 """Key of the summary, name, format, whether a ratio says something."""
+_OTHERWISE = "not set"
+"""What a run has for a setting that only the other one has."""
 
 
-def write_comparison(first: Path, second: Path, out: Path) -> list[Comparison]:
-    """Write the page that compares two run folders; returns its table.
+def write_comparison(first: Path, second: Path, out: Path) -> Comparison:
+    """Write the page that compares two run folders; returns what it says.
 
     Raises:
         ConfigError: If one is no run folder.
@@ -50,37 +65,89 @@ def write_comparison(first: Path, second: Path, out: Path) -> list[Comparison]:
     """
     runs = [load_run(first), load_run(second)]
     summaries = [summarize(run) for run in runs]
-    rows = _rows(runs, summaries)
-    labels = _labels(runs, summaries)
+    labels = _labels(runs)
+    compared = Comparison(
+        labels,
+        _figures(runs, summaries),
+        other_settings(*(run.config for run in runs)),
+        _notes(labels, summaries),
+    )
     warnings = [
         f"{label}: {warning}"
         for label, run, summary in zip(labels, runs, summaries, strict=True)
         for warning in check_run(run, summary)
     ]
     body = [
-        warning_list(warnings),
+        warning_list([*compared.notes, *warnings]),
         _chart("Reward against wall time", "time since the run began (s)", "time_s", runs, labels),
         _chart("Reward against steps", "optimizer step", "step", runs, labels),
-        table(["", *labels, "ratio"], rows),
+        table(["", *labels, "ratio"], compared.figures),
+        "<h2>Settings that differ</h2>",
+        table(["", *labels], [row[:3] for row in compared.settings])
+        if compared.settings
+        else "<p>None.</p>",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    text = page(f"ray_apr: {labels[0]} against {labels[1]}", _subtitle(runs), "".join(body))
+    text = page(f"ray_apr: {labels[0]} against {labels[1]}", _subtitle(runs, labels), "".join(body))
     out.write_text(text, encoding="utf-8")
-    return rows
+    return compared
 
 
-def comparison_table(rows: Sequence[Comparison]) -> str:
-    """The table as plain text."""
-    head = Comparison("", "first", "second", "ratio")
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(4)]
-    return "\n".join(
+def comparison_text(compared: Comparison) -> str:
+    """The comparison for a terminal."""
+    lines = _aligned([Line("", *compared.labels, "ratio"), *compared.figures])
+    lines += ["", "  settings that differ" + ("" if compared.settings else ": none")]
+    lines += _aligned(compared.settings)
+    lines += [f"  note: {note}" for note in compared.notes]
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Line]) -> list[str]:
+    """Rows in columns."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return [
         f"  {row.name:<{widths[0]}}  {row.first:>{widths[1]}}  {row.second:>{widths[2]}}  "
-        f"{row.ratio:>{widths[3]}}"
-        for row in (head, *rows)
-    )
+        f"{row.ratio:>{widths[3]}}".rstrip()
+        for row in rows
+    ]
 
 
-def _rows(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[Comparison]:
+def other_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Line]:
+    """Settings that two runs do not have in common, by their dotted names.
+
+    Args:
+        first: Of one run, as in ``config.json``.
+        second: Of the other.
+    """
+    ours, theirs = _flat(first), _flat(second)
+    return [
+        Line(name, ours.get(name, _OTHERWISE), theirs.get(name, _OTHERWISE))
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted name -> value as JSON, text without its quotes."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def _notes(labels: Sequence[str], summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """What makes the runs hard to compare."""
+    steps = [summary["steps"] for summary in summaries]
+    if steps[0] == steps[1]:
+        return []
+    of_each = " and ".join(f"{label} {number(n)}" for label, n in zip(labels, steps, strict=True))
+    return [f"the runs have different numbers of steps: {of_each}"]
+
+
+def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[Line]:
     rows = []
     windows = [training_window(run) for run in runs]
     training = [None if window is None else window[1] - window[0] for window in windows]
@@ -91,17 +158,20 @@ def _rows(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[
     goal = _common_reward(summaries)
     if goal is not None:
         times = [_time_to(run, goal) for run in runs]
-        rows.append(
-            _row(f"time to reward {goal:.3f} (s)", times[0], times[1], ",.1f", with_ratio=True)
-        )
+        row = _row(f"time to reward {goal:.3f} (s)", *times, ",.1f", with_ratio=True)
+        told = [
+            "not reached" if time is None else text
+            for time, text in zip(times, row[1:3], strict=True)
+        ]
+        rows.append(row._replace(first=told[0], second=told[1]))
     return rows
 
 
 def _row(
     name: str, first: float | None, second: float | None, form: str, *, with_ratio: bool
-) -> Comparison:
+) -> Line:
     ratio = f"{first / second:.2f}" if with_ratio and first is not None and second else ""
-    return Comparison(name, number(first, form), number(second, form), ratio)
+    return Line(name, number(first, form), number(second, form), ratio)
 
 
 def _common_reward(summaries: Sequence[dict[str, Any]]) -> float | None:
@@ -124,16 +194,17 @@ def _averages(run: RunData) -> list[float]:
     return moving_average(rewards, average_window(len(rewards)))
 
 
-def _labels(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[str]:
-    modes = [str(summary["mode"]) for summary in summaries]
-    if modes[0] != modes[1]:
-        return modes
+def _labels(runs: Sequence[RunData]) -> list[str]:
     names = [run.name for run in runs]
-    return names if names[0] != names[1] else [f"{names[0]} (first)", f"{names[1]} (second)"]
+    return names if names[0] != names[1] else [str(run.path) for run in runs]
 
 
-def _subtitle(runs: Sequence[RunData]) -> str:
-    return " against ".join(run.name for run in runs) + "; ratio = first / second"
+def _subtitle(runs: Sequence[RunData], labels: Sequence[str]) -> str:
+    modes = [run.config.get("partial_rollout", {}).get("mode") for run in runs]
+    named = [
+        f"{label} ({mode})" if mode else label for label, mode in zip(labels, modes, strict=True)
+    ]
+    return " against ".join(named) + "; ratio = first / second"
 
 
 def _chart(
