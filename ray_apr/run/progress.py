@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def follow_progress(
     def follow() -> None:
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
         `_QUIET_S`. Produces: lines."""
-        seen, first = num_seen, None
+        seen, first, since = num_seen, None, time.monotonic()
         while not stop.is_set():
             try:
                 steps, status = ray.get(
@@ -66,8 +67,10 @@ def follow_progress(
             for row in steps:
                 show(step_line(row, num_steps, first))
             show_evaluations()
-            if not steps:
-                show(status_line(status))
+            if steps:
+                since = time.monotonic()
+            else:
+                show(status_line(status, time.monotonic() - since))
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
     thread.start()
@@ -109,6 +112,12 @@ def step_line(
     )
 
 
-def status_line(status: Mapping[str, Any]) -> str:
-    """What a run without a new step is waiting for."""
-    return f"… waiting: {status.get('waiting_for') or 'rollout servers and train workers start'}"
+def status_line(status: Mapping[str, Any], waited_s: float) -> str:
+    """What a run is waiting for that shows no step.
+
+    Args:
+        status: What the rollout worker told last; empty before it has begun.
+        waited_s: Seconds since the last step, or since the start.
+    """
+    waiting_for = status.get("waiting_for") or "rollout servers and train workers start"
+    return f"… waiting for {waited_s:.0f} s: {waiting_for}"

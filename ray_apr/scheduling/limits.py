@@ -188,7 +188,8 @@ class Limits:
         return (
             f"{num_unscored} of {len(groups)} groups wait for reward, "
             f"{counts.inflight} samples in flight (at most {self.max_inflight}), "
-            f"{counts.interrupted} interrupted, {counts.waiting} waiting, {turns}"
+            f"{counts.interrupted} samples interrupted, "
+            f"{counts.waiting} queued for an engine, {turns}"
             f"{counts.buffered} buffered of the {self._batch_size} of a batch "
             f"at version {self.policy_version}; {admission}{hold}"
         )

@@ -155,7 +155,8 @@ def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool =
     parts = "".join(f", {name} {value:g}" for name, value in row["reward_metrics"].items())
     staleness = "none in the loss" if row["staleness"] is None else row["staleness"]
     head = (
-        f"── {row['sample_id']}, step {row['step']}: reward {row['reward']:g}{parts}; "
+        f"── {row['sample_id']}, step {row['step']} (counted from 0): "
+        f"reward {row['reward']:g}{parts}; "
         f"{row['num_generated']} tokens, ended by {row['finish_reason']}; staleness {staleness}, "
         f"interrupted {row['num_interruptions']} times, turns {row['num_turns']}"
     )

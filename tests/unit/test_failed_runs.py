@@ -250,6 +250,31 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     assert shown == ["held-out prompts, version 4 │ 0.750, pass@1 0.500 │ 1 failed"]
 
 
+def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch):
+    row = {"step": 0, "time_s": 25.0, "reward_mean": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
+    row |= {"response_tokens_mean": 3.0, "response_tokens_max": 4, "trainer_wait_s": 1.0}
+    row |= {"trainer_step_s": 1.0, "weight_sync_s": 1.0}
+    answers = iter([([], {}), ([row], {}), ([], {"waiting_for": "a reward"})])
+    clock, shown, is_over = iter([100.0, 110.2, 125.0, 135.4]), [], threading.Event()
+
+    def answer(*_, **__):
+        try:
+            return next(answers)
+        except StopIteration:
+            is_over.set()
+            raise ActorDiedError() from None
+
+    monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress.follow_progress(Handle(follow=None), 8, shown.append):
+        assert is_over.wait(30)
+    assert [shown[0], shown[2]] == [
+        "… waiting for 10 s: rollout servers and train workers start",
+        "… waiting for 10 s: a reward",
+    ]
+    assert shown[1].startswith("step    1/8")
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

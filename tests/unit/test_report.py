@@ -171,6 +171,7 @@ def test_summary_has_exactly_these_keys_and_values(make_run: Callable[..., Path]
     summary = json.loads(report.summary_path.read_text())
     assert list(summary) == list(EXPECTED)
     assert summary == EXPECTED
+    assert ("Responses interrupted", "5  (resumed 4)") in report.headline
     assert report.warnings == []
 
 

@@ -434,8 +434,8 @@ def test_diagnosis_names_who_waits_for_what():
         d.finish(sample_id, 0)
     d.interrupt(running[4], 0)
     assert d.diagnosis() == (
-        "2 of 4 groups wait for reward, 3 samples in flight (at most 100), 1 interrupted, "
-        "0 waiting, 0 buffered of the 4 of a batch at version 0; "
+        "2 of 4 groups wait for reward, 3 samples in flight (at most 100), 1 samples interrupted, "
+        "0 queued for an engine, 0 buffered of the 4 of a batch at version 0; "
         "no group may start (max_staleness is reached)"
     )
 

@@ -129,7 +129,7 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Reward", reward, of_steps, False),
         ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} until the engines "
          "generate; without the start and end of Ray", False),
-        ("Interrupted", number(s["samples_interrupted"]),
+        ("Responses interrupted", number(s["samples_interrupted"]),
          f"resumed {number(s['samples_resumed'])}", False),
         ("Staleness, max", number(s["staleness_max"]),
          f"mean {number(s['staleness_mean'], '.2f')}, bound {number(bound)}", too_old),
