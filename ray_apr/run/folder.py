@@ -38,8 +38,8 @@ def check_new_folder(folder: Path) -> None:
         raise ConfigError(
             "run.name",
             folder.name,
-            f"{folder} holds a run already; choose another name, or go on with it (--resume, in "
-            "YAML run.resume: true)",
+            f"{folder} holds a run already; choose another name, or go on with it: with --resume "
+            f"(in YAML run.resume: true), or by `ray-apr resume {folder}`",
         )
 
 

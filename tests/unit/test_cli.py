@@ -182,9 +182,12 @@ def test_unknown_command_exits_2() -> None:
 
 
 def test_a_run_folder_is_not_used_twice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_folder(config.parent / "runs" / "mine")
+    run = config.parent / "runs" / "mine"
+    run_folder(run)
     assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "holds a run already" in error
+    assert f"with --resume (in YAML run.resume: true), or by `ray-apr resume {run}`" in error
 
 
 def test_what_is_resumed_has_a_name_and_may_have_a_run(
