@@ -7,8 +7,8 @@ import ray
 
 from ray_apr.data.datasource import order_of, sample_stream
 from ray_apr.data.parts import PartName
-from ray_apr.scheduling.orders import Order, OrderKind
 from ray_apr.scheduling.grant import BatchTicket
+from ray_apr.scheduling.orders import Order, OrderKind
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
