@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,10 @@ def kind_of(command: str) -> str:
 def folder_bytes(folder: Path) -> int:
     """Size of all files below a folder; those that go meanwhile do not count."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+    for where, _, names in os.walk(folder):  # which leaves out folders that go
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(where, name)).st_size
     return total
 
 
