@@ -238,6 +238,7 @@ class LiveSamples:
         suspect = self.suspects.pop(self.can_run)
         if suspect is not None:
             return suspect
+        # an entry may be left of a sample that was held back meanwhile, or is a suspect by now
         while self._begun:
             try:
                 resumable = heapq.heappop(self._begun)[-1]
@@ -246,11 +247,12 @@ class LiveSamples:
             if (
                 resumable.state in (_S.INTERRUPTED, _S.READY)
                 and resumable.sample_id not in self.held_back
+                and not resumable.sample.num_deaths
             ):
                 return resumable
         while self._waiting:
             startable = heapq.heappop(self._waiting)[-1]
-            if startable.state is _S.WAITING:
+            if startable.state is _S.WAITING and not startable.sample.num_deaths:
                 return startable
         return None
 

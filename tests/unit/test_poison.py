@@ -87,6 +87,22 @@ def test_samples_without_a_death_run_beside_suspects():
     assert made.tick(made.next_prompt).start == others[:2]
 
 
+def test_an_entry_that_is_left_of_a_suspect_starts_nothing():
+    """known fault: it ran beside another one with three deaths, out of the queue of those without
+    a death, in which it had been twice."""
+    made = scheduler(max_inflight=4, groups=4)
+    first, *others = made.tick(made.next_prompt).start
+    made.on_generation(first, some())
+    made.live.hold_back(first)
+    made.live.release()
+    assert made.tick(made.next_prompt).start == [first]
+    started = []
+    for _ in range(3):
+        kill(made, [*others, first])
+        started.append(made.tick(made.next_prompt).start)
+    assert [len(start) for start in started] == [4, 4, 1]
+
+
 def test_suspects_whose_calls_nothing_cuts_make_room_with_their_tokens():
     made = scheduler(groups=8)
     start = made.tick(made.next_prompt).start
