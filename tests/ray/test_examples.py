@@ -58,7 +58,7 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
         assert board["reward_mean", row["step"]] == pytest.approx(row["reward_mean"])
     assert "reward" in board["samples", 0]
     assert main(["samples", str(folder), "--worst", "1"]) == 0
-    assert "step 3: reward 0;" in capsys.readouterr().out
+    assert "step 3 (counted from 0): reward 0;" in capsys.readouterr().out
     assert main(["verify", str(folder)]) == 0
 
 

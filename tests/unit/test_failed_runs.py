@@ -250,7 +250,7 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
     assert shown == ["held-out prompts, version 4 │ 0.750, pass@1 0.500 │ 1 failed"]
 
 
-def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch):
+def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_path):
     row = {"step": 0, "time_s": 25.0, "reward_mean": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
     row |= {"response_tokens_mean": 3.0, "response_tokens_max": 4, "trainer_wait_s": 1.0}
     row |= {"trainer_step_s": 1.0, "weight_sync_s": 1.0}
@@ -266,7 +266,7 @@ def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch):
 
     monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    with progress.follow_progress(Handle(follow=None), 8, shown.append):
+    with progress.follow_progress(Handle(follow=None), tmp_path, 8, shown.append):
         assert is_over.wait(30)
     assert [shown[0], shown[2]] == [
         "… waiting for 10 s: rollout servers and train workers start",
