@@ -95,7 +95,8 @@ def write_comparison(first: Path, second: Path, out: Path) -> Comparison:
 
 def comparison_text(compared: Comparison) -> str:
     """The comparison for a terminal."""
-    lines = _aligned([Line("", *compared.labels, "ratio"), *compared.figures])
+    first, second = compared.labels
+    lines = _aligned([Line("", first, second, "ratio"), *compared.figures])
     lines += ["", "  settings that differ" + ("" if compared.settings else ": none")]
     lines += _aligned(compared.settings)
     lines += [f"  note: {note}" for note in compared.notes]
@@ -157,13 +158,13 @@ def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> li
         rows.append(_row(name, first, second, form, with_ratio=with_ratio))
     goal = _common_reward(summaries)
     if goal is not None:
-        times = [_time_to(run, goal) for run in runs]
-        row = _row(f"time to reward {goal:.3f} (s)", *times, ",.1f", with_ratio=True)
-        told = [
-            "not reached" if time is None else text
-            for time, text in zip(times, row[1:3], strict=True)
-        ]
-        rows.append(row._replace(first=told[0], second=told[1]))
+        ours, theirs = (_time_to(run, goal) for run in runs)
+        row = _row(f"time to reward {goal:.3f} (s)", ours, theirs, ",.1f", with_ratio=True)
+        if ours is None:
+            row = row._replace(first="not reached")
+        if theirs is None:
+            row = row._replace(second="not reached")
+        rows.append(row)
     return rows
 
 
