@@ -224,29 +224,27 @@ class Stock:
     def next_in_s(self, now: float) -> float:
         """Seconds until the batch of the step after the granted one may be chosen; infinite where
         it may be already, and where there is no such step."""
-        if self._next is not None or (grant := self._grant_after(self.granted)) is None:
+        granted = self.granted
+        if self._next is not None or granted is None or not granted.groups:
             return math.inf
-        return max(0.0, grant.granted_at + self._step_s - LEAD_S - now)
+        if granted.step + 1 == self._num_steps:
+            return math.inf
+        return max(0.0, granted.ready_at + self._step_s - LEAD_S - now)
 
     def choose(self, now: float) -> tuple[GroupMeta, ...]:
         """Choose the granted batch, and the one after it where that is due, each if it is complete;
         returns the groups that were evicted."""
         evicted: tuple[GroupMeta, ...] = ()
-        if self.granted is not None and not self.granted.groups:
-            evicted += self._choose_for(self.granted)
-            self.granted.ready_at = now
-        if self.next_in_s(now) == 0:
-            self._next = self._grant_after(self.granted)
+        granted = self.granted
+        if granted is not None and not granted.groups:
+            evicted += self._choose_for(granted)
+            granted.ready_at = now
+        if granted is not None and self.next_in_s(now) == 0:
+            version = next_version(granted.policy_version)
+            self._next = self._grant_of(granted.step + 1, version, now)
         if self._next is not None and not self._next.groups:
             evicted += self._choose_for(self._next)
         return evicted
-
-    def _grant_after(self, grant: Grant | None) -> Grant | None:
-        """The step after one that has its batch, if there is one, as if granted with that."""
-        if grant is None or not grant.groups or grant.step + 1 == self._num_steps:
-            return None
-        version = next_version(grant.policy_version)
-        return self._grant_of(grant.step + 1, version, grant.ready_at)
 
     def _choose_for(self, grant: Grant) -> tuple[GroupMeta, ...]:
         if grant.step in self.plan:

@@ -273,11 +273,11 @@ class Simulation:
         if self._config.on_stale == "wait":
             self._stock.set_unfinished(self._scheduler.live.num_by_version)
         evicted = self._stock.choose(self._now)
-        grant = self._stock.granted
-        begins = grant is not None and grant.groups and self._training is None
-        if grant is not None and begins:
+        grant = self._stock.granted if self._training is None else None
+        if grant is not None and grant.groups:
             self._begin_step(grant)
-        if begins or evicted:
+            self._tell_buffered()
+        elif evicted:
             self._tell_buffered()
 
     def _begin_step(self, grant: Grant) -> None:
