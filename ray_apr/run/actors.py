@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -30,7 +31,6 @@ from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import ray.data
 
     from ray_apr.config import RolloutConfig
@@ -232,8 +232,8 @@ class Actors:
         assert config is not None  # there are held-out prompts
         tables = self._encode(held_out, "held_out", drops_too_long=None).tables
         if config.rewards and (column := config.suite_column):  # of a file it was checked before
-            rows = (prompt.row for prompt in held_out_prompts(_fetched(tables)))
-            check_suites([row[column] for row in rows], config)
+            held = pa.concat_tables(_fetched(tables), promote_options="default")
+            check_suites(held[column].unique().to_pylist(), config)
         rollout, environment = spec.rollout, spec.environment
         reward = reward_of_suites(spec.reward, config)
         return self.make(
