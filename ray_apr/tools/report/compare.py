@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.tools.report.html import number
-from ray_apr.tools.report.load import RunData, load_run
+from ray_apr.tools.report.load import RunData, dotted, load_run
 from ray_apr.tools.report.page import page, table, warning_list
 from ray_apr.tools.report.summary import check_run, finite, summarize, training_window
 
@@ -120,7 +120,7 @@ def other_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[
         first: Of one run, as in ``config.json``.
         second: Of the other.
     """
-    ours, theirs = _flat(first), _flat(second)
+    ours, theirs = _as_text(first), _as_text(second)
     return [
         Line(name, ours.get(name, _OTHERWISE), theirs.get(name, _OTHERWISE))
         for name in dict.fromkeys((*ours, *theirs))
@@ -128,15 +128,12 @@ def other_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[
     ]
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _as_text(config: Mapping[str, Any]) -> dict[str, str]:
     """Dotted name -> value as JSON, text without its quotes."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in dotted(config)
+    }
 
 
 def _notes(labels: Sequence[str], summaries: Sequence[dict[str, Any]]) -> list[str]:

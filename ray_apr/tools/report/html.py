@@ -10,7 +10,7 @@ from typing import Any
 from ray_apr.tools.report import plots
 from ray_apr.tools.report.browser import SCRIPT, STYLE, sample_browser
 from ray_apr.tools.report.figures import BAD, SERIES, esc
-from ray_apr.tools.report.load import RunData, load_run
+from ray_apr.tools.report.load import RunData, dotted, load_run
 from ray_apr.tools.report.page import cards, page, table, warning_list
 from ray_apr.tools.report.summary import check_run, num_end_steps, summarize, write_summary
 from ray_apr.tools.report.timeline import timeline_figures
@@ -213,15 +213,8 @@ def _settings(config: Mapping[str, Any]) -> str:
     if not config:
         return '<p class="empty">config.json is missing</p>'
     rows = "".join(
-        f"<tr><td><code>{esc(key)}</code></td><td>{esc(value)}</td></tr>"
-        for key, value in _flat(config)
+        f"<tr><td><code>{esc(name)}</code></td>"
+        f"<td>{esc('none' if value is None else value)}</td></tr>"
+        for name, value in dotted(config)
     )
     return f'<details class="panel"><summary>config.json</summary><table>{rows}</table></details>'
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", "none" if value is None else value
