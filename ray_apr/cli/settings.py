@@ -376,7 +376,7 @@ def _evaluation(
     held_out = suites_of(given, base_dir, column, config.suite_column or _SUITE)
     if isinstance(held_out, Suites):
         config = dataclasses.replace(config, suite_column=held_out.column)
-    dataclasses.replace(config, rewards=dict.fromkeys(rewards, _of_user))
+    dataclasses.replace(config, rewards=dict.fromkeys(rewards, _of_user))  # which checks the names
     for suite, spec in rewards.items():
         name = f"evaluation.rewards.{suite}"
         if not isinstance(spec, str):
