@@ -14,6 +14,7 @@ from ray_apr.core.sample import FinishReason
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.journal import JournalFolder
 from ray_apr.data.movement import Moves
+from ray_apr.scheduling import stock as stock_module
 from ray_apr.scheduling.orders import Order, OrderKind
 
 
@@ -241,6 +242,31 @@ async def test_every_rank_is_told_of_a_checkpoint_between_the_same_two_batches()
     for rank in (0, 1):
         assert (await buffer.take(rank, 0, (ordered,))).order == ordered
         assert (await buffer.take(rank, 0, (ordered, ordered))).plan.step == 1
+
+
+async def test_a_checkpoint_comes_after_a_batch_that_a_rank_has_ahead():
+    buffer, _ = make(num_ranks=2)
+    for name in "abcd":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    for last_step in (None, 0):
+        await buffer.take(0, last_step)
+    assert await buffer.order_checkpoint() == 2
+    assert [(await buffer.take(1, last)).plan.step for last in (None, 0)] == [0, 1]
+    for rank in (0, 1):
+        assert (await buffer.take(rank, 1)).order == Order(OrderKind.CHECKPOINT, 2)
+
+
+async def test_a_reader_gets_the_batch_ahead_when_it_is_due(monkeypatch):
+    """Nothing else happens then: no group comes, no step ends."""
+    monkeypatch.setattr(stock_module, "LEAD_S", -0.1)
+    buffer, _ = make(poll_timeout_s=30.0)
+    for name in "abcd":
+        await put(buffer, name, 0)
+    await buffer.grant(0, 0)
+    await buffer.take(0, None)
+    assert not buffer._stock.next_batch(0)
+    assert (await asyncio.wait_for(buffer.take(0, 0), 10.0)).plan.step == 1
 
 
 async def test_a_buffer_that_follows_tells_all_ranks_what_the_last_one_told_some():
