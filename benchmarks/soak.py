@@ -5,10 +5,10 @@
 The arithmetic example trains in short steps on two engines, to which a third one comes and from
 which it goes; one of twenty rewards takes seconds; parts are killed, in an order that the seed
 draws. What takes the whole run along when it dies, the rollout worker and the buffer are killed in
-the first half alone, so that their processes live through the second one. At the end the run is
-stopped and proved by `verify`, and of the second half a slope is fitted for each kind of process,
-without the first six minutes of each one, in which it fills caches and the C library's lists of
-free memory.
+the first half alone, so that their processes live through the second one; of the engines the
+youngest is killed then. At the end the run is stopped and proved by `verify`, and of the second
+half a slope is fitted for each kind of process, without the first six minutes of each one (of an
+engine: half an hour), in which it fills caches and the C library's lists of free memory.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LIVES_LONG = (
     "read task", "train worker", "train controller", "driver", "rollout worker", "buffer",
 )  # fmt: skip
 """Not killed in the second half: with the first four the whole run begins again."""
+ENGINE = ("engine core", "replica")
 ROOT = Path(__file__).parents[1]
 SLOW_REWARD = ROOT / "tests/slow_reward.py"
 SETTINGS = (
@@ -48,6 +49,7 @@ SETTINGS = (
 ENGINES = (3, 2)
 """How many there are after each change, in turn."""
 WARM_UP_S = 360.0
+WARM_UP_OF_ENGINES_S = 1800.0
 LIMIT_S = 600.0
 """Of the start and of the end."""
 GROWS_BY_DESIGN = (("run", "rows"), ("run", "Ray's logs"))
@@ -107,7 +109,8 @@ class Soak:
             kinds, len(kinds)
         )
         part = self._parts.pop()
-        killed = self.run.kill(part, self._draw.randint(0, 99))
+        number = -1 if is_second_half and part in ENGINE else self._draw.randint(0, 99)
+        killed = self.run.kill(part, number)
         self.kills.append({"s": round(now, 1), "part": part, "killed": killed})
         print(f"{now:6.0f} s: kill of the {part}, {len(self.run.times)} steps", flush=True)
 
@@ -125,9 +128,10 @@ def slopes(watch: Watch, half_s: float) -> dict[str, dict[str, Growth]]:
         kinds.setdefault(name.rpartition("/")[0], []).append(rows)
     found: dict[str, dict[str, Growth]] = {}
     for kind, processes in sorted(kinds.items()):
+        warm_up_s = WARM_UP_OF_ENGINES_S if kind in ENGINE else WARM_UP_S
         for what in _OF_PROCESSES:
             series = [
-                of_second_half(rows, max(half_s, rows[0]["s"] + WARM_UP_S), what)
+                of_second_half(rows, max(half_s, rows[0]["s"] + warm_up_s), what)
                 for rows in processes
             ]
             if (fit := growth(series)) is not None:
@@ -139,17 +143,25 @@ def slopes(watch: Watch, half_s: float) -> dict[str, dict[str, Growth]]:
     return found
 
 
-def judge(soak: Soak, minutes: float) -> dict[str, Any]:
-    """What became of a run."""
-    fits = slopes(soak.watch, 30 * minutes)
+def what_grows(watch: Watch, half_s: float) -> dict[str, Any]:
+    """The slopes, and those of them that are no noise."""
+    fits = slopes(watch, half_s)
     grows = [
         f"{kind}: {what}"
         for kind, of in fits.items()
         for what, fit in of.items()
         if not fit.is_noise and (kind, what) not in GROWS_BY_DESIGN
     ]
-    checks = verify(soak.folder)
-    final = json.loads((soak.folder / "final.json").read_text())
+    return {
+        "grows": grows,
+        "slopes": {k: {w: _rounded(f) for w, f in of.items()} for k, of in fits.items()},
+    }
+
+
+def judge(folder: Path) -> dict[str, Any]:
+    """What became of a run."""
+    checks = verify(folder)
+    final = json.loads((folder / "final.json").read_text())
     return {
         "steps": final["steps"],
         "status": final["status"],
@@ -159,10 +171,8 @@ def judge(soak: Soak, minutes: float) -> dict[str, Any]:
         "checks": {check.name: check.seen for check in checks},
         "changes_of_engines": [
             {name: row[name] for name in ("time_s", "outcome", "before", "after", "reason")}
-            for row in read_rows(soak.folder / "engines.jsonl")
+            for row in read_rows(folder / "engines.jsonl")
         ],
-        "grows": grows,
-        "slopes": {k: {w: _rounded(f) for w, f in of.items()} for k, of in fits.items()},
     }
 
 
@@ -187,12 +197,13 @@ def main() -> int:
         soak = Soak(Path(name), options)
         try:
             soak.do()
-            report |= judge(soak, options.minutes)
+            report |= judge(soak.folder)
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             report |= {"error": str(error)[-4000:], "log": soak.run.tail[-8000:]}
         finally:
             left = wait_until_none(soak.mark, 30)
             kill_all(soak.mark)
+    report |= what_grows(soak.watch, 30 * options.minutes)
     report |= {"kills": soak.kills, "left_behind": list(left.values())}
     report |= {"cluster": soak.watch.cluster, "processes": soak.watch.processes}
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from ray_apr.run.folder import read_rows
 from tests.processes import processes_of
 from tests.second_node import SecondNode
@@ -131,9 +133,9 @@ class KilledRun:
         self._process.send_signal(signal.SIGINT)
 
     def kill(self, kind: str, number: int = 0) -> bool:
-        """Kill -9 one process of a kind; whether there was one. A driver and a node that are dead
-        are started anew."""
-        pids = sorted(self.pids(kind))
+        """Kill -9 one process of a kind, in the order of their starts; whether there was one. A
+        driver and a node that are dead are started anew."""
+        pids = sorted(self.pids(kind), key=_start_time)
         if not pids:
             return False
         try:
@@ -161,3 +163,11 @@ class KilledRun:
         code = self._process.wait(limit_s)
         self._reader.join(10)
         return code
+
+
+def _start_time(pid: int) -> float:
+    """Seconds since the epoch; 0 of a process that is gone."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
