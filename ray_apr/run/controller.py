@@ -66,7 +66,7 @@ from ray_apr.run.scaling import as_scaled, start_scaling
 from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
-from ray_apr.run.training import make_torch_trainer
+from ray_apr.run.training import import_torch, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.lease import start_lease, wait_for_lease
@@ -231,6 +231,7 @@ class _Parts:
             target=self._start_servers, name="start-servers", daemon=True
         )
         self._servers.start()
+        threading.Thread(target=import_torch, name="import-torch", daemon=True).start()
         try:
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,6 @@ import ray.train
 from ray_apr.config.common import dtype_on
 from ray_apr.data.datasource import sample_stream
 from ray_apr.train.control import sync_limit_s
-from ray_apr.train.loop import train_loop_per_worker
 from ray_apr.train.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
 _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
 is in one while it waits for its batch: all get theirs together, however long that takes."""
+
+
+def import_torch() -> None:
+    """Import what `make_torch_trainer` needs, in a thread, while the prompts are read; an error is
+    raised there again."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("ray.train.torch")
+
+
+def _train(worker: WorkerSpec) -> None:
+    """What a train worker runs, imported there: torch and transformers take seconds, in which the
+    driver starts the engines."""
+    from ray_apr.train.loop import train_loop_per_worker
+
+    train_loop_per_worker(worker)
 
 
 def what_is_trained(spec: RunSpec) -> dict[str, Any]:
@@ -66,7 +82,7 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
     start_s, sync_s = spec.rollout.engine.start_timeout_s, spec.train.weight_sync_timeout_s
     limit_s = _COLLECTIVE_TIMEOUT_S + math.ceil(sync_limit_s(sync_s, start_s))
     return TorchTrainer(
-        functools.partial(train_loop_per_worker, worker),
+        functools.partial(_train, worker),
         torch_config=TorchConfig(backend=spec.torch_backend, timeout_s=limit_s),
         scaling_config=spec.worker_scaling,
         run_config=spec.run_config,

@@ -26,6 +26,13 @@ def test_the_settings_load_nothing_heavy_either():
     assert python(code) == "[]"
 
 
+def test_a_run_can_be_made_without_torch():
+    """It takes seconds, which the start of Ray would wait for."""
+    code = "import ray_apr.trainer, sys; "
+    code += "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    assert python(code) == "[]"
+
+
 def test_every_public_name_has_a_home():
     import ray_apr
 
