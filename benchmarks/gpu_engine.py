@@ -95,7 +95,6 @@ def _make_engine(model: Path, args: argparse.Namespace, variant: dict[str, Any])
             "kwargs": {"max_num_seqs": args.inflight},
         }
     )
-    variant = ({"distributed_executor_backend": "uni"} if on_gpu else {}) | variant
     spec = dataclasses.replace(
         EngineSpec.of_run(str(model), config, max_model_len=args.context),
         kv_cache="keep",

@@ -102,7 +102,8 @@ def _objective(settings: RunSettings) -> str:
 
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
-    engine_cpus = rollout.num_replicas * rollout.engine.num_cpus_per_replica
+    on_gpus = rollout.engine.device == "cuda"
+    engine_cpus = rollout.num_replicas * rollout.engine.resources(on_gpus=on_gpus).get("CPU", 0.0)
     ranks = scaling.ranks
     train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker

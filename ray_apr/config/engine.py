@@ -43,7 +43,8 @@ class EngineConfig:
     same ones in turns, one engine worker and one train worker each. The engines sleep while a batch
     is trained, the train workers' memory is on the host while responses are generated."""
     num_cpus_per_replica: float = 1.0
-    """Ray CPUs that a replica reserves."""
+    """Ray CPUs that a replica reserves; beside them it has one for each GPU of an engine that has
+    several."""
     max_model_len: int | None = None
     """Longest prompt + response of the engine, in tokens; None takes the model's own limit."""
     seed: int = 0
@@ -97,6 +98,13 @@ class EngineConfig:
             self.placement,
             f'must be "disaggregated" where {s}.factory is your own: vLLM alone sleeps and wakes',
         )
+
+    def resources(self, *, on_gpus: bool) -> dict[str, float]:
+        """What Ray reserves for one engine where it has GPUs of its own."""
+        size = self.tensor_parallel_size
+        cpus = self.num_cpus_per_replica + (size if on_gpus and size > 1 else 0)
+        wanted = {"CPU": cpus, "GPU": float(size if on_gpus else 0)}
+        return {name: amount for name, amount in wanted.items() if amount}
 
     @property
     def is_colocated(self) -> bool:

@@ -116,7 +116,7 @@ def check_resources(
             f"cluster has {gpus:g}",
         )
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
-    per_replica = rollout.engine.num_cpus_per_replica + rollout.engine.tensor_parallel_size * on_gpu
+    per_replica = rollout.engine.resources(on_gpus=on_gpu).get("CPU", 0.0)
     wanted = workers * per_worker + rollout.num_replicas * per_replica
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:

@@ -14,10 +14,7 @@ _ROUNDING = 1e-9
 
 def resources_of_engine(rollout: RolloutConfig) -> dict[str, float]:
     """What one engine reserves, on the device that is set."""
-    engine = rollout.engine
-    num_gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
-    wanted = {"CPU": engine.num_cpus_per_replica + num_gpus, "GPU": float(num_gpus)}
-    return {name: amount for name, amount in wanted.items() if amount}
+    return rollout.engine.resources(on_gpus=rollout.engine.device == "cuda")
 
 
 def count_places(free: Iterable[Mapping[str, float]], wanted: Mapping[str, float]) -> int:

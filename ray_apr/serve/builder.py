@@ -34,10 +34,12 @@ from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.arguments import environment, gpu_share
+from ray_apr.serve.vllm.arguments import environment, gpu_share, has_worker_actors
 
 logger = logging.getLogger(__name__)
 
+SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Ray's variable, by which its actors see also the GPUs that they have not."""
 _POLL_S = 0.5
 _ALONE_S = 60.0
 _SERVE = threading.Lock()
@@ -71,6 +73,8 @@ def build_rollout_app(
     version = f"{context.get_job_id()}-{zlib.crc32(repr(spec).encode()):08x}"
     wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if spec.device == "cuda" and not has_worker_actors(spec):
+        env[SEES_ALL_GPUS] = "0"  # else all engines of a host would take its first GPU
     deployment = serve.deployment(
         RolloutServer,
         num_replicas=1,
@@ -80,11 +84,7 @@ def build_rollout_app(
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
         health_check_timeout_s=60.0,
-        ray_actor_options={
-            "num_cpus": config.engine.num_cpus_per_replica,
-            "runtime_env": {"env_vars": env},
-        },
-        **_placement(spec, config.engine.num_cpus_per_replica),
+        **_placement(spec, config.engine.num_cpus_per_replica, {"env_vars": env}),
     )
     deployment = kept_deployment(deployment, version)
     names = engine_names(config.num_replicas)
@@ -97,13 +97,20 @@ def build_rollout_app(
     return kept_deployment(ingress, version).bind(servers)  # so that Serve starts them
 
 
-def _placement(spec: EngineSpec, num_cpus: float) -> dict[str, Any]:
-    """On GPUs the workers are Ray actors in bundles of their own, with one GPU or their share."""
-    if spec.device != "cuda":
-        return {}
-    gpu = {"CPU": 1, "GPU": gpu_share(spec)}
-    bundles = [{"CPU": num_cpus}, *(gpu for _ in range(spec.tensor_parallel_size))]
-    return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+def _placement(spec: EngineSpec, num_cpus: float, runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """What a replica reserves: a GPU or its share of one; of several, its workers have each theirs,
+    in bundles of their own."""
+    options = {"num_cpus": num_cpus, "runtime_env": runtime_env}
+    if not has_worker_actors(spec):
+        num_gpus = gpu_share(spec) if spec.device == "cuda" else 0
+        return {"ray_actor_options": options | {"num_gpus": num_gpus}}
+    worker = {"CPU": 1, "GPU": gpu_share(spec)}
+    bundles = [{"CPU": num_cpus}, *(worker for _ in range(spec.tensor_parallel_size))]
+    return {
+        "ray_actor_options": options,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "PACK",
+    }
 
 
 def start_rollout_servers(

@@ -23,14 +23,21 @@ APP = "again"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
-    """The second time, each engine finds the code that was compiled for its own GPU."""
+@pytest.mark.parametrize(
+    ("size", "num_compiled"),
+    [(1, 1), pytest.param(2, 2, id="one engine of two GPUs")],
+)
+def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path, size, num_compiled):
+    """The second time, each engine finds the code that was compiled before: of engines of one GPU,
+    each of which sees its own alone, one has it from the other; of an engine of two GPUs each
+    worker has its own."""
     mark, env = marked_environment()
     env |= {"VLLM_CACHE_ROOT": str(tmp_path)}
     config = RolloutConfig(
-        num_replicas=2,
+        num_replicas=2 // size,
         max_response_tokens=8,
         engine={
+            "tensor_parallel_size": size,
             "device": "cuda",
             "dtype": "float32",
             "kwargs": {"max_num_seqs": 8, "gpu_memory_utilization": 0.2},
@@ -56,10 +63,10 @@ def test_engines_find_no_code_that_was_compiled_for_another_gpu(tmp_path):
                 for _ in range(2):
                     model = str(CONFIG.parent / "base_model")
                     start_rollout_servers(APP, EngineSpec.of_run(model, config), config)
-                    assert len(asyncio.run(answers())) == 2
+                    assert len(asyncio.run(answers())) == config.num_replicas
                     stop_rollout_servers(APP)
             finally:
                 ray.shutdown()
     finally:
         kill_all(mark)
-    assert len(list(tmp_path.glob("torch_compile_cache/*/*/rank_*/model"))) == 2
+    assert len(list(tmp_path.glob("torch_compile_cache/*/*/rank_*/model"))) == num_compiled

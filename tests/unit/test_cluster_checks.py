@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import ray.train
 
@@ -51,10 +53,16 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     plan = run_spec(rollout=RolloutConfig(engine={"placement": "colocated"}), scaling=scaling)
     wanted = plan.worker_scaling.resources_per_worker
     spec = EngineSpec(model="m", device="cuda", takes_turns=plan.rollout.is_colocated)
-    engine = builder._placement(spec, num_cpus=1.0)["placement_group_bundles"][1]
+    alone = builder._placement(spec, 1.0, {})["ray_actor_options"]["num_gpus"]
+    spec = dataclasses.replace(spec, tensor_parallel_size=2)
+    ((_, *bundles), options) = map(
+        builder._placement(spec, 1.0, {}).get, ("placement_group_bundles", "ray_actor_options")
+    )
+    assert "num_gpus" not in options
+    assert [bundle["GPU"] for bundle in bundles] == [alone, alone]
     assert wanted.get("CPU", 0.0) == (2.0 if given else 0.0)
-    assert wanted["GPU"] + engine["GPU"] == 1.0, "a GPU has one of both"
-    assert 2 * engine["GPU"] > 1.0, "and no second engine"
+    assert wanted["GPU"] + alone == 1.0, "a GPU has one of both"
+    assert 2 * alone > 1.0, "and no second engine"
     assert run_spec(scaling=scaling).worker_scaling is scaling
 
 

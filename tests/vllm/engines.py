@@ -19,7 +19,6 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE = SamplingParams(ignore_eos=True)
 PROMPT = (5, 9, 2, 14, 3)
 ON_CUDA = {
-    "distributed_executor_backend": "uni",
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 200_000_000,
 }

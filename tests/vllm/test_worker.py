@@ -14,7 +14,8 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.arguments import engine_arguments
+from ray_apr.serve.vllm.arguments import RAY_EXECUTOR, engine_arguments
+from ray_apr.serve.vllm.names import MOST_REQUESTS
 from ray_apr.serve.vllm.worker import FLOAT32_PRODUCTS, DeviceWorker
 
 pytestmark = pytest.mark.vllm
@@ -75,7 +76,9 @@ def test_a_float32_model_is_multiplied_in_float32(monkeypatch, dtype, set_outsid
     assert os.environ.get(FLOAT32_PRODUCTS) == products
 
 
-def test_engines_on_gpus_have_it():
-    arguments = engine_arguments(EngineSpec(model="m", device="cuda"))
+@pytest.mark.parametrize(("size", "executor"), [(1, "uni"), (2, RAY_EXECUTOR)])
+def test_engines_on_gpus_have_it(size, executor):
+    arguments = engine_arguments(EngineSpec(model="m", device="cuda", tensor_parallel_size=size))
+    assert arguments["distributed_executor_backend"] == executor
     assert arguments["worker_cls"] == f"{DeviceWorker.__module__}.{DeviceWorker.__qualname__}"
     assert "worker_cls" not in engine_arguments(EngineSpec(model="m", device="cpu"))

@@ -29,6 +29,7 @@ trainer. Even an eager engine would call the C++ compiler at its first request, 
 variable that is set outside wins."""
 CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
 """vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
+RAY_EXECUTOR = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
 has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
 
 
@@ -39,6 +40,12 @@ def gpu_share(spec: EngineSpec) -> float:
 
 def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
     """Variables that the engine's process needs, unless they are set outside.
+def has_worker_actors(spec: EngineSpec) -> bool:
+    """Whether the workers of an engine are Ray actors with a GPU each. The worker of a single GPU
+    is inside the engine core, which saves a process and the seconds in which that imports vLLM."""
+    return spec.device == "cuda" and spec.tensor_parallel_size > 1
+
+
 
     Args:
         spec: What the engine is built from.
@@ -48,6 +55,8 @@ def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
         return _QUIET_ENVIRONMENT | CPU_ENVIRONMENT
     return _QUIET_ENVIRONMENT | {
         "RAY_APR_NAMESPACE": namespace,
+    if not has_worker_actors(spec):
+        return _QUIET_ENVIRONMENT
         "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
     }
 
@@ -68,7 +77,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if spec.device == "cuda":
-        ours["distributed_executor_backend"] = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
+        ours["distributed_executor_backend"] = RAY_EXECUTOR if has_worker_actors(spec) else "uni"
         ours["worker_cls"] = "ray_apr.serve.vllm.worker.DeviceWorker"
         if spec.takes_turns:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}

@@ -1,4 +1,4 @@
-"""vLLM's Ray executor, in the namespace of the run and beside others; for engines on GPUs.
+"""vLLM's Ray executor, in the namespace of the run and beside others; for engines of several GPUs.
 
 vLLM's engine core opens Ray again, and would do so in an anonymous namespace.
 """

@@ -16,10 +16,10 @@ FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
 class DeviceWorker(Worker):  # type: ignore[misc]
     """Keeps what vLLM compiles and tunes apart for each device; a new one begins anew.
 
-    Under vLLM's Ray executor a process sees all GPUs of its host and uses the one that Ray has
-    assigned. Compiled code names that device, but vLLM (0.26 to 0.32) finds it again by the
-    configuration and the rank alone: an engine that starts where others ran before would load what
-    was compiled for another GPU, and fail with tensors on two devices.
+    Under vLLM's Ray executor, which engines of several GPUs have, a process sees all GPUs of its
+    host and uses the one that Ray has assigned. Compiled code names that device, but vLLM (0.26 to
+    0.32) finds it again by the configuration and the rank alone: an engine that starts where others
+    ran before would load what was compiled for another GPU, and fail with tensors on two devices.
 
     vLLM's attention for float32 is a Triton kernel, whose products are TF32 unless Triton is told
     otherwise: log-probs then differ from the trainer's by hundredths of a nat.
