@@ -20,8 +20,9 @@ from ray_apr.config.engine_version import NEEDS_ATTESTATION
 from ray_apr.core.exceptions import ConfigError, EngineDiedError, EngineUnavailableError
 from ray_apr.core.protocols import PauseMode
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.arguments import engine_arguments
+from ray_apr.serve.vllm.arguments import engine_arguments, has_worker_actors
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
+from ray_apr.serve.vllm.core_process import begin_imports, fork_core
 from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.vllm.stall import StallWatch
 
@@ -106,7 +107,12 @@ class Core:
         """
         if missing := why_not_loaded():
             raise EngineUnavailableError(f"{self._replica_id} cannot start: {missing}")
+        is_forked = not has_worker_actors(self._spec)
+        if is_forked:
+            begin_imports()
         register()
+        if is_forked:
+            fork_core()
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
 

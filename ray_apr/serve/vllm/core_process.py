@@ -1,0 +1,56 @@
+"""The process of vLLM's engine core, forked from one that imports vLLM while its server does.
+
+Inside of a Ray actor vLLM spawns its core, which only then begins to import what the server has
+imported before: on a GPU host 20 s after 15. A fork server (`multiprocessing.forkserver`) begins at
+once, imports the same beside the server, and forks the core when it is asked for. It has no thread
+and no device, so that a fork of it is whole, and it ends with the server.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import context, forkserver
+
+from ray_apr.serve.vllm.private import VLLM
+
+_PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor")
+"""What every core imports, whatever its device and its model."""
+
+
+class _Process(context.ForkServerProcess):
+    """Has the environment of the server at its own start, not that of the fork server's."""
+
+    _environment: dict[str, str]
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        # the rest stays where it is: the name of a process is written over its first environment
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        changed = self._environment.items() - os.environ.items()
+        os.environ.update(changed)
+        super().run()
+
+
+class _Context(context.ForkServerContext):
+    Process = _Process  # type: ignore[assignment]
+
+
+_CONTEXT = _Context()
+
+
+def begin_imports() -> None:
+    """Start the fork server; it imports while this process goes on. Harmless when repeated."""
+    _CONTEXT.set_forkserver_preload(list(_PRELOADED))
+    forkserver.ensure_running()
+
+
+def fork_core() -> None:
+    """Have vLLM take its core from the fork server."""
+    from vllm.v1.engine import utils
+
+    VLLM.get("get_mp_context")  # says so if it has gone
+    utils.get_mp_context = lambda: _CONTEXT
