@@ -10,7 +10,7 @@ from ray_apr.cli.launch import joined_address
 if TYPE_CHECKING:
     from ray_apr.cli.prompt_files import PromptsSettings
     from ray_apr.cli.settings import RunSettings
-    from ray_apr.config import PartialRolloutConfig, TrainConfig
+    from ray_apr.config import TrainConfig
 
 _TOO_LONG = {"error": "an error", "drop": "left out, and counted"}
 _UNCOUNTED = "counted with the prompts"
@@ -49,7 +49,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
         "generation": {
             "samples under generation": under_generation,
             "in the engines at once, at most": partial.max_inflight or under_generation,
-            "samples alive, at most": math.floor(_live_batches(partial) * batch_size),
+            "samples alive, at most": math.floor(partial.live_batches * batch_size),
             "max staleness (steps)": partial.max_staleness,
             "interrupt": partial.interrupt,
             "response budget (tokens)": rollout.max_response_tokens,
@@ -63,14 +63,6 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "checkpoint every": train.checkpoint_every or "only at the end",
         },
     }
-
-
-def _live_batches(partial: PartialRolloutConfig) -> float:
-    """The tighter of the limits on what was begun and is not trained (`scheduling.limits`)."""
-    by_age = partial.max_staleness + 1
-    if partial.max_live_batches is None:
-        return by_age
-    return min(by_age, partial.max_live_batches + partial.sync_every - 1)
 
 
 def _first_prompts(prompts: PromptsSettings) -> str:

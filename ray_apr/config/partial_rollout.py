@@ -241,6 +241,14 @@ class PartialRolloutConfig:
             'must be 0 with mode "sync"; leave it out, or use mode "apr"',
         )
 
+    @property
+    def live_batches(self) -> float:
+        """The tighter of the limits on what was begun and is not trained (`scheduling.limits`)."""
+        by_age = self.max_staleness + 1
+        if self.max_live_batches is None:
+            return by_age
+        return min(by_age, self.max_live_batches + self.sync_every - 1)
+
     def _check_rule(self, name: str, builtin: Any) -> None:
         """Check a built-in name or a rule of the user's; of a class an object is made."""
         field, rule = f"partial_rollout.{name}", getattr(self, name)

@@ -290,6 +290,7 @@ class _Parts:
                 spec.partial_rollout,
                 max_model_len=spec.max_model_len,
                 evaluates=spec.evaluation is not None,
+                most_requests=spec.most_requests,
                 weight_check_every=spec.train.weight_check_every,
             )
             start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ class RunSpec(Sections):
         """Where Ray Train writes, if that is no folder of a file system."""
         storage = str(self.run.storage_path or "")
         return storage if "://" in storage else None
+
+    @property
+    def most_requests(self) -> int:
+        """Samples and evaluations that can be alive at once, in an engine or on the way to one."""
+        partial, evaluation = self.partial_rollout, self.evaluation
+        batches = max(partial.live_batches, partial.oversampling_factor)
+        inflight = 0 if evaluation is None else evaluation.max_inflight
+        return math.ceil(batches * self.step_size) + inflight
 
     @property
     def worker_scaling(self) -> ray.train.ScalingConfig:

@@ -44,6 +44,8 @@ class EngineSpec:
     and wakes for each set of weights."""
     evaluates: bool = False
     """Whether some requests are evaluations, which go first in the engine's queue."""
+    most_requests: int | None = None
+    """Requests that can be alive at once in all engines together; None: unknown."""
     weight_check_every: int | Literal["auto"] = 0
     """Weight syncs from one to the next after which the engine scores sequences; 0: none."""
     stall_timeout_s: float = 300.0
@@ -60,6 +62,7 @@ class EngineSpec:
         *,
         max_model_len: int | None = None,
         evaluates: bool = False,
+        most_requests: int | None = None,
         weight_check_every: int | Literal["auto"] = 0,
     ) -> EngineSpec:
         """What a run's settings say of its engines.
@@ -70,6 +73,7 @@ class EngineSpec:
             partial_rollout: What a sync does with requests; None: it leaves none in an engine.
             max_model_len: Longest prompt + response, in tokens; None takes the model's.
             evaluates: Whether some requests are evaluations.
+            most_requests: That can be alive at once; None: unknown.
             weight_check_every: How often the trainer checks the engines' weights.
         """
         across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
@@ -86,6 +90,7 @@ class EngineSpec:
             needs_attestation=across,
             takes_turns=rollout.is_colocated,
             evaluates=evaluates,
+            most_requests=most_requests,
             weight_check_every=weight_check_every,
             stall_timeout_s=rollout.engine.stall_timeout_s,
             engine_kwargs=rollout.engine.kwargs,

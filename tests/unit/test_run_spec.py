@@ -10,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 import ray.train
 
-from ray_apr.config import EvaluationConfig, PromptsConfig, RolloutConfig, Sections, TrainConfig
+from ray_apr.config import (
+    EvaluationConfig,
+    PartialRolloutConfig,
+    PromptsConfig,
+    RolloutConfig,
+    Sections,
+    TrainConfig,
+)
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.rows import PromptRows
 from ray_apr.run import options, training
@@ -49,6 +56,22 @@ def test_the_name_of_a_run_is_made_once(model, monkeypatch):
 def test_a_run_has_the_users_name_and_the_models_context(model):
     spec = make_trainer(model, run_config=ray.train.RunConfig(name="mine")).spec
     assert (spec.name, spec.max_model_len, spec.model) == ("mine", 64, str(model))
+
+
+@pytest.mark.parametrize(
+    ("live", "oversampling", "inflight", "most"),
+    [(3.0, 2.0, None, 24), (None, 2.0, None, 40), (3.0, 2.0, 5, 29), (1.0, 3.0, None, 24)],
+)
+def test_engines_have_room_for_all_requests_that_can_be_alive(live, oversampling, inflight, most):
+    """Batches of 8, of which 5 can be alive by their age."""
+    spec = run_spec(
+        train=TrainConfig(batch_size=8, steps=1),
+        partial_rollout=PartialRolloutConfig(
+            max_staleness=4, max_live_batches=live, oversampling_factor=oversampling
+        ),
+        evaluation=None if inflight is None else EvaluationConfig(max_inflight=inflight),
+    )
+    assert spec.most_requests == most
 
 
 @pytest.mark.parametrize(

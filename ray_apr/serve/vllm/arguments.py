@@ -6,13 +6,15 @@ from typing import Any
 
 from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.names import SCHEDULER, WORKER_EXTENSION
+from ray_apr.serve.vllm.names import MOST_REQUESTS, SCHEDULER, WORKER_EXTENSION
 
 _MAX_LOGPROBS = 20
 """vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
 _COLOCATED_MEMORY = 0.8
 """Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
 CUDA context, and for a moment the gathered weights."""
+_OF_MEMORY = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+"""vLLM's arguments by which a user says how large the KV cache is."""
 _QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -27,9 +29,9 @@ CPU_ENVIRONMENT = {
 """A worker inside the engine core, little memory, one thread: engines share the cores with the
 trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
 variable that is set outside wins."""
+RAY_EXECUTOR = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
 CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
 """vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
-RAY_EXECUTOR = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
 has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
 
 
@@ -38,14 +40,14 @@ def gpu_share(spec: EngineSpec) -> float:
     return ENGINE_GPU_SHARE if spec.takes_turns else 1.0
 
 
-def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
-    """Variables that the engine's process needs, unless they are set outside.
 def has_worker_actors(spec: EngineSpec) -> bool:
     """Whether the workers of an engine are Ray actors with a GPU each. The worker of a single GPU
     is inside the engine core, which saves a process and the seconds in which that imports vLLM."""
     return spec.device == "cuda" and spec.tensor_parallel_size > 1
 
 
+def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
+    """Variables that the engine's process needs, unless they are set outside.
 
     Args:
         spec: What the engine is built from.
@@ -53,10 +55,10 @@ def has_worker_actors(spec: EngineSpec) -> bool:
     """
     if spec.device != "cuda":
         return _QUIET_ENVIRONMENT | CPU_ENVIRONMENT
-    return _QUIET_ENVIRONMENT | {
-        "RAY_APR_NAMESPACE": namespace,
     if not has_worker_actors(spec):
         return _QUIET_ENVIRONMENT
+    return _QUIET_ENVIRONMENT | {
+        "RAY_APR_NAMESPACE": namespace,
         "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
     }
 
@@ -79,6 +81,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.device == "cuda":
         ours["distributed_executor_backend"] = RAY_EXECUTOR if has_worker_actors(spec) else "uni"
         ours["worker_cls"] = "ray_apr.serve.vllm.worker.DeviceWorker"
+        if spec.most_requests is not None and not _OF_MEMORY & spec.engine_kwargs.keys():
+            ours["additional_config"] = {MOST_REQUESTS: spec.most_requests}
         if spec.takes_turns:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
     else:

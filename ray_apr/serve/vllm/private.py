@@ -72,7 +72,7 @@ VLLM = PrivateNames(
         "StatLoggerBase": "record(scheduler_stats,iteration_stats) log_engine_initialized",
         "PrometheusStatLogger": "record(scheduler_stats,iteration_stats)",
         "IterationStats": "num_generation_tokens num_preempted_reqs inter_token_latencies_iter",
-        "Worker": "init_device model_runner",
+        "Worker": "init_device determine_available_memory get_kv_cache_spec model_runner",
         "RayExecutorV2": "_init_executor",
         "WeightTransferEngineFactory": "register_engine(name)",
         "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
