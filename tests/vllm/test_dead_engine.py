@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import ray.cloudpickle
 
@@ -44,6 +45,7 @@ async def test_an_engine_whose_core_is_killed_tells_all_who_wait_for_it(tmp_path
         await asyncio.sleep(1.0)
         assert engine.status().is_paused and not joining.done()
         (core,) = engine._core.llm.engine_core.resources.engine_manager.processes
+        assert psutil.Process(core.pid).ppid() != os.getpid(), "the fork server has forked it"
         os.kill(core.pid, signal.SIGKILL)
         killed = time.monotonic()
         for waiting in (joining, inside, at_gate):

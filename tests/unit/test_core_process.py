@@ -1,0 +1,51 @@
+"""The process that vLLM's core is forked from (serve/vllm/core_process.py), without vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ray_apr.serve.vllm import core_process
+
+_ROOT = Path(__file__).parents[2]
+
+
+def tell(folder: str) -> None:
+    """What a forked process knows."""
+    names = ("STAYS", "GOES", "COMES", "CHANGES")
+    told = [os.environ.get(name) for name in names]
+    Path(folder, "told").write_text(f"{told} {os.getppid() == int(os.environ['SERVER'])}")
+
+
+def main(folder: str) -> None:
+    """A server, whose environment changes once its fork server runs."""
+    os.environ |= {"STAYS": "1", "GOES": "2", "CHANGES": "3", "SERVER": str(os.getpid())}
+    core_process._PRELOADED = ()
+    core_process.begin_imports()
+    core_process.begin_imports()
+    first = core_process._CONTEXT.Process(target=int)
+    first.start()
+    first.join(30)
+    del os.environ["GOES"]
+    os.environ |= {"COMES": "4", "CHANGES": "5"}
+    core = core_process._CONTEXT.Process(target=tell, args=(folder,))
+    core.start()
+    core.join(30)
+    assert core.exitcode == 0
+    assert os.environ["STAYS"] == "1"
+
+
+def test_a_core_has_the_environment_that_its_server_has_by_then(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.unit.test_core_process", str(tmp_path)],
+        cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    told = (tmp_path / "told").read_text()
+    assert told == "['1', None, '4', '5'] False", "it was forked by the fork server"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
