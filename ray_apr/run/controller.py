@@ -66,7 +66,7 @@ from ray_apr.run.scaling import as_scaled, start_scaling
 from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
-from ray_apr.run.training import import_torch, make_torch_trainer
+from ray_apr.run.training import begin_imports, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
 from ray_apr.serve.lease import start_lease, wait_for_lease
@@ -227,11 +227,9 @@ class _Parts:
         self.recorder = self._actors.make_recorder(started_at)
         self._actors.handles.append(start_lease(spec.name, self._actors.name_of("recorder")))
         # the engines take longest to start: everything else starts beside them
-        self._servers = threading.Thread(
-            target=self._start_servers, name="start-servers", daemon=True
-        )
+        self._servers = threading.Thread(target=self._start_servers, name="servers", daemon=True)
         self._servers.start()
-        threading.Thread(target=import_torch, name="import-torch", daemon=True).start()
+        imports = begin_imports()
         try:
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show
@@ -246,6 +244,7 @@ class _Parts:
             self._made.set()
             if self._closing.is_set():
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
+                imports.join(timeout=_CALL_TIMEOUT_S)  # a process that ends in the midst crashes
                 self._take_away()
 
     def fit(self) -> ray.train.Result:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import math
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,18 @@ _COLLECTIVE_TIMEOUT_S = 600
 is in one while it waits for its batch: all get theirs together, however long that takes."""
 
 
-def import_torch() -> None:
-    """Import what `make_torch_trainer` needs, in a thread, while the prompts are read; an error is
-    raised there again."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("ray.train.torch")
+def begin_imports() -> threading.Thread:
+    """Import what `make_torch_trainer` needs, while the prompts are read; returns the thread that
+    does so. An error is raised there again."""
+
+    def run() -> None:
+        """Waits for: nothing. Unblocked by: its end. Produces: modules."""
+        with contextlib.suppress(ImportError):
+            importlib.import_module("ray.train.torch")
+
+    thread = threading.Thread(target=run, name="import-torch", daemon=True)
+    thread.start()
+    return thread
 
 
 def _train(worker: WorkerSpec) -> None:
