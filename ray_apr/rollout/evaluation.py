@@ -175,7 +175,12 @@ class Evaluator:
         if self._config.suite_column is not None:
             row["suites"] = by_suite(samples, self._suites, self._config)
         row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
-        rows = [_row(policy_version, sample) for sample in samples if sample is not None]
+        suites = [{"suite": name} for name in self._suites] or [{}] * len(samples)
+        rows = [
+            _row(policy_version, sample) | suite
+            for sample, suite in zip(samples, suites, strict=True)
+            if sample is not None
+        ]
         await self._recorder.record_many.remote("evaluation_sample", rows)
         await self._recorder.record.remote("evaluation", row)
         self._show(row)

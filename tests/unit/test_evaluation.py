@@ -130,6 +130,7 @@ async def test_each_suite_has_figures_of_its_own(make):
     assert list(suites) == ["0", "1", "2", "3"] and row["num_samples"] == 3
     assert (suites["0"]["num_samples"], suites["0"]["num_failed"]) == (0, 1)
     assert (suites["1"]["reward_mean"], suites["2"]["reward_mean"]) == (0.5, 1.0)
+    assert [s["suite"] for s in kept["evaluation_sample"]] == ["1", "2", "3"]
 
 
 async def test_a_suite_is_scored_by_its_own_reward(make):
