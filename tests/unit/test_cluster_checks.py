@@ -77,7 +77,11 @@ def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():
     Sections().check(scaling)
 
 
-def test_each_engine_worker_on_a_gpu_has_a_cpu_too(check):
-    check(replicas=1, workers=1, cpus=3)
-    with pytest.raises(ConfigError, match=r"want 2 CPUs together, the cluster has 2, and Ray Data"):
-        check(replicas=1, workers=1, cpus=2)
+def test_each_worker_of_an_engine_of_several_gpus_has_a_cpu_too(check):
+    check(replicas=1, workers=1, cpus=2)
+    with pytest.raises(ConfigError, match=r"want 1 CPUs together, the cluster has 1, and Ray Data"):
+        check(replicas=1, workers=1, cpus=1)
+    several = {"use_gpu": False, "tensor_parallel_size": 2}
+    check(replicas=1, workers=1, cpus=5, **several)
+    with pytest.raises(ConfigError, match=r"want 4 CPUs together, the cluster has 4, and Ray Data"):
+        check(replicas=1, workers=1, cpus=4, **several)

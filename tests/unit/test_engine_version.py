@@ -76,6 +76,7 @@ async def test_an_engine_whose_vllm_does_not_tell_versions_refuses_to_start(monk
     }
     for name, members in classes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    monkeypatch.setattr(core_module, "begin_imports", lambda: None)
     monkeypatch.setattr(core_module, "register", lambda: None)
     engine = VLLMEngine(EngineSpec(model="none", device="cpu", needs_attestation=True), "engine-0")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer"):

@@ -111,8 +111,6 @@ class Core:
         if is_forked:
             begin_imports()
         register()
-        if is_forked:
-            fork_core()
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
 
@@ -121,6 +119,8 @@ class Core:
         self.attests = hasattr(AsyncLLM, "update_weight_version")
         if self._spec.needs_attestation and not self.attests:
             raise ConfigError("partial_rollout.interrupt", "never", NEEDS_ATTESTATION)
+        if is_forked:
+            fork_core()
         try:
             args = AsyncEngineArgs(
                 model=self._spec.model,
