@@ -709,6 +709,7 @@ def test_requests_that_come_late_are_taken_in_together(tmp_path):
 
     async def both():
         async with running(engine):
+            await start(engine, max_tokens=2)  # a first step may take longer than `body` waits
             return [await body(num_late) for num_late in (1, 2)]
 
     (alone, queued), (together, _) = asyncio.run(both())

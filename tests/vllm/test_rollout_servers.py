@@ -346,10 +346,11 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, 
         time.sleep(0.1)
     replicas = [
         p for p in map(psutil.Process, processes_of(os.environ[MARK]))
-        if "ServeReplica" in p.cmdline()[0] and any("Engine" in c.name() for c in p.children())
+        if "ServeReplica" in p.cmdline()[0]
+        and any("Engine" in c.name() for c in p.children(recursive=True))
     ]  # fmt: skip
     assert len(replicas) == 2
-    engine = next(c for c in replicas[0].children() if "Engine" in c.name())
+    engine = next(c for c in replicas[0].children(recursive=True) if "Engine" in c.name())
     replicas[0].kill()
     assert engine.wait(timeout=20) is not None or not engine.is_running()
 

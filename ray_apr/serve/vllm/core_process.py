@@ -9,12 +9,15 @@ and no device, so that a fork of it is whole, and it ends with the server.
 from __future__ import annotations
 
 import os
+import sys
 from multiprocessing import context, forkserver
-
-from ray_apr.serve.vllm.private import VLLM
+from typing import Any
 
 _PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor")
 """What every core imports, whatever its device and its model."""
+
+_CHOOSES = "get_mp_context"
+"""What vLLM's manager of cores asks, in its module, how to make a process."""
 
 
 class _Process(context.ForkServerProcess):
@@ -50,7 +53,8 @@ def begin_imports() -> None:
 
 def fork_core() -> None:
     """Have vLLM take its core from the fork server."""
-    from vllm.v1.engine import utils
+    from ray_apr.serve.vllm.private import CoreEngineProcManager
 
-    VLLM.get("get_mp_context")  # says so if it has gone
-    utils.get_mp_context = lambda: _CONTEXT
+    of_manager: Any = sys.modules[CoreEngineProcManager.__module__]
+    if hasattr(of_manager, _CHOOSES):  # else vLLM spawns it, which takes longer
+        of_manager.get_mp_context = lambda: _CONTEXT

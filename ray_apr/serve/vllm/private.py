@@ -34,7 +34,7 @@ VLLM = PrivateNames(
         "IterationStats": "vllm.v1.metrics.stats",
         "Worker": "vllm.v1.worker.gpu_worker",
         "RayExecutorV2": "vllm.v1.executor.ray_executor_v2",
-        "get_mp_context": f"{_ENGINE}.utils",
+        "CoreEngineProcManager": f"{_ENGINE}.utils",
         "get_open_port": "vllm.utils.network_utils",
         "init_logger": "vllm.logger",
         "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state",
