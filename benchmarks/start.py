@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ray_apr.run.folder import read_rows
+from tests.killed_parts import KilledRun
 from tests.processes import kill_all, marked_environment
-from tests.whole_runs import command
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600.0
-_FIRST_STEP = re.compile(r"^step +1/")
+"""Of the start, and of the rest."""
 
 
 def measure(checkout: Path, *settings: str) -> dict[str, float]:
@@ -41,21 +39,16 @@ def measure(checkout: Path, *settings: str) -> dict[str, float]:
     mark, env = marked_environment()
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="start-", ignore_cleanup_errors=True) as name:
-        folder, first_step = Path(name), float("nan")
+        run = KilledRun(Path(name), mark, env, ("train.steps=2", *settings))
         began = time.monotonic()
         try:
-            with subprocess.Popen(
-                command(folder, "train.steps=2", *settings), env=env, cwd=folder, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            ) as run:  # fmt: skip
-                assert run.stdout is not None
-                for line in run.stdout:
-                    if _FIRST_STEP.match(line):
-                        first_step = time.monotonic() - began
-                assert run.wait(LIMIT_S) == 0, f"it ended with {run.returncode}"
+            run.start()
+            run.wait_for_step(1, LIMIT_S)
+            first_step = time.monotonic() - began
+            assert run.end(LIMIT_S) == 0, run.tail
             end = time.monotonic() - began
-            spans = read_rows(folder / "run" / "timeline.jsonl")
-            begin = first_step - read_rows(folder / "run" / "metrics.jsonl")[0]["time_s"]
+            spans = read_rows(run.folder / "run" / "timeline.jsonl")
+            begin = first_step - run.times[0]
         finally:
             kill_all(mark)
     return {
