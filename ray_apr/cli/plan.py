@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.launch import joined_address
+from ray_apr.run.room import resources_of_engine
 
 if TYPE_CHECKING:
     from ray_apr.cli.prompt_files import PromptsSettings
@@ -94,8 +95,7 @@ def _objective(settings: RunSettings) -> str:
 
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
-    on_gpus = rollout.engine.device == "cuda"
-    engine_cpus = rollout.num_replicas * rollout.engine.resources(on_gpus=on_gpus).get("CPU", 0.0)
+    engine_cpus = rollout.num_replicas * resources_of_engine(rollout).get("CPU", 0.0)
     ranks = scaling.ranks
     train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
