@@ -16,9 +16,6 @@ from typing import Any
 _PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor")
 """What every core imports, whatever its device and its model."""
 
-_CHOOSES = "get_mp_context"
-"""What vLLM's manager of cores asks, in its module, how to make a process."""
-
 
 class _Process(context.ForkServerProcess):
     """Has the environment of the server at its own start, not that of the fork server's."""
@@ -56,5 +53,5 @@ def fork_core() -> None:
     from ray_apr.serve.vllm.private import CoreEngineProcManager
 
     of_manager: Any = sys.modules[CoreEngineProcManager.__module__]
-    if hasattr(of_manager, _CHOOSES):  # else vLLM spawns it, which takes longer
+    if hasattr(of_manager, "get_mp_context"):  # else vLLM spawns it, which takes longer
         of_manager.get_mp_context = lambda: _CONTEXT

@@ -35,6 +35,7 @@ VLLM = PrivateNames(
         "Worker": "vllm.v1.worker.gpu_worker",
         "RayExecutorV2": "vllm.v1.executor.ray_executor_v2",
         "CoreEngineProcManager": f"{_ENGINE}.utils",
+        "KVCacheSpec": "vllm.v1.kv_cache_interface",
         "get_open_port": "vllm.utils.network_utils",
         "init_logger": "vllm.logger",
         "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state",
@@ -73,6 +74,7 @@ VLLM = PrivateNames(
         "PrometheusStatLogger": "record(scheduler_stats,iteration_stats)",
         "IterationStats": "num_generation_tokens num_preempted_reqs inter_token_latencies_iter",
         "Worker": "init_device determine_available_memory get_kv_cache_spec model_runner",
+        "KVCacheSpec": "max_memory_usage_bytes(vllm_config)",
         "RayExecutorV2": "_init_executor",
         "WeightTransferEngineFactory": "register_engine(name)",
         "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
