@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import ray.train
@@ -85,3 +86,26 @@ def test_each_worker_of_an_engine_of_several_gpus_has_a_cpu_too(check):
     check(replicas=1, workers=1, cpus=5, **several)
     with pytest.raises(ConfigError, match=r"want 4 CPUs together, the cluster has 4, and Ray Data"):
         check(replicas=1, workers=1, cpus=4, **several)
+
+
+@pytest.mark.parametrize(("device", "size", "seen"), [("cuda", 1, "0"), ("cuda", 2, None)])
+def test_an_engine_of_one_gpu_sees_that_one_alone(monkeypatch, device, size, seen):
+    """Also where Ray's actors are told to see all: each engine takes the first that it sees."""
+    made = {}
+
+    class Captured(Exception):
+        pass
+
+    def deployment(_, **options):
+        made.update(options)
+        raise Captured
+
+    context = SimpleNamespace(namespace="n", get_job_id=lambda: "job")
+    monkeypatch.setenv(builder.SEES_ALL_GPUS, "1")
+    monkeypatch.setattr(builder.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(builder.serve, "deployment", deployment)
+    spec = EngineSpec(model="m", device=device, tensor_parallel_size=size)
+    with pytest.raises(Captured):
+        builder.build_rollout_app(spec, RolloutConfig(), num_behind_http=1)
+    env = made["ray_actor_options"]["runtime_env"]["env_vars"]
+    assert env.get(builder.SEES_ALL_GPUS) == seen

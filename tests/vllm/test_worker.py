@@ -74,12 +74,21 @@ def test_the_kv_cache_is_what_the_requests_need(monkeypatch, most_requests, memo
     assert worker.determine_available_memory() == memory
 
 
-def test_memory_that_a_user_sets_is_obeyed():
-    given = EngineSpec(
-        model="m", device="cuda", most_requests=5, engine_kwargs={"gpu_memory_utilization": 0.5}
-    )
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_memory_utilization", 0.5),
+        ("kv_cache_memory_bytes", 1 << 30),
+        ("num_gpu_blocks_override", 100),
+    ],
+)
+def test_memory_that_a_user_sets_is_obeyed(name, value):
+    spec = EngineSpec(model="m", device="cuda", most_requests=5)
+    given = dataclasses.replace(spec, engine_kwargs={name: value})
+    assert "additional_config" in engine_arguments(spec)
     assert "additional_config" not in engine_arguments(given)
     assert "additional_config" not in engine_arguments(dataclasses.replace(given, device="cpu"))
+    assert "additional_config" not in engine_arguments(dataclasses.replace(spec, device="cpu"))
 
 
 @pytest.mark.parametrize(
