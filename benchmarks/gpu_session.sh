@@ -7,9 +7,9 @@
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
 # which did. PYTHON is the interpreter (python3), SHAPE the model (0.6B), GPUS how many are used (2),
-# REPLICAS how many of them generate in a disaggregated run (half), STEPS those of `modes` (8); an
-# empty CALIBRATE leaves the simulator's prediction out. Two calls with other CUDA_VISIBLE_DEVICES
-# and TMPDIR may run beside each other.
+# REPLICAS how many of them generate in a disaggregated run (half), STEPS those of `modes` (8), MODES
+# what `colocated` compares; an empty CALIBRATE leaves the simulator's prediction out. Two calls with
+# other CUDA_VISIBLE_DEVICES and TMPDIR may run beside each other.
 set -uo pipefail
 
 out=$(realpath -m "${1:?usage: gpu_session.sh FOLDER PART...}")
@@ -42,7 +42,7 @@ gpu() { part "$1" "$2" "$python" "$root/benchmarks/gpu.py" "${@:3}" --out "$out/
 modes() {
 	part "$1" "$2" "$python" "$root/benchmarks/modes.py" --gpu --shape "$shape" \
 		--trace "${TRACE:?the parts modes and colocated need TRACE}" --scale 0.25 --repeats 1 \
-		--steps "${STEPS:-8}" --batch-prompts $((64 * gpus)) --group-size 8 --max-num-seqs 256 --modes sync apr \
+		--steps "${STEPS:-8}" --batch-prompts $((64 * gpus)) --group-size 8 --max-num-seqs 256 \
 		--replicas "$replicas" --train-workers $((gpus - replicas)) ${CALIBRATE---calibrate} \
 		--out "$out/gpu-$1.json" "${@:3}"
 }
@@ -63,13 +63,13 @@ for name in "$@"; do
 	step) part step 150 bash -c 'tests -k "test_step or test_attention"' ;;
 	restart) part restart 250 bash -c 'tests -k engines_find' ;;
 	kills) part kills 560 bash -c 'tests -k killed' ;;
-	turns) part turns 300 bash -c 'tests -k turns' ;;
+	turns) part turns 300 bash -c 'tests -k same_gpus' ;;
 	engine) gpu engine 420 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
 	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
-	modes) modes modes 900 ;;
-	colocated) modes colocated 900 --colocated sync ;;
+	modes) modes modes 900 --modes sync apr ;;
+	colocated) modes colocated 900 --modes ${MODES:-sync:awake sync:turns apr} ;;
 	alarms)
 		part alarms 300 "$python" "$root/benchmarks/weight_check.py" --device cuda \
 			--out "$out/gpu-weight-check.json"

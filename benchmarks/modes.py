@@ -7,7 +7,8 @@ exactly as long as the trace says, so that the modes differ in nothing but sched
 alternate within each repeat, in one process tree and one Ray cluster. A run is timed from the
 moment when an engine begins to generate to the end of its last optimizer step.
 
-With `--colocated sync` that mode has engines and train workers on all GPUs in turns.
+In `sync:turns` engines and train workers of that mode have all GPUs in turns, in `sync:awake` at
+the same time. Ratios are to the first of the modes that is synchronous.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def main() -> None:
             print(json.dumps(run), flush=True)
             result["modes"] = figures(result["runs"])
             args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if args.calibrate and "sync" in result["modes"]:
+    if args.calibrate and baseline(result["modes"]):
         result["predicted"] = predicted(result, trace, args)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result.get("predicted")))
@@ -82,16 +83,18 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--modes", nargs="+", default=["sync", "stream", "apr"])
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=["sync", "stream", "apr"],
+        help="MODE, or MODE:turns or MODE:awake for all GPUs to both",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--train-workers", type=int, default=2)
-    parser.add_argument(
-        "--colocated", nargs="*", default=[], help="modes with all GPUs for both, in turns"
-    )
     parser.add_argument("--gpu", action="store_true", help="engines and train workers on GPUs")
     parser.add_argument("--model", help="model folder; without it a random one is made")
     parser.add_argument("--shape", choices=list(gpu_models.SHAPES), help="a model of this shape")
@@ -112,6 +115,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/modes.json")
     args = parser.parse_args()
+    if strange := {mode.partition(":")[2] for mode in args.modes} - {"", "turns", "awake"}:
+        parser.error(f"--modes: there is no placement {', '.join(sorted(strange))}")
     if args.calibrate and args.steps < 3:
         parser.error(
             "--calibrate reads the trainer off the steps after the first: --steps 3 or more"
@@ -188,11 +193,12 @@ def num_gpus(args: argparse.Namespace) -> int:
 
 
 def rollout_config(
-    args: argparse.Namespace, longest: int, repeat: int = 0, *, is_colocated: bool = False
+    args: argparse.Namespace, longest: int, repeat: int = 0, placement: str = ""
 ) -> Any:
     """Engines as all runs of a placement have them."""
     from ray_apr import RolloutConfig
 
+    is_colocated = bool(placement)
     return RolloutConfig(
         num_replicas=num_gpus(args) // args.tensor_parallel if is_colocated else args.replicas,
         group_size=args.group_size,
@@ -200,6 +206,7 @@ def rollout_config(
         replay_column="lengths",
         engine={
             "placement": "colocated" if is_colocated else "disaggregated",
+            "sleep": placement != "awake",
             "tensor_parallel_size": args.tensor_parallel,
             "device": "cuda" if args.gpu else "cpu",
             "dtype": "bfloat16" if args.gpu else "float32",
@@ -216,26 +223,31 @@ def mode_config(mode: str, args: argparse.Namespace) -> Any:
 
     from ray_apr import PartialRolloutConfig
 
+    mode, _, placement = mode.partition(":")
     given = [pair.removeprefix(f"{mode}.") for pair in args.set if pair.startswith(f"{mode}.")]
     values = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in given)}
+    if placement:
+        values = {"overlap_sync": False, **values}
     return PartialRolloutConfig.preset(mode, **values)
 
 
 def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> dict[str, Any]:
     """What the simulator says of the ratios, beside what was measured."""
-    sync_runs = [run for run in result["runs"] if run["mode"] == "sync"]
+    sync = baseline(result["modes"])
+    sync_runs = [run for run in result["runs"] if run["mode"] == sync]
     cluster = measured_cluster(result["calibration"], sync_runs, args)
-    if "sync" in args.colocated:  # what its syncs took is the turn of the engines, too
+    if sync == "sync:turns":  # what its syncs took is the turn of the engines, too
         switch_s = statistics.median(s for run in sync_runs for s in run["switch_s"])
         sync_s = max(0.0, cluster.weight_sync_s - switch_s)
         cluster = dataclasses.replace(cluster, weight_sync_s=sync_s, switch_s=switch_s)
     takes_turns = dataclasses.replace(cluster, placement="colocated", rollout_gpus=None)
     runs = {
-        mode: (mode_config(mode, args), takes_turns if mode in args.colocated else cluster)
+        mode: (mode_config(mode, args), takes_turns if ":" in mode else cluster)
         for mode in result["modes"]
+        if mode.startswith("sync") or ":" not in mode  # the simulator knows no others
     }
     seconds = predict(trace, runs, seeds=args.repeats)
-    ratios = {mode: seconds["sync"] / seconds[mode] for mode in seconds}
+    ratios = {mode: seconds[sync] / seconds[mode] for mode in seconds}
     measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
     return {
         "cluster": dataclasses.asdict(cluster),
@@ -253,13 +265,14 @@ def one_run(
 
     from ray_apr import APRTrainer, TrainConfig
 
-    name, is_colocated = f"{mode}-{repeat}", mode in args.colocated
+    _, _, placement = mode.partition(":")
+    name = f"{mode}-{repeat}".replace(":", "-")
     longest = max(max(row) for row in ray.data.read_parquet(str(prompts)).to_pandas()["lengths"])
     trainer = APRTrainer(
         model=model,
         prompts=ray.data.read_parquet(str(prompts)),
         reward=make_reward(),
-        rollout_config=rollout_config(args, int(longest), repeat, is_colocated=is_colocated),
+        rollout_config=rollout_config(args, int(longest), repeat, placement),
         partial_rollout_config=mode_config(mode, args),
         train_config=TrainConfig(
             steps=args.steps,
@@ -270,7 +283,7 @@ def one_run(
             seed=repeat,
         ),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=num_gpus(args) if is_colocated else args.train_workers,
+            num_workers=num_gpus(args) if placement else args.train_workers,
             use_gpu=args.gpu,
         ),
         run_config=ray.train.RunConfig(name=name, storage_path=str(folder)),
@@ -309,6 +322,11 @@ def times_of(run: Path) -> dict[str, Any]:
     }
 
 
+def baseline(modes: Iterable[str]) -> str:
+    """The first of them that is synchronous; none: ""."""
+    return next((mode for mode in modes if mode.partition(":")[0] == "sync"), "")
+
+
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, spread, and ratio of the synchronous median to each mode's."""
     seconds = {
@@ -316,13 +334,14 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
         for mode in dict.fromkeys(run["mode"] for run in runs)
     }
     medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    sync = baseline(medians)
     return {
         mode: {
             "median_s": medians[mode],
             "min_s": min(values),
             "max_s": max(values),
             "runs": len(values),
-            "sync_over_this": medians["sync"] / medians[mode] if "sync" in medians else None,
+            "sync_over_this": medians[sync] / medians[mode] if sync else None,
         }
         for mode, values in seconds.items()
     }
