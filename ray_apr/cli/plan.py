@@ -100,7 +100,8 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
-    shared = ", in turns with the trainer" if rollout.is_colocated else ""
+    shared = ", those of the trainer" if rollout.is_colocated else ""
+    shared += ", in turns with it" if rollout.takes_turns else ""
     engine_gpus_text = {"cpu": "0", "cuda": str(engine_gpus)}.get(
         rollout.engine.device, f"{engine_gpus} if the cluster has GPUs, else 0"
     )

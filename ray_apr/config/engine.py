@@ -40,8 +40,11 @@ class EngineConfig:
     """GPUs of one engine."""
     placement: Placement = "disaggregated"
     """disaggregated: engines and train workers have GPUs of their own; colocated: they have the
-    same ones in turns, one engine worker and one train worker each. The engines sleep while a batch
-    is trained, the train workers' memory is on the host while responses are generated."""
+    same ones, one engine worker and one train worker each."""
+    sleep: bool = True
+    """What colocated engines do while a batch is trained. true: they take turns with the train
+    workers, and sleep meanwhile; the train workers' memory is on the host while responses are
+    generated. false: both are on the GPU at all times, which has to hold them together."""
     num_cpus_per_replica: float = 1.0
     """Ray CPUs that a replica reserves; beside them it has one for each GPU of an engine that has
     several."""
@@ -68,6 +71,7 @@ class EngineConfig:
         at_least(s, self, 0, "num_cpus_per_replica", "seed")
         positive(s, self, "start_timeout_s", "stall_timeout_s")
         one_of(s, self, {"device": Device, "dtype": AutoDType, "placement": Placement})
+        of_type(s, self, bool, "true or false", "sleep")
         of_type(s, self, Mapping, "a mapping", "kwargs")
         given: Any = self.autoscaling
         if isinstance(given, Mapping):
@@ -108,5 +112,10 @@ class EngineConfig:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engines and train workers have the same GPUs in turns."""
+        """Whether engines and train workers have the same GPUs."""
         return self.placement == "colocated"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether they have these in turns."""
+        return self.is_colocated and self.sleep

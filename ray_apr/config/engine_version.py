@@ -36,7 +36,7 @@ def goes_on_across_syncs(partial_rollout: PartialRolloutConfig, rollout: Rollout
 
     Not where engines sleep meanwhile.
     """
-    return partial_rollout.pause_mode == "keep" and not rollout.is_colocated
+    return partial_rollout.pause_mode == "keep" and not rollout.takes_turns
 
 
 def check_attestation(

@@ -150,8 +150,13 @@ class RolloutConfig:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engines and train workers have the same GPUs in turns."""
+        """Whether engines and train workers have the same GPUs."""
         return self.engine.is_colocated
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether they have these in turns."""
+        return self.engine.takes_turns
 
     @property
     def sampling_params(self) -> SamplingParams:

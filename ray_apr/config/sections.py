@@ -129,7 +129,7 @@ def check_placement(
     train: TrainConfig,
     num_train_workers: int,
 ) -> None:
-    """Check what engines and train workers that take turns need.
+    """Check what engines and train workers on the same GPUs need.
 
     Raises:
         ConfigError: If they are not as many, either goes on during the other's turn, or weights are
@@ -161,16 +161,16 @@ def check_placement(
         f"must be false {why}: the trainer cannot go on while its weights travel",
     )
     require(
-        partial_rollout.sync_every == 1,
+        partial_rollout.sync_every == 1 or not rollout.takes_turns,
         "partial_rollout.sync_every",
         partial_rollout.sync_every,
-        f"must be 1 {why}: engines that slept have no weights",
+        f"must be 1 {why} and sleep: engines that slept have no weights",
     )
     require(
         not train.cpu_offload,
         "train.cpu_offload",
         train.cpu_offload,
-        f"must be false {why}, which keeps the trainer on the host between its turns",
+        f"must be false {why}, whose weights are gathered where the engines read them",
     )
 
 

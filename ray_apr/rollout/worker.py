@@ -147,7 +147,7 @@ class RolloutWorker(WeightSyncs):
         self._goes_on_at = policy_version if replayed is None else replayed.goes_on_at
         self._received = replayed.received if replayed and replayed.takes_over else None
         """Tokens that a worker had from each engine, which was here before and died."""
-        have_weights = self._received is not None or not (policy_version or rollout.is_colocated)
+        have_weights = self._received is not None or not (policy_version or rollout.takes_turns)
         if have_weights and policy_version >= self._goes_on_at:
             self._has_weights.set()
         self._main: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class RolloutWorker(WeightSyncs):
             recorder,
             self._metrics,
             is_adaptive=partial_rollout.is_adaptive,
-            start_limit_s=0.0 if rollout.is_colocated else rollout.engine.start_timeout_s,
+            start_limit_s=0.0 if rollout.takes_turns else rollout.engine.start_timeout_s,
         )
         self._notes = Notes(
             journal,

@@ -197,8 +197,10 @@ class RolloutSide:
         spec = self._spec
         if not spec.rollout.journal.enabled:
             return "without a journal (rollout.journal.enabled) it cannot begin again by itself"
-        if spec.rollout.is_colocated:
-            return "with engines that share the trainer's GPUs it cannot begin again by itself"
+        if spec.rollout.takes_turns:
+            return (
+                "with engines that sleep while a batch is trained it cannot begin again by itself"
+            )
         step: int = ray.get(self._recorder.num_steps.remote(), timeout=_CALL_TIMEOUT_S)
         self._in_a_row = self._in_a_row + 1 if step == self._last_step else 1
         self._last_step = step

@@ -76,7 +76,8 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         evaluation=spec.evaluation and replace(spec.evaluation, rewards={}),  # it scores nothing
         start_timeout_s=spec.rollout.engine.start_timeout_s,
         wire_dtype=dtype_on(spec.rollout.engine.device, spec.rollout.engine.dtype),
-        takes_turns=spec.rollout.is_colocated,
+        shares_device=spec.rollout.is_colocated,
+        takes_turns=spec.rollout.takes_turns,
         buffer=buffer,
         **of_worker,
     )

@@ -53,7 +53,7 @@ class RolloutServer:
         self._is_leaving = False
         self._watch: asyncio.Task[None] | None = None
         await self._engine.start()
-        if not spec.takes_turns:  # else none could be started beside the trainer
+        if not spec.shares_device:  # else none could be started beside the trainer
             self._watch = asyncio.create_task(self._watch_node(), name="watch-node")
 
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> str:

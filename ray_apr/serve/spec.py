@@ -39,9 +39,11 @@ class EngineSpec:
     needs_attestation: bool = False
     """Whether requests go on across weight syncs, so that the engine has to tell the version of
     each token."""
+    shares_device: bool = False
+    """Whether a train worker is on the engine's device, too."""
     takes_turns: bool = False
-    """Whether the engine has its device in turns with a train worker: it sleeps from the start on,
-    and wakes for each set of weights."""
+    """Whether they have it in turns: the engine sleeps from the start on, and wakes for each set of
+    weights."""
     evaluates: bool = False
     """Whether some requests are evaluations, which go first in the engine's queue."""
     most_requests: int | None = None
@@ -88,7 +90,8 @@ class EngineSpec:
             support_size=rollout.sampling_params.support_size,
             kv_cache="recompute" if partial_rollout is None else partial_rollout.kv_cache,
             needs_attestation=across,
-            takes_turns=rollout.is_colocated,
+            shares_device=rollout.is_colocated,
+            takes_turns=rollout.takes_turns,
             evaluates=evaluates,
             most_requests=most_requests,
             weight_check_every=weight_check_every,

@@ -90,7 +90,8 @@ def _setting(run: RunData, name: str) -> Any:
 def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
     if shares.handed >= _MUCH:
         yield _of_hand_over(shares)
-    takes_turns = _setting(run, "rollout.engine.placement") == "colocated"
+    shares_gpus = _setting(run, "rollout.engine.placement") == "colocated"
+    takes_turns = shares_gpus and _setting(run, "rollout.engine.sleep") is not False
     starves, idle = shares.starves, shares.idle
     if starves < _MUCH:
         starves = 0.0
@@ -104,7 +105,7 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
                     ("train.packing", "packed"), *_compiled(run), "larger train.micro_batch_tokens",
                 ),
             )  # fmt: skip
-    elif takes_turns and idle + shares.paused >= _MUCH:
+    elif shares_gpus and idle + shares.paused >= _MUCH:
         yield Finding(
             share=starves,
             what=f"engines and trainer take turns: the trainer waits {shares.told(starves)} of the "

@@ -86,7 +86,7 @@ class _TrainLoop:
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
         self._control = _make_control(spec) if self._rank == 0 else None
-        # loads beside the engines, unless they share the device
+        # loads beside the engines' start, unless they share the device
         self._learner = Learner(spec, ray.train.torch.get_device(), self._span)
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
@@ -116,7 +116,7 @@ class _TrainLoop:
             device=compute_device(model),
             ranks=self._ranks,
         )
-        shares_device = self._residency.shares_device
+        shares_device = self._spec.shares_device
         return WeightPublisher(
             make_sender(train.weight_transport, weights, shares_device=shares_device),
             self._control,
@@ -132,7 +132,7 @@ class _TrainLoop:
         """Train all steps that are left."""
         if self._progress.step >= self._train.num_steps:
             return
-        if self._progress.policy_version > 0 or self._residency.shares_device:
+        if self._progress.policy_version > 0 or self._residency.takes_turns:
             # the servers start with the base model or asleep, and perhaps they are not there yet
             limit_s = self._spec.start_timeout_s
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
@@ -157,7 +157,7 @@ class _TrainLoop:
                 return
             self._residency.enter()
             self._checkpoint(self._row, name=name)
-            if self._residency.shares_device:
+            if self._residency.takes_turns:
                 limit_s = self._train.weight_sync_timeout_s
                 self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
 
@@ -199,14 +199,14 @@ class _TrainLoop:
             "trainer_step_s": trained.duration_s,
             **NO_SYNC,
         }
-        if self._residency.shares_device:  # after the sync there is nothing here to save
+        if self._residency.takes_turns:  # after the sync there is nothing here to save
             self._report(row, is_last=is_last)
         try:
             row |= self._publisher.after_step(self._progress.step, version, is_last=is_last)
         finally:  # it was trained, whatever becomes of its weights
             if self._control is not None:
                 self._control.record_step(row)
-        if not self._residency.shares_device:
+        if not self._residency.takes_turns:
             self._report(row, is_last=is_last)
         self._row = row
 

@@ -1,6 +1,7 @@
 """Where a train worker's weights and optimizer states are between two steps.
 
-`AlwaysThere` has a device of its own. `Alternating` has one in turns with the engines:
+`AlwaysThere` has a device of its own, or one that holds an engine beside it. `Alternating` has one
+in turns with the engines:
 
     enter ─► train step, checkpoint ─► gather ─► leave ─► the engines read, and go on
       └ the engines sleep                          └ all but what was gathered goes to the host
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Residency(Protocol):
     """Which of the two a run has."""
 
-    shares_device: bool
+    takes_turns: bool
     """Whether engines have the device between two steps: they begin asleep, without weights, and
     after a sync there is nothing here to save."""
 
@@ -45,7 +46,7 @@ class Residency(Protocol):
 class AlwaysThere:
     """The model stays where it is."""
 
-    shares_device = False
+    takes_turns = False
 
     def enter(self) -> None:
         """It is there."""
@@ -63,7 +64,7 @@ class Alternating:
         ranks: All train workers, which wait for rank 0 without their devices.
     """
 
-    shares_device = True
+    takes_turns = True
 
     def __init__(
         self, offload: Offload, control: RunControl | None, ranks: dist.ProcessGroup

@@ -44,8 +44,10 @@ class WorkerSpec(LearnerSpec):
     """Limit for the engines to become ready, in seconds."""
     wire_dtype: DType
     """Of the weights on their way: that of the engines."""
+    shares_device: bool
+    """Whether engines are on the train workers' devices, too."""
     takes_turns: bool
-    """Whether the train workers have their devices in turns with the engines."""
+    """Whether they have these in turns."""
     buffer: PartName
     """The sample buffer."""
     worker: PartName

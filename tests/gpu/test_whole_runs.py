@@ -92,17 +92,19 @@ def test_an_engine_killed_inside_of_a_broadcast_does_not_hang_the_trainer(tmp_pa
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
-def test_engines_and_train_workers_take_turns_on_all_gpus(tmp_path):
+@pytest.mark.parametrize("sleep", ["true", "false"])
+def test_engines_and_train_workers_are_on_the_same_gpus(tmp_path, sleep):
     mark, env = marked_environment()
     before, gpus = used_memory(), torch.cuda.device_count()
-    turns = (
+    shared = (
         *ON_GPUS, "mode=sync", "rollout.engine.placement=colocated", f"rollout.num_replicas={gpus}",
+        f"rollout.engine.sleep={sleep}",
         f"scaling={{num_workers: {gpus}, use_gpu: true}}", "train.steps=4",
         "train.checkpoint_every=2", "ray.num_cpus=16",
     )  # fmt: skip
     try:
         run = subprocess.run(
-            command(tmp_path, *turns), env=env, capture_output=True, text=True, cwd=tmp_path,
+            command(tmp_path, *shared), env=env, capture_output=True, text=True, cwd=tmp_path,
             timeout=350, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

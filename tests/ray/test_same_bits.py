@@ -55,10 +55,12 @@ def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked, tr
     assert trained_weights(tmp_path, env, "mode=apr", *bound) == trained_in_sync
 
 
-def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync):
+@pytest.mark.parametrize("sleep", ["true", "false"])
+def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync, sleep):
     _, env = marked
-    turns = ("mode=sync", "rollout.engine.placement=colocated", "train.checkpoint_every=2")
-    assert trained_weights(tmp_path, env, *turns) == trained_in_sync
+    shared = ("rollout.engine.placement=colocated", f"rollout.engine.sleep={sleep}")
+    settings = ("mode=sync", *shared, "train.checkpoint_every=2")
+    assert trained_weights(tmp_path, env, *settings) == trained_in_sync
 
 
 @pytest.mark.timeout(600)

@@ -53,7 +53,7 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given)
     plan = run_spec(rollout=RolloutConfig(engine={"placement": "colocated"}), scaling=scaling)
     wanted = plan.worker_scaling.resources_per_worker
-    spec = EngineSpec(model="m", device="cuda", takes_turns=plan.rollout.is_colocated)
+    spec = EngineSpec(model="m", device="cuda", shares_device=plan.rollout.is_colocated)
     alone = builder._placement(spec, 1.0, {})["ray_actor_options"]["num_gpus"]
     spec = dataclasses.replace(spec, tensor_parallel_size=2)
     ((_, *bundles), options) = map(

@@ -302,7 +302,7 @@ COLOCATED = RolloutConfig(
         ("train.cpu_offload", {}, {"cpu_offload": True}, 4),
     ],
 )
-def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train, workers):
+def test_engines_and_train_workers_on_the_same_gpus(field, partial_rollout, train, workers):
     def check(rollout):
         values = {"overlap_sync": False, **partial_rollout}
         config = PartialRolloutConfig.preset("stream", **values)
@@ -313,6 +313,21 @@ def test_engines_and_train_workers_that_take_turns(field, partial_rollout, train
     assert caught.value.field == field
     check(RolloutConfig())
     check_placement(COLOCATED, PartialRolloutConfig.preset("sync"), TrainConfig(), 4)
+
+
+def test_engines_that_do_not_sleep_keep_their_weights_for_several_steps():
+    engine = dataclasses.replace(COLOCATED.engine, sleep=False)
+    awake = dataclasses.replace(COLOCATED, engine=engine)
+    config = PartialRolloutConfig.preset(
+        "stream", overlap_sync=False, max_staleness=1, sync_every=2
+    )
+    check_placement(awake, config, TrainConfig(), 4)
+    assert (awake.is_colocated, awake.takes_turns) == (True, False)
+    assert (RolloutConfig().is_colocated, RolloutConfig().takes_turns) == (False, False)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.sleep = 'auto': must be true or false"
+    ):
+        dataclasses.replace(COLOCATED.engine, sleep="auto")
 
 
 @pytest.mark.parametrize("proximal", ["forward", "interpolated"])

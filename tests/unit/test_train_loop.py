@@ -168,7 +168,7 @@ def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     loop._train, turns = TrainConfig(steps=3), []
     loop._progress = Progress(step=2, policy_version=2)
     loop._residency = types.SimpleNamespace(
-        shares_device=True, enter=lambda: turns.append("trainer's")
+        takes_turns=True, enter=lambda: turns.append("trainer's")
     )
     loop._publisher.publish = lambda version, timeout_s: turns.append(("engines'", version))
     orders = ["saved", None]

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -39,7 +39,10 @@ def weights_on(device: str) -> SimpleNamespace:
     ("device", "shares_device", "name"),
     [("cuda", False, "nccl"), ("cpu", False, "gloo"), ("cuda", True, "shared")],
 )
-def test_auto_takes_what_fits_and_anything_else_is_refused(device, shares_device, name):
+def test_auto_takes_what_fits_and_anything_else_is_refused(
+    monkeypatch, device, shares_device, name
+):
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))  # a GPU's alone
     make = functools.partial(make_sender, weights=weights_on(device), shares_device=shares_device)
     assert type(make("auto")) is type(make(name)) is TRANSPORTS[name]
     for other in {"nccl", "gloo", "shared"} - {name}:

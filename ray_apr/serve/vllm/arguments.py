@@ -10,9 +10,9 @@ from ray_apr.serve.vllm.names import MOST_REQUESTS, SCHEDULER, WORKER_EXTENSION
 
 _MAX_LOGPROBS = 20
 """vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
-_COLOCATED_MEMORY = 0.8
-"""Share of a GPU's memory that an engine takes while it is awake; a train worker then still has its
-CUDA context, and for a moment the gathered weights."""
+_MEMORY_IN_TURNS, _MEMORY_BESIDE = 0.8, 0.5
+"""Shares of a GPU's memory that an engine takes where a train worker is on it, too: in turns, when
+that has its CUDA context alone, and for a moment the gathered weights; or at all times."""
 _OF_MEMORY = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 """vLLM's arguments by which a user says how large the KV cache is."""
 _QUIET_ENVIRONMENT = {
@@ -37,7 +37,7 @@ has a seed: vLLM turns the generator back, and those of the CPU have no offset."
 
 def gpu_share(spec: EngineSpec) -> float:
     """What an engine worker reserves of a GPU."""
-    return ENGINE_GPU_SHARE if spec.takes_turns else 1.0
+    return ENGINE_GPU_SHARE if spec.shares_device else 1.0
 
 
 def has_worker_actors(spec: EngineSpec) -> bool:
@@ -84,7 +84,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         if spec.most_requests is not None and not _OF_MEMORY & spec.engine_kwargs.keys():
             ours["additional_config"] = {MOST_REQUESTS: spec.most_requests}
         if spec.takes_turns:
-            ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _COLOCATED_MEMORY}
+            ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _MEMORY_IN_TURNS}
+        elif spec.shares_device:
+            ours["gpu_memory_utilization"] = _MEMORY_BESIDE
     else:
         ours |= CPU_ARGUMENTS
     if spec.evaluates:

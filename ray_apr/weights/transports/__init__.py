@@ -33,7 +33,7 @@ def make_sender(
     Args:
         transport: "auto", a name in `TRANSPORTS`, or what makes a sender of the weights.
         weights: Those of this rank's model.
-        shares_device: Whether engines have the train workers' devices in turns with them.
+        shares_device: Whether engines are on the train workers' devices, too.
 
     Raises:
         ConfigError: If the transport does not fit, or is none.

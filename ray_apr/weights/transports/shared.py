@@ -89,7 +89,7 @@ class SharedReceiver:
 
 
 class SharedSender(WeightSender):
-    """The end of a train worker that has its device in turns with the engines; see `WeightSender`.
+    """The end of a train worker that has an engine on its device; see `WeightSender`.
 
     `gather` gives every rank all weights, and rank 0 the handles of all ranks' buffers.
     """
@@ -101,6 +101,8 @@ class SharedSender(WeightSender):
     def __init__(self, weights: Any) -> None:
         super().__init__(weights)
         self._files: list[int] = []
+        if weights.device.type == "cuda":
+            import cupy  # noqa: F401  # seconds, which would else be a part of the first sync
 
     def open(self, num_engine_workers: int, *, host: str, timeout_s: float) -> SharedEndpoint:
         """Say what will be shared; see `WeightSender.open`."""
