@@ -29,8 +29,8 @@ SMALL = (
 _END_S = 300.0
 _BY_THE_CLOCK = (
     "inflight", "held", "buffered", "tokens_generated", "tokens_discarded", "samples_interrupted",
-    "samples_resumed", "unscored", "stepping", "limited_by", "waiting_for", "weight_check_gap",
-    "weight_check_k3",
+    "samples_resumed", "unscored", "stepping", "limited_by", "waiting_for", "engines_version",
+    "weight_check_gap", "weight_check_k3",
 )  # fmt: skip
 """Figures of a step, beside durations, that depend on when somebody looked: at the rollout side,
 which tells its state once in a while, and at the weights."""

@@ -35,7 +35,7 @@ _TIMERS = {
 _ROLLOUT = frozenset(
     {"reward_std", "response_tokens_mean", "response_tokens_max", "truncated_fraction"}
     | {"num_tokens", "inflight", "held", "buffered", "tokens_generated", "tokens_discarded"}
-    | {"samples_interrupted", "samples_resumed", "unscored", "stepping"}
+    | {"samples_interrupted", "samples_resumed", "unscored", "stepping", "engines_version"}
 )
 _ELSEWHERE = frozenset(
     {"step", "time_s", "reward_mean", "reward_min", "reward_max", "num_samples", "num_turns"}
@@ -44,6 +44,7 @@ _SUMS = frozenset({"num_tokens", "num_masked_tokens"})
 _LAST = frozenset(
     {"policy_version", "learning_rate", "inflight", "held", "buffered", "tokens_generated"}
     | {"tokens_discarded", "samples_interrupted", "samples_resumed", "unscored", "stepping"}
+    | {"engines_version"}
 )
 
 

@@ -80,6 +80,7 @@ class Figures:
             "stepping": counts.stepping,
             "limited_by": None if room.num_groups else room.limit,
             "buffered": counts.buffered,
+            "engines_version": self._scheduler.policy_version,
             "tokens_generated": ledger.generated,
             "tokens_discarded": sum(ledger.discarded.values()),
             "samples_interrupted": counts.interruptions_total,

@@ -6,7 +6,6 @@ The first `FILLING_STEPS` steps are left out: in them the engines fill, and both
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ FILLING_STEPS = 2
 """At the begin of a run, which are left out."""
 _FEWEST = 4
 """Steps after them of which shares of time say something."""
-_STOCK = re.compile(r"(\d+) buffered of the (\d+) of a batch at version (\d+)")
-"""In `waiting_for` of a row, see `scheduling.limits.Limits.diagnosis`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +109,10 @@ def has_batch(row: Row) -> bool:
     What is buffered is counted from the version of the engines on, which is that of the trainer or
     older; a batch for each version between them is trained, or was the step's own.
     """
-    stock = _STOCK.search(row.get("waiting_for") or "")
-    if stock is None:
+    if row.get("engines_version") is None:
         return False
-    buffered, batch_size, version = map(int, stock.groups())
-    return buffered >= batch_size * (1 + row["policy_version"] - version)
+    num_batches = 1 + row["policy_version"] - row["engines_version"]
+    return bool(row["buffered"] >= row["num_samples"] * num_batches)
 
 
 def _seconds(rows: Sequence[Row], name: str) -> float:

@@ -12,7 +12,6 @@ import pytest
 from ray_apr.cli.main import main
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.tools.diagnosis import findings
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.shares import has_batch, shares_of
@@ -190,14 +189,9 @@ def test_nothing_is_advised_that_is_in_use():
     assert resumed.endswith("-> nothing: what helps is set already")
 
 
-def stock(buffered: int, version: int) -> str:
-    """What the rollout worker says where the buffer holds so much, its engines at that version."""
-    scheduler = Scheduler(
-        PartialRolloutConfig.preset("apr"), batch_size=64, group_size=4, max_inflight=64,
-        budgets=lambda prompt: [16] * 4, policy_version=version,
-    )  # fmt: skip
-    scheduler.on_buffer_counts(num_buffered=buffered)
-    return scheduler.diagnosis()
+def stock(buffered: int, version: int) -> dict[str, int]:
+    """Of a row of batches of 64, where the buffer holds so much and the engines have a version."""
+    return {"num_samples": 64, "buffered": buffered, "engines_version": version}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +200,7 @@ def stock(buffered: int, version: int) -> str:
 )
 def test_a_batch_that_lies_in_the_buffer_is_read_from_the_row(buffered, version, lies_there):
     """Beside that of the step that ends, while the engines have not got its weights."""
-    row = step_row(6, waiting_for=stock(buffered, version))
+    row = step_row(6, **stock(buffered, version))
     assert row["policy_version"] == 7 and has_batch(row) is lies_there
     assert not has_batch(step_row(6)) and not has_batch({"step": 6, "policy_version": 7})
 
@@ -215,10 +209,7 @@ def test_waits_beside_a_whole_batch_are_told_apart():
     """known fault: the hand-over of a batch counted as a lack of samples, and a limit that bound at
     a step's end as its cause."""
     limit = "max_live_batches is reached"
-    rows = [
-        {"waiting_for": stock(128 + k if k % 4 else 70, k), "limited_by": limit}
-        for k in range(NUM_STEPS)
-    ]
+    rows = [stock(128 + k if k % 4 else 70, k) | {"limited_by": limit} for k in range(NUM_STEPS)]
     run = run_of(waits=0.4, generates=0.9, rows=rows)
     shares = shares_of(run)
     starved = sum((k - 1) % 4 == 0 for k in range(2, NUM_STEPS))
@@ -229,7 +220,7 @@ def test_waits_beside_a_whole_batch_are_told_apart():
     assert (
         f"although a whole batch lies in the buffer (at {22 - starved} of 22 steps)" in first.what
     )
-    all_there = [{"waiting_for": stock(192, k), "limited_by": limit} for k in range(NUM_STEPS)]
+    all_there = [stock(192, k) | {"limited_by": limit} for k in range(NUM_STEPS)]
     text = said(run_of(waits=0.4, generates=0.95, rows=all_there))
     assert "waits 40% (88.0 s) of the time although" in text and "max_live_batches" not in text
 

@@ -90,6 +90,9 @@ async def test_queues_and_their_limits_lengths_and_discards_of_a_run(monkeypatch
         assert shown.of("apr_rollout_unfinished_limit_samples", **RUN)[-1] == 6
         assert shown.of("apr_rollout_unfinished_samples", **RUN)[-1] == 6
         assert shown.of("apr_buffer_limit_samples", **RUN)[-1] == (2 + 1) * 4
+        await run.worker._figures.show(engine)
+        status = next(row for row in reversed(run.recorder.rows) if row["kind"] == "status")
+        assert (status["buffered"], status["engines_version"]) == (0, 1)
         trained = asyncio.create_task(run.step(1))
         while not trained.done():
             engine.advance(1)
