@@ -15,9 +15,10 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.diagnosis import findings
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.shares import has_batch, shares_of
+from ray_apr.tools.simulator import of_run
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import trace_of
-from ray_apr.tools.simulator.of_run import cluster_of, estimate, fitted
+from ray_apr.tools.simulator.of_run import cluster_of, estimate, fitted, steps_to_simulate
 from ray_apr.tools.simulator.study import study
 from tests.fakes import step_row
 
@@ -33,11 +34,12 @@ def run_of(
     placement: str = "disaggregated",
     rows: list[dict[str, Any]] | None = None,
     samples: list[dict[str, Any]] | None = None,
+    num_steps: int = NUM_STEPS,
     **final: Any,
 ) -> RunData:
     """A run of steps of 10 s, in each of which the parts do so much of the time."""
     timeline, steps = [], []
-    for k in range(NUM_STEPS):
+    for k in range(num_steps):
         start = 10.0 * k
         spans = [
             (f"engine-{i}", what, *span)
@@ -65,11 +67,11 @@ def run_of(
             "train": {"batch_size": GROUPS * SIZE},
             "scaling": {"num_workers": 1},
         },
-        steps=[row | change for row, change in zip(steps, rows or [{}] * NUM_STEPS, strict=True)],
+        steps=[row | change for row, change in zip(steps, rows or [{}] * num_steps, strict=True)],
         samples=samples or [],
         timeline=timeline,
         evaluations=[],
-        final={"setup_s": 0.0, "wall_s": 10.0 * NUM_STEPS} | final,
+        final={"setup_s": 0.0, "wall_s": 10.0 * num_steps} | final,
     )  # fmt: skip
 
 
@@ -297,7 +299,7 @@ ENGINE = EngineConfig(
 )  # fmt: skip
 
 
-def simulated(trainer: TrainerConfig) -> tuple[RunData, ClusterConfig]:
+def simulated(trainer: TrainerConfig, num_steps: int = NUM_STEPS) -> tuple[RunData, ClusterConfig]:
     """A run whose times are those of a simulated one on a known machine, and that machine."""
     samples = [
         {
@@ -305,13 +307,13 @@ def simulated(trainer: TrainerConfig) -> tuple[RunData, ClusterConfig]:
             "num_tokens": 20 + 37 * (7 * k + 3 * g + i) % 200, "staleness": 0,
             "num_interruptions": 0,
         }
-        for k in range(NUM_STEPS) for g in range(GROUPS) for i in range(SIZE)
+        for k in range(num_steps) for g in range(GROUPS) for i in range(SIZE)
     ]  # fmt: skip
     cluster = ClusterConfig(
         gpus=3, rollout_gpus=2, engine=ENGINE, trainer=trainer, weight_sync_s=0.1,
-        reward_workers=16, batch=BatchConfig(prompts=GROUPS, group_size=SIZE), steps=NUM_STEPS,
+        reward_workers=16, batch=BatchConfig(prompts=GROUPS, group_size=SIZE), steps=num_steps,
     )  # fmt: skip
-    run = run_of(samples=samples)
+    run = run_of(samples=samples, num_steps=num_steps)
     ends = study(trace_of(run), cluster, PartialRolloutConfig.preset("apr")).outcome.step_ends
     rows, tokens, busy_s, request_s = [], 0.0, 0.0, 0.0
     for k, end in enumerate(ends):
@@ -359,6 +361,30 @@ def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
     )
     useless = "an engine more (" if trainer is SLOW else "a train worker more"
     assert abs(next(c.gain for c in guess.changes if useless in c.what)) < 0.03
+
+
+@pytest.mark.parametrize("trainer", [SLOW, FAST])
+def test_a_long_run_is_simulated_in_part_with_the_same_answer(trainer, monkeypatch):
+    """known fault: all of 3,900 steps were simulated five times, for minutes."""
+    run, cluster = simulated(trainer, num_steps=96)
+    whole = estimate(run)
+    monkeypatch.setattr(of_run, "_MOST_SAMPLES", 32 * GROUPS * SIZE)
+    assert steps_to_simulate(cluster) == 32
+    part = estimate(run)
+    assert part.off == pytest.approx(whole.off, abs=0.05)
+    assert part.changes[0].what == whole.changes[0].what
+    gains = {change.what: change.gain for change in whole.changes}
+    assert {c.what: c.gain for c in part.changes} == pytest.approx(gains, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch_size", "fewer"),
+    [(3900, 64, 128), (100, 64, 100), (200, 1024, 20), (3900, 1024, 8), (10, 4096, 10)],
+)
+def test_how_many_steps_are_simulated_follows_from_their_samples(steps, batch_size, fewer):
+    cluster = cluster_of(simulated(FAST)[0])
+    batch = BatchConfig(prompts=batch_size // SIZE, group_size=SIZE)
+    assert steps_to_simulate(dataclasses.replace(cluster, steps=steps, batch=batch)) == fewer
 
 
 def test_a_simulation_that_is_far_off_gives_no_estimates():

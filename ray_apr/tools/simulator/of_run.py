@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
@@ -19,7 +19,8 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import trace_of
-from ray_apr.tools.simulator.study import Study, search_steps, study
+from ray_apr.tools.simulator.run import Simulation
+from ray_apr.tools.simulator.study import search_steps
 from ray_apr.tools.simulator.trace import Trace
 
 WARM_UP_STEPS = 2
@@ -32,9 +33,15 @@ _MOST_OFF = 0.3
 _SHORT = 20
 """Steps below which a simulation that is farther off is blamed on the run: what its rows have of
 the engines is up to a second older than they are."""
+_MOST_SAMPLES = 1 << 13
+"""Samples of one simulation, but for `_SHORT` steps of large batches: a few hundred steps tell what
+thousands do."""
 _STALENESS_MORE = 2
 _COUNTED = {"tokens_generated", "engines_busy_s", "engines_request_s"}
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
+
+Tried = tuple[str, ClusterConfig, PartialRolloutConfig]
+"""What is changed, in words, and the machine and settings with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +73,27 @@ def estimate(run: RunData) -> Estimate:
     """
     cluster = cluster_of(run)
     trace, config = trace_of(run), _config_of(run)
-    cluster = dataclasses.replace(cluster, steps=search_steps(cluster))
-    base = study(trace, cluster, config)
+    cluster = dataclasses.replace(cluster, steps=steps_to_simulate(cluster))
+    base = _step_s(trace, cluster, config)
     steps = run.steps[WARM_UP_STEPS:]
     measured_s = (steps[-1]["time_s"] - steps[0]["time_s"]) / (len(steps) - 1)
-    off = _step_s(base) / measured_s - 1
+    off = base / measured_s - 1
     if abs(off) > _MOST_OFF:
         raise _misfit(run, off)
-    changes = sorted(_changes(trace, base), key=lambda change: -change.gain)
-    return Estimate(off=off, changes=tuple(changes))
+    changes = [
+        Change(what=what, gain=base / _step_s(trace, on, changed) - 1)
+        for what, on, changed in _changes(cluster, config)
+    ]
+    return Estimate(off=off, changes=tuple(sorted(changes, key=lambda change: -change.gain)))
+
+
+def steps_to_simulate(cluster: ClusterConfig) -> int:
+    """Steps of a run that are simulated: all of them, unless that takes long.
+
+    Args:
+        cluster: Machine and length of the run.
+    """
+    return min(search_steps(cluster), max(_SHORT, _MOST_SAMPLES // cluster.batch.size))
 
 
 def _misfit(run: RunData, off: float) -> ConfigError:
@@ -200,12 +219,11 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return y_mean - slope * x_mean, slope
 
 
-def _changes(trace: Trace, base: Study) -> Iterator[Change]:
+def _changes(cluster: ClusterConfig, config: PartialRolloutConfig) -> list[Tried]:
     """What is tried, each alone."""
-    cluster, config = base.cluster, base.config
-    engines, workers = base.rollout_gpus, cluster.gpus - base.rollout_gpus
+    engines, workers = cluster.rollout_gpus or 0, cluster.num_train_gpus()
     more = dataclasses.replace(cluster, gpus=cluster.gpus + 1)
-    tried: list[tuple[str, ClusterConfig, PartialRolloutConfig]] = [
+    tried: list[Tried] = [
         (f"an engine more (rollout.num_replicas: {engines + 1})",
          more.with_rollout_gpus(engines + 1), config),
         (f"a train worker more (scaling.num_workers: {workers + 1})", more, config),
@@ -227,12 +245,10 @@ def _changes(trace: Trace, base: Study) -> Iterator[Change]:
         staleness = config.max_staleness + _STALENESS_MORE
         older = dataclasses.replace(config, max_staleness=staleness)
         tried.append((f"partial_rollout.max_staleness: {staleness}", cluster, older))
-    for what, on, with_settings in tried:
-        changed = study(trace, on, with_settings)
-        yield Change(what=what, gain=_step_s(base) / _step_s(changed) - 1)
+    return tried
 
 
-def _step_s(simulated: Study) -> float:
-    """Seconds of a step, without those in which engines fill."""
-    ends = simulated.outcome.step_ends[WARM_UP_STEPS:]
+def _step_s(trace: Trace, cluster: ClusterConfig, config: PartialRolloutConfig) -> float:
+    """Simulated seconds of a step, without those in which engines fill."""
+    ends = Simulation(trace, cluster, config).run().step_ends[WARM_UP_STEPS:]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
