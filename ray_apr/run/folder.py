@@ -105,6 +105,15 @@ def last_lines(file: Path, most: int) -> list[str]:
     return [line.decode() for line in lines if line.endswith(b"\n")]
 
 
+def last_row(file: Path) -> dict[str, Any]:
+    """Last whole row of a file, read from its end; an empty one if there is none."""
+    most, size = _PIECE, file.stat().st_size if file.exists() else 0
+    while not (lines := last_lines(file, most)) and most < size:
+        most *= 4
+    row: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return row
+
+
 def end_with_a_line(file: Path) -> None:
     """Take a last line off that was cut off."""
     if not file.exists():

@@ -32,7 +32,14 @@ from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.profiles import PROFILES
 from ray_apr.core.sample import Sample
-from ray_apr.run.folder import append, end_with_a_line, last_lines, not_written, open_rows
+from ray_apr.run.folder import (
+    append,
+    end_with_a_line,
+    last_lines,
+    last_row,
+    not_written,
+    open_rows,
+)
 from ray_apr.run.trained_samples import table_of, write_step
 
 logger = logging.getLogger(__name__)
@@ -251,8 +258,7 @@ class RunRecorder:
 
 
 def _last_step(file: Path) -> int:
-    lines = last_lines(file, _END)
-    step: int = json.loads(lines[-1])["step"] if lines else -1
+    step: int = last_row(file).get("step", -1)
     return step
 
 

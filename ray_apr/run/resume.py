@@ -34,7 +34,7 @@ from ray_apr.data.resumption import (
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
-from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, read_rows
+from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, last_row, read_rows
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
 
@@ -270,9 +270,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         it had not paused: its rows' times go on from the last one.
     """
     final = _read_json(folder / "final.json")
-    steps = _last_row(folder / "metrics.jsonl")
+    steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
-    time_s = max(time_s, _last_row(folder / "timeline.jsonl").get("end_s", 0.0))
+    time_s = max(time_s, last_row(folder / "timeline.jsonl").get("end_s", 0.0))
     generated = max(row.get("tokens_generated") or 0 for row in (final, steps))
     before, lost = begin.before.lose(generated, begin.num_kept)
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
@@ -367,17 +367,6 @@ def _keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int
         os.fsync(kept.fileno())
     new.replace(file)
     return num_kept, num_dropped
-
-
-def _last_row(file: Path) -> dict[str, Any]:
-    """Last whole row of a file; an empty one if there is none."""
-    last = b"{}"
-    if file.exists():
-        with file.open("rb") as lines:
-            for line in lines:
-                last = line if line.endswith(b"\n") else last
-    row: dict[str, Any] = json.loads(last)
-    return row
 
 
 def _read_json(file: Path) -> dict[str, Any]:

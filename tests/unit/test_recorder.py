@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ray_apr.core.exceptions import ResourceError, TrainError
+from ray_apr.run import folder
 from ray_apr.run.causes import write_error_log
 from ray_apr.run.final import write_final, write_json
-from ray_apr.run.folder import add_row, append, open_rows, put_text, read_rows
+from ray_apr.run.folder import add_row, append, last_row, open_rows, put_text, read_rows
 from ray_apr.run.recorder import _FILES, RunRecorder
 
 
@@ -58,6 +59,27 @@ def test_a_row_takes_the_place_of_one_that_was_cut_off(tmp_path: Path) -> None:
         file.write_text(text)
         add_row(file, {"at": 2})
         assert read_rows(file) == [*([{"at": 0}] if text else []), {"at": 2}]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7', '{"text": "' + 500 * "x"])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 50])
+@pytest.mark.parametrize("length", [0, 20, 300])
+def test_the_last_whole_row_is_read_from_the_end(tmp_path, monkeypatch, torn, num_rows, length):
+    """known fault: a run that went on read all of its rows to find the last one."""
+    monkeypatch.setattr(folder, "_PIECE", 32)
+    file = tmp_path / "metrics.jsonl"
+    assert last_row(file) == {}
+    rows = [{"step": step, "text": "é" * length} for step in range(num_rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    assert last_row(file) == (rows[-1] if rows else {})
+
+
+def test_no_more_than_the_end_of_a_long_file_is_read(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with file.open("wb") as rows:
+        rows.seek(1 << 34)  # a hole, which takes no room
+        rows.write(b'\n{"step": 7}\n{"ste')
+    assert last_row(file) == {"step": 7}
 
 
 @pytest.mark.parametrize("kept", range(5))
