@@ -24,7 +24,7 @@ from ray_apr.core.exceptions import ConfigError, all_lines
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ray_apr.data.rows import PromptRows
+    from ray_apr.data.rows import Origin, PromptRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,42 +282,52 @@ def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
             column = ("prompts.source_column", prompts.source_column)
     else:
         files = [prompts]
-    parts = [_read(name, file, column) for file in files]
+    parts, origins = zip(*(_read(name, file, column) for file in files), strict=True)
     if not isinstance(prompts, Suites):
         first, of_first = str(files[0]), _names(parts[0])
         for file, part in zip(files, parts, strict=True):
             _require_alike(name, str(file), _names(part), first, of_first)
-    return PromptRows(_joined(name, parts))
+    return PromptRows(_joined(name, parts), origins)
 
 
 def _read(
     section: str, file: PromptFile, column: tuple[str, str] | None
-) -> pa.Table | list[dict[str, Any]]:
-    """Rows of a file, with a column for the name of their source if it has a setting and a name."""
+) -> tuple[pa.Table | list[dict[str, Any]], Origin]:
+    """Rows of a file, with a column for the name of their source if it has a setting and a name;
+    and where they are from."""
     import pyarrow as pa
 
+    from ray_apr.data.rows import Origin
+
     source = getattr(file, "source", None)
-    rows = _rows_of(section, file)
+    rows, lines = _rows_of(section, file)
+    name = Path(file.path).name if file.path else str(file.dataset)
+    origin = Origin(name=name, num_rows=len(rows), lines=lines)
     if column is None:
-        return rows
+        return rows, origin
     setting, source_column = column
     names = _names(rows) if isinstance(rows, pa.Table) else {name for row in rows for name in row}
     remedy = f"{file} has such a column; choose another name for that of the files' names"
     require(source_column not in names, setting, source_column, remedy)
     if isinstance(rows, pa.Table):
-        return rows.append_column(source_column, pa.array([source] * len(rows), pa.string()))
-    return [row | {source_column: source} for row in rows]
+        rows = rows.append_column(source_column, pa.array([source] * len(rows), pa.string()))
+        return rows, origin
+    return [row | {source_column: source} for row in rows], origin
 
 
-def _rows_of(section: str, file: PromptFile) -> pa.Table | list[dict[str, Any]]:
+def _rows_of(
+    section: str, file: PromptFile
+) -> tuple[pa.Table | list[dict[str, Any]], Sequence[int] | None]:
+    """Rows of a file or dataset, and the line of each where a person counts lines."""
     if file.dataset is not None:
         chosen = {name: getattr(file, name) for name in ("subset", "split", "revision", "limit")}
-        return read_dataset(section, file.dataset, **chosen)
+        return read_dataset(section, file.dataset, **chosen), None
     path = Path(str(file.path))
     if path.suffix != ".parquet":
         # read_json guesses types: an answer "007" would come out as the number 7
-        return read_json_rows(path)[: file.limit]
-    return _parquet(path)[: file.limit]
+        rows, lines = read_json_rows(path)
+        return rows[: file.limit], lines
+    return _parquet(path)[: file.limit], None
 
 
 def _parquet(path: Path) -> pa.Table:

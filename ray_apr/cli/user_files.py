@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,15 +70,19 @@ def columns_of(file: Path) -> list[str]:
     return list(first)
 
 
-def read_json_rows(file: Path) -> list[dict[str, Any]]:
+def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | None]:
     """Read all rows of a .jsonl file, or of a .json file that holds one list.
+
+    Returns:
+        The rows; and of a .jsonl file the line of each, from 1.
 
     Raises:
         ConfigError: Names the first row that is no JSON object.
     """
     text = file.read_text(encoding="utf-8")
-    if file.suffix == ".json":
-        numbered = list(enumerate(json.loads(text), start=1))
+    has_lines = file.suffix != ".json"
+    if not has_lines:
+        numbered = list(enumerate(json.loads(text)))
     else:
         numbered = []
         for number, line in enumerate(text.split("\n"), start=1):
@@ -88,9 +93,10 @@ def read_json_rows(file: Path) -> list[dict[str, Any]]:
                 raise ConfigError("prompts", where, f"is no JSON: {error}") from error
     for number, row in numbered:
         if not isinstance(row, dict):
-            where = f"{file.name}, row {number}"
+            where = f"{file.name}, {'line' if has_lines else 'row'} {number}"
             raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
-    return [row for _, row in numbered]
+    lines = array("Q", (number for number, _ in numbered)) if has_lines else None
+    return [row for _, row in numbered], lines
 
 
 def _split(key: str, spec: str) -> tuple[str, str]:

@@ -40,15 +40,23 @@ class LengthLimit:
         drops: Whether those that are too long are left out; without, the first one is an error.
             None: as without, and no setting would change that.
         name: What messages call the dataset.
+        place: Where a row is, for messages; None: nobody knows.
     """
 
     def __init__(
-        self, most: int, *, column: str, drops: bool | None = False, name: str = "prompts"
+        self,
+        most: int,
+        *,
+        column: str,
+        drops: bool | None = False,
+        name: str = "prompts",
+        place: Callable[[int], str | None] = lambda row: None,
     ) -> None:
         self._most = most
-        self.column = column
+        self._column = column
         self._drops = drops
         self.name = name
+        self._place = place
         self._example = ""
         self.num_seen = 0
         """Prompts that were looked at."""
@@ -59,6 +67,11 @@ class LengthLimit:
     def num_left(self) -> int:
         """Those of them that fit."""
         return self.num_seen - self.num_dropped
+
+    def field(self, row: int) -> str:
+        """What an error calls the prompt of a row."""
+        place = self._place(row)
+        return f"{place}, {self._column}" if place else f"{self.name}[{row}].{self._column}"
 
     def fits(self, lengths: Sequence[int]) -> list[bool]:
         """Whether each of the next prompts fits.
@@ -74,14 +87,14 @@ class LengthLimit:
         for row, (length, fit) in enumerate(zip(lengths, fitting, strict=True), self.num_seen):
             require(
                 fit or bool(self._drops),
-                f"{self.name}[{row}].{self.column}",
+                self.field(row),
                 f"{length} tokens",
                 f"at most {self._most} leave room for the response budget in the model's context; "
                 f"leave such prompts out{setting}, lower rollout.max_response_tokens, or raise "
                 "rollout.engine.max_model_len",
             )
             if not fit and not self.num_dropped:
-                self._example = f"row {row} with {length}"
+                self._example = f"{self._place(row) or f'row {row}'} with {length}"
             self.num_dropped += not fit
         self.num_seen += len(lengths)
         return fitting

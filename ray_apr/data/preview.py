@@ -21,6 +21,7 @@ def preview(
     tokenizer: Any,
     limit: LengthLimit,
     *,
+    column: str,
     limit_s: float,
 ) -> list[str]:
     """Encode the prompts, as many as the time allows.
@@ -29,6 +30,7 @@ def preview(
         rows: The prompts.
         tokenizer: That of the model.
         limit: Of their lengths; it counts them, and says what messages call them.
+        column: Name of the prompt column.
         limit_s: Time after which the rest is left out.
 
     Returns:
@@ -37,7 +39,7 @@ def preview(
     Raises:
         ConfigError: Names the first row that the run would refuse.
     """
-    name, column = limit.name, limit.column
+    name = limit.name
     end = time.monotonic() + limit_s
     lost: Counter[str] = Counter()
     warnings = []
@@ -49,7 +51,7 @@ def preview(
             break
         prompts = [row.get(column) for row in rows.slice(start, start + _AT_ONCE)]
         encoded = [
-            encode_prompt(tokenizer, prompt, field=f"{name}[{start + i}].{column}")
+            encode_prompt(tokenizer, prompt, field=limit.field(start + i))
             for i, prompt in enumerate(prompts)
         ]
         limit.fits([len(ids) for ids in encoded])

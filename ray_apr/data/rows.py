@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,15 +15,30 @@ _BLOCK_ROWS = 65_536
 """Of a block of a Ray Dataset, which is encoded by one task."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where some rows are from."""
+
+    name: str
+    """Of a file or dataset."""
+    num_rows: int
+    lines: Sequence[int] | None = None
+    """Of a file of lines: that of each row, from 1. None: its rows count, from 0."""
+
+
 class PromptRows:
-    """Rows of a file of prompts.
+    """Rows of files of prompts.
 
     Args:
         rows: An Arrow table, or JSON objects, of which Arrow would have to guess the types.
+        origins: Where they are from, in their order; none where nobody knows.
     """
 
-    def __init__(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, rows: pa.Table | Sequence[Mapping[str, Any]], origins: Sequence[Origin] = ()
+    ) -> None:
         self._rows = rows
+        self._origins = tuple(origins)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -37,6 +53,22 @@ class PromptRows:
         if isinstance(self._rows, pa.Table):
             return list(self._rows.column_names)
         return list(self._rows[0]) if self._rows else []
+
+    def place(self, row: int) -> str | None:
+        """Where a person finds a row: its file, and the line or row of it; None: nobody knows.
+
+        Example:
+            >>> origins = [Origin(name="a.jsonl", num_rows=2, lines=[1, 3])]
+            >>> PromptRows([{"prompt": "1+1="}, {"prompt": ""}], origins).place(1)
+            'a.jsonl, line 3'
+        """
+        for origin in self._origins:
+            if row < origin.num_rows:
+                lines = origin.lines
+                which = f"row {row}" if lines is None else f"line {lines[row]}"
+                return f"{origin.name}, {which}"
+            row -= origin.num_rows
+        return None
 
     def slice(self, start: int, stop: int) -> list[Mapping[str, Any]]:
         """Some of the rows."""

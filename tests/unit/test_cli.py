@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import ray
 
@@ -84,10 +86,11 @@ GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1
         ("ray={{address: '127.0.0.1:{closed}'}}", "no Ray cluster can be joined there"),
         ("prompts=broken.jsonl", "broken.jsonl, line 5"),
         ("prompts=chat.jsonl", "has no chat template"),
-        ("prompts=long.jsonl", "prompts[1].prompt = '300 tokens': at most 224"),
+        ("prompts=long.jsonl", "long.jsonl, line 3, prompt = '300 tokens': at most 224"),
         ("prompts=broken.parquet", "cannot be read"),
-        ("prompts=missing.jsonl", "prompts[1].prompt = None: must be text"),
-        ("evaluation={{prompts: long.jsonl}}", "evaluation.prompts[1].prompt = '300 tokens'"),
+        ("prompts=[long.parquet]", "long.parquet, row 1, prompt = '300 tokens': at most 224"),
+        ("prompts=[fine.jsonl, missing.jsonl]", "missing.jsonl, line 2, prompt = None: must be"),
+        ("evaluation={{prompts: long.jsonl}}", "long.jsonl, line 3, prompt = '300 tokens'"),
     ],
 )
 def test_the_dry_run_refuses_what_the_run_would(
@@ -97,11 +100,14 @@ def test_the_dry_run_refuses_what_the_run_would(
         "broken.py": "import no_such_package_at_all\nreward = Tools = None\n",
         "broken.jsonl": f'{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{{"prompt": \n',
         "chat.jsonl": CHAT,
-        "long.jsonl": f'{GOOD}\n{{"prompt": "{"1" * 300}"}}\n',
+        "fine.jsonl": f"{GOOD}\n{GOOD}\n",
+        "long.jsonl": f'{GOOD}\n\n{{"prompt": "{"1" * 300}"}}\n',
         "missing.jsonl": f'{GOOD}\n{{"answer": "2"}}\n',
     }
     for name, text in files.items():
         (config.parent / name).write_text(text)
+    long = pa.table({"prompt": ["1+1=", "1" * 300], "answer": ["2", ""]})
+    pyarrow.parquet.write_table(long, config.parent / "long.parquet")
     whole = (EXAMPLE / "prompts.parquet").read_bytes()
     (config.parent / "broken.parquet").write_bytes(b"PAR1" + b"x" * 100 + whole[104:])
     with socket.socket() as taken, socket.socket() as closed:

@@ -445,13 +445,16 @@ def test_broken_prompts_files(folder: Path, name: str, content: str) -> None:
 
 def test_rows_keep_their_types_and_a_bad_one_is_named(folder: Path) -> None:
     for name in ("prompts.jsonl", "prompts.json"):
-        assert [row["answer"] for row in read_json_rows(folder / name)] == ["2", "3"]
+        assert [row["answer"] for row in read_json_rows(folder / name)[0]] == ["2", "3"]
     (folder / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt\n')
     with pytest.raises(ConfigError, match=r"bad\.jsonl, line 3"):
         read_json_rows(folder / "bad.jsonl")
     (folder / "bad.jsonl").write_text('{"prompt": "a"}\n3\n')
-    with pytest.raises(ConfigError, match=r"bad\.jsonl, row 2"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         read_json_rows(folder / "bad.jsonl")
+    (folder / "bad.json").write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(ConfigError, match=r"bad\.json, row 1"):
+        read_json_rows(folder / "bad.json")
 
 
 def test_reading_settings_loads_nothing_heavy(folder: Path) -> None:
