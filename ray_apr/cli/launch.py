@@ -43,26 +43,29 @@ _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
 def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
-    """Check what a run would check, and all of its prompts; start nothing.
+    """Check what a run would check, all of its prompts, and one call of its reward; start nothing.
 
     A cluster that the run would join is joined for a moment, to ask what it has.
 
     Args:
         settings: Of the run.
-        tell: Gets what follows from the prompts.
+        tell: Gets what follows from the prompts, and what the reward gave.
 
     Returns:
         Warnings: what could not be looked at here, prompts that are left out, characters that the
-        tokenizer does not know.
+        tokenizer does not know, a reward that is slow.
 
     Raises:
         ConfigError: What the run would refuse.
     """
+    from ray_apr.cli.first_reward import call_reward
+
     files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
     trainer.check_cluster(_resources_of_cluster(settings))
-    return _preview(rows, trainer.spec, tell)
+    warnings = _preview(rows, trainer.spec, tell)
+    return warnings + call_reward(settings.reward, rows["prompts"], trainer.spec, tell)
 
 
 def _preview(
@@ -80,7 +83,8 @@ def _preview(
         if Path(spec.model).is_dir():
             remedy = f"its tokenizer cannot be loaded: {error}"
             raise ConfigError("model", spec.model, remedy) from error
-        return [f"{spec.model} is not on this machine, so that no prompt was encoded"]
+        why = "so that no prompt was encoded, and no reward computed"
+        return [f"{spec.model} is not on this machine, {why}"]
     check_hub_model(spec.model, is_here=True)
     max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
     warnings = []

@@ -77,6 +77,12 @@ class PromptRows:
             return rows
         return list(self._rows[start:stop])
 
+    def first(self) -> Mapping[str, Any]:
+        """The first row, as a run has it: with None for columns that only others have."""
+        if isinstance(self._rows, pa.Table):
+            return self.slice(0, 1)[0]
+        return dict.fromkeys(name for row in self._rows for name in row) | dict(self._rows[0])
+
     def column(self, name: str) -> list[Any]:
         """Values of a column; None where a row has none."""
         if isinstance(self._rows, pa.Table):

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import string
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from ray_apr.rewards.answers import compiled, last_match, response_of
 SCORE = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
 """A verdict such as ``Score: 0.7``."""
 
+ASKS = "ray_apr.llm_judge"
+"""Audit event of a judge that is about to be asked."""
 _FIELDS = ("response", "row")
 _RETRIED = (408, 409, 425, 429)
 """HTTP statuses that may pass, beside 5xx: time-outs and too many requests."""
@@ -194,6 +197,7 @@ class LLMJudge:
     async def __call__(self, sample: Sample) -> RewardResult:
         """The number in the verdict, with `judge_tries`."""
         prompt = self._prompt(sample)
+        sys.audit(ASKS)
         for num_tries in range(1, self.max_retries + 2):
             try:
                 async with asyncio.timeout(self.timeout_s):

@@ -80,7 +80,7 @@ class RewardWorker:
                 raise
             detail = f"{type(error).__name__}: {error}"
             raise failure(sample.sample_id, "raised", detail) from error
-        return _checked_reward(sample, value) if what == "score" else _checked_step(sample, value)
+        return checked_reward(sample, value) if what == "score" else _checked_step(sample, value)
 
     async def _call(
         self, function: Callable[[Sample], Any], sample: Sample, limit: asyncio.Timeout
@@ -101,7 +101,7 @@ class RewardWorker:
             return await pending
 
 
-def _checked_reward(sample: Sample, value: Any) -> RewardResult:
+def checked_reward(sample: Sample, value: Any) -> RewardResult:
     """Turn what a reward function returned into a `RewardResult`."""
     if isinstance(value, RewardResult):
         return value

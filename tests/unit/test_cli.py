@@ -67,6 +67,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     text = capsys.readouterr().out
     assert "samples alive, at most" in text
     assert "tiny-sync-" in text
+    assert "reward: task.py:reward gives 1 for the response '' to prompts.jsonl, line 1" in text
     assert "nothing was started" in text
     assert not (config.parent / "runs").exists()
     assert not ray.is_initialized()
@@ -90,6 +91,11 @@ GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1
         ("prompts=broken.parquet", "cannot be read"),
         ("prompts=[long.parquet]", "long.parquet, row 1, prompt = '300 tokens': at most 224"),
         ("prompts=[fine.jsonl, missing.jsonl]", "missing.jsonl, line 2, prompt = None: must be"),
+        (
+            "reward=raises.py:reward",
+            "reward = 'raises.py:reward': raised KeyError: 'answer' (raises.py, line 2), for the "
+            "response '' to prompts.jsonl, line 1",
+        ),
         ("evaluation={{prompts: long.jsonl}}", "long.jsonl, line 3, prompt = '300 tokens'"),
     ],
 )
@@ -100,6 +106,7 @@ def test_the_dry_run_refuses_what_the_run_would(
         "broken.py": "import no_such_package_at_all\nreward = Tools = None\n",
         "broken.jsonl": f'{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{{"prompt": \n',
         "chat.jsonl": CHAT,
+        "raises.py": "def reward(sample):\n    return sample.row['answer']\n",
         "fine.jsonl": f"{GOOD}\n{GOOD}\n",
         "long.jsonl": f'{GOOD}\n\n{{"prompt": "{"1" * 300}"}}\n',
         "missing.jsonl": f'{GOOD}\n{{"answer": "2"}}\n',
