@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_engine import measure_engine
+from gpu_engine import VARIANTS, measure_engine
 from gpu_models import SHAPES, make_model
 from gpu_rollout import measure_rollout
 from gpu_sync import measure_sync
@@ -66,6 +66,9 @@ def _arguments() -> argparse.Namespace:
     engine = subjects.add_parser("engine", help="one engine, with vLLM's scheduler and with ours")
     engine.set_defaults(measure=measure_engine)
     engine.add_argument("--inflight", type=int, default=256, help="requests at a time")
+    engine.add_argument(
+        "--variants", nargs="+", default=["vllm", "ours", "ours, at once"], choices=list(VARIANTS)
+    )
     for subject in (trainer, sync, rollout, engine):
         subject.add_argument("--shape", choices=list(SHAPES), default="0.6B")
         subject.add_argument("--repeats", type=int, default=3, help="turns of each variant")

@@ -4,10 +4,11 @@
     python benchmarks/gpu.py engine --shape tiny --context 2048 --out engine.json  # on a CPU
 
 Ours takes requests in together, where steps that do are dear, and hands tokens over in pieces
-(ray_apr/serve/vllm/scheduler.py); "ours, at once" only the latter. In turns, each starts an engine
-that generates `--inflight` responses of one length, then as many short ones at a time for a while,
-and is interrupted in the midst of them: until `pause` returns, and until all partial responses are
-there.
+(ray_apr/serve/vllm/scheduler.py); "ours, at once" only the latter. "ours, one process" has the
+GPU's worker in the engine core, not beside it. In turns, each starts an engine that generates
+`--inflight` responses of one length, one response alone, then as many short ones at a time for a
+while, and is interrupted in the midst of them: until `pause` returns, and until all partial
+responses are there.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vllm": {"scheduler_cls": None},
     "ours": {},
     "ours, at once": {"additional_config": {"ray_apr_prefill_interval_s": 0}},
+    "ours, one process": {"distributed_executor_backend": "uni"},
 }
 
 
 def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Rates, CPU time and interruptions of each turn, and their medians."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in args.variants}
     for _ in range(args.repeats):
         for name, found in turns.items():
             found.append(asyncio.run(_turn(model, args, VARIANTS[name])))
@@ -46,11 +48,12 @@ def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         name: {key: statistics.median(turn[key] for turn in found) for key in found[0]}
         for name, found in turns.items()
     }
+    first = args.variants[0]
     return {
         "turns": turns,
         "medians": medians,
-        "over_vllm": {
-            name: {key: value / medians["vllm"][key] for key, value in found.items()}
+        f"over_{first}": {
+            name: {key: value / medians[first][key] for key, value in found.items()}
             for name, found in medians.items()
         },
     }
@@ -64,12 +67,15 @@ async def _turn(model: Path, args: argparse.Namespace, variant: dict[str, Any]) 
         before, began = _cpu_seconds(), time.perf_counter()
         tokens = await _generate(engine, args.inflight, RESPONSE_TOKENS)
         seconds, after = time.perf_counter() - began, _cpu_seconds()
+        began = time.perf_counter()
+        alone = await _generate(engine, 1, RESPONSE_TOKENS) / (time.perf_counter() - began)
         short = await _steady(engine, args.inflight)
         stops = [await _interrupt(engine, args.inflight) for _ in range(NUM_INTERRUPTIONS)]
     finally:
         engine.shutdown()
     return {
         "tokens_per_s": tokens / seconds,
+        "alone_tokens_per_s": alone,
         "short_tokens_per_s": short,
         **{f"{p}_cpu_us_per_token": (after[p] - before[p]) / tokens * 1e6 for p in after},
         "pause_s": statistics.median(pause for pause, _ in stops),

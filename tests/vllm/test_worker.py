@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.arguments import RAY_EXECUTOR, engine_arguments
+from ray_apr.serve.vllm.arguments import FORKING_EXECUTOR, RAY_EXECUTOR, engine_arguments
 from ray_apr.serve.vllm.names import MOST_REQUESTS
 from ray_apr.serve.vllm.worker import FLOAT32_PRODUCTS, DeviceWorker
 
@@ -112,7 +112,7 @@ def test_a_float32_model_is_multiplied_in_float32(monkeypatch, dtype, set_outsid
     assert os.environ.get(FLOAT32_PRODUCTS) == products
 
 
-@pytest.mark.parametrize(("size", "executor"), [(1, "uni"), (2, RAY_EXECUTOR)])
+@pytest.mark.parametrize(("size", "executor"), [(1, FORKING_EXECUTOR), (2, RAY_EXECUTOR)])
 def test_engines_on_gpus_have_it(size, executor):
     arguments = engine_arguments(EngineSpec(model="m", device="cuda", tensor_parallel_size=size))
     assert arguments["distributed_executor_backend"] == executor

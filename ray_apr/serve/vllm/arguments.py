@@ -30,6 +30,7 @@ CPU_ENVIRONMENT = {
 trainer. Even an eager engine would call the C++ compiler at its first request, to count ranks. A
 variable that is set outside wins."""
 RAY_EXECUTOR = "ray_apr.serve.vllm.executor.NamespacedRayExecutor"
+FORKING_EXECUTOR = "ray_apr.serve.vllm.forked_worker.ForkedWorkerExecutor"
 CPU_ARGUMENTS = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
 """vLLM's arguments on CPU. A prompt that is prefilled in two steps kills it there, if its request
 has a seed: vLLM turns the generator back, and those of the CPU have no offset."""
@@ -42,7 +43,7 @@ def gpu_share(spec: EngineSpec) -> float:
 
 def has_worker_actors(spec: EngineSpec) -> bool:
     """Whether the workers of an engine are Ray actors with a GPU each. The worker of a single GPU
-    is inside the engine core, which saves a process and the seconds in which that imports vLLM."""
+    is forked from the engine core, which saves the seconds in which an actor imports vLLM."""
     return spec.device == "cuda" and spec.tensor_parallel_size > 1
 
 
@@ -79,7 +80,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if spec.device == "cuda":
-        ours["distributed_executor_backend"] = RAY_EXECUTOR if has_worker_actors(spec) else "uni"
+        ours["distributed_executor_backend"] = (
+            RAY_EXECUTOR if has_worker_actors(spec) else FORKING_EXECUTOR
+        )
         ours["worker_cls"] = "ray_apr.serve.vllm.worker.DeviceWorker"
         if spec.most_requests is not None and not _OF_MEMORY & spec.engine_kwargs.keys():
             ours["additional_config"] = {MOST_REQUESTS: spec.most_requests}

@@ -13,7 +13,7 @@ import sys
 from multiprocessing import context, forkserver
 from typing import Any
 
-_PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor")
+_PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 """What every core imports, whatever its device and its model."""
 
 

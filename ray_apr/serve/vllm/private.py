@@ -33,6 +33,7 @@ VLLM = PrivateNames(
         "PrometheusStatLogger": "vllm.v1.metrics.loggers",
         "IterationStats": "vllm.v1.metrics.stats",
         "Worker": "vllm.v1.worker.gpu_worker",
+        "MultiprocExecutor": "vllm.v1.executor.multiproc_executor",
         "RayExecutorV2": "vllm.v1.executor.ray_executor_v2",
         "CoreEngineProcManager": f"{_ENGINE}.utils",
         "KVCacheSpec": "vllm.v1.kv_cache_interface",
@@ -75,6 +76,7 @@ VLLM = PrivateNames(
         "IterationStats": "num_generation_tokens num_preempted_reqs inter_token_latencies_iter",
         "Worker": "init_device determine_available_memory get_kv_cache_spec model_runner",
         "KVCacheSpec": "max_memory_usage_bytes(vllm_config)",
+        "MultiprocExecutor": "_init_executor",
         "RayExecutorV2": "_init_executor",
         "WeightTransferEngineFactory": "register_engine(name)",
         "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
