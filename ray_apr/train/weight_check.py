@@ -103,6 +103,12 @@ class WeightCheck:
         self._unchecked: dict[str, int] = {}
         """Checks in a row that a replica of the group has missed."""
 
+    def warm_up(self) -> None:
+        """Compile what `record` runs, which without gradients is other code than a step's; a
+        collective of all train workers."""
+        with torch.no_grad():
+            response_logprobs(self._model, self._batch)
+
     def record(self, policy_version: int) -> None:
         """Score and probe the model as it is, if the next sync is due for a check; a collective of
         all train workers."""

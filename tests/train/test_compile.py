@@ -13,6 +13,7 @@ from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.step import train_step
+from ray_apr.train.weight_check import WeightCheck
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -57,6 +58,20 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
                 samples = make_samples(num_segments=1 + step % 3)
                 (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
                 train_step(model, optimizer, row, AlgorithmConfig(), TRAIN, sampling=sampling)
+
+
+def test_after_its_warm_up_a_weight_check_compiles_nothing(tmp_path, as_on_a_gpu):
+    """known fault: the trainer compiled for 9 s in its first sync."""
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        model = build_model(str(folder), TRAIN, CPU)
+        limit = TRAIN.micro_batch_tokens
+        warm_up(model, CPU, limit, packed=True, entropy_gradients=False)
+        check = WeightCheck(model, TRAIN)
+        check.warm_up()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            check.record(1)
+        assert check._record is not None
 
 
 def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():
