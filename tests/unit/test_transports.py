@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import subprocess
@@ -23,7 +24,7 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.train.residency import Alternating
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.inbox import WeightInbox
-from ray_apr.weights.transports import TRANSPORTS, make_sender
+from ray_apr.weights.transports import TRANSPORTS, make_sender, shared
 from ray_apr.weights.transports.base import Parcel, WeightSender
 from tests.run_specs import run_spec
 from tests.whole_runs import CONFIG
@@ -48,6 +49,34 @@ def test_auto_takes_what_fits_and_anything_else_is_refused(
     for other in {"nccl", "gloo", "shared"} - {name}:
         with pytest.raises(ConfigError, match=f'weight_transport.*must be "auto" or "{name}"'):
             make(other)
+
+
+def test_memory_that_pytorch_keeps_for_later_is_freed_for_what_is_shared(monkeypatch):
+    """known fault: with an engine beside it the trainer ended with cudaErrorMemoryAllocation."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def allocate(num_bytes: int) -> str:
+        if not freed:
+            raise CUDARuntimeError("out of memory")
+        return f"{num_bytes} bytes"
+
+    freed: list[bool] = []
+    cuda = SimpleNamespace(
+        Device=lambda index: contextlib.nullcontext(),
+        Memory=allocate,
+        runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(shared, "_as_tensor", lambda memory, num_bytes, device: memory)
+    assert shared._shareable(8, torch.device("cuda", 0)) == "8 bytes" and freed == [True]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    freed.clear()
+    with pytest.raises(CUDARuntimeError):
+        shared._shareable(8, torch.device("cuda", 0))
 
 
 def test_the_settings_know_all_transports():

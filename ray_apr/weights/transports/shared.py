@@ -190,10 +190,15 @@ def opened(handle: Handle, device: torch.device) -> Iterator[torch.Tensor]:
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
     """A buffer that is an allocation of its own: of PyTorch's, another process would get the whole
     block, and PyTorch would keep it until as many readers as there were handles have closed it."""
-    from cupy.cuda import Device, Memory
+    from cupy.cuda import Device, Memory, runtime
 
     with Device(device.index):
-        return _as_tensor(Memory(num_bytes), num_bytes, device)
+        try:
+            memory = Memory(num_bytes)
+        except runtime.CUDARuntimeError:  # what PyTorch keeps for later may be in the way
+            torch.cuda.empty_cache()
+            memory = Memory(num_bytes)
+        return _as_tensor(memory, num_bytes, device)
 
 
 def _as_tensor(memory: Any, num_bytes: int, device: torch.device) -> torch.Tensor:
