@@ -19,6 +19,10 @@ from typing import Any
 from tests.processes import MARK, kill_all, processes_of
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "quickstart.yaml"
+TWO_OF_EACH = (
+    "rollout.num_replicas=2", "scaling={num_workers: 2, use_gpu: false}", "ray.num_cpus=5",
+)  # fmt: skip
+"""What `command` makes of the quickstart's one engine and one train worker."""
 ONE_OF_EACH = ("rollout.num_replicas=1", "scaling={num_workers: 1, use_gpu: false}")
 """Settings of a run with one engine and one train worker."""
 START_LIMIT_S = 240.0
@@ -45,7 +49,7 @@ print([a.class_name for a in actors if a.class_name not in {RAYS_OWN}]
 
 
 def command(folder: Path, *overrides: str, name: str = "run") -> list[str]:
-    settings = [f"run.storage_path={folder}", f"run.name={name}", *overrides]
+    settings = [f"run.storage_path={folder}", f"run.name={name}", *TWO_OF_EACH, *overrides]
     pairs = [part for setting in settings for part in ("--set", setting)]
     return [sys.executable, "-m", "ray_apr", "train", str(CONFIG), *pairs]
 
