@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.cli.quiet import skip_daemons_lines
 from ray_apr.cli.reading import add_reading, make_report
 from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, show
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = _parser().parse_args(argv)
+    skip_daemons_lines()
     logging.basicConfig(
         level=logging.DEBUG if args.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

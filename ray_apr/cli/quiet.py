@@ -16,8 +16,17 @@ logger = logging.getLogger(__name__)
 RAY_LOG = "ray.log"
 _LOGGERS = ("ray", "ray.data", "ray.serve")
 """Those with a handler of their own for the terminal."""
-_OUR_DOING = "Progress bars disabled"
-"""Begin of what Ray Data warns of here."""
+_NO_NEWS = ("Progress bars disabled", "Token authentication is enabled")
+"""Begins of what Ray warns of here, and nobody need act on."""
+_SKIPPED = "RAY_DEDUP_LOGS_SKIP_REGEX"
+"""Ray's variable of the lines of its daemons that a driver does not print."""
+_DAEMONS_NO_NEWS = "|".join(
+    (
+        r"PYTHON worker processes have been started on node",
+        r"Task ServeController\.\w+ failed\. There are infinite retries remaining",
+    )
+)
+"""A run has more processes than the machine has cores, and at its end it takes Serve away."""
 
 
 class _InFolder(logging.FileHandler):
@@ -30,6 +39,12 @@ class _InFolder(logging.FileHandler):
         except OSError as error:  # raised here it would be one of Ray's, which has the line
             logger.warning("Ray's lines are not kept: %s", one_line(error))
             return open(os.devnull, "w", encoding="utf-8")
+
+
+def skip_daemons_lines() -> None:
+    """Have Ray not print lines of its daemons that mean nothing here; to be called before Ray is
+    imported. They are in the logs of its session, and a variable that is set outside wins."""
+    os.environ.setdefault(_SKIPPED, _DAEMONS_NO_NEWS)
 
 
 @contextlib.contextmanager
@@ -74,4 +89,4 @@ def ray_lines_in(file: Path) -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_OUR_DOING)
+    return not str(record.msg).startswith(_NO_NEWS)

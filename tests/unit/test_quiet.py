@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
+import pytest
 import ray.data
 import ray.serve
 
@@ -36,6 +39,28 @@ def test_rays_lines_go_to_a_file_and_warnings_to_the_terminal_too(tmp_path, capf
         assert f"a warning of {name}" in text and f"later, of {name}" not in text
     assert "a detail" not in text and "Progress bars" in text and "Progress bars" not in err
     assert handlers() == before and context.enable_progress_bars == had_bars
+
+
+@pytest.mark.parametrize(
+    ("line", "is_shown"),
+    [
+        ("WARNING: 8 PYTHON worker processes have been started on node: ab with address: 1", False),
+        ("Task ServeController.graceful_shutdown failed. There are infinite retries remaining, so",
+         False),
+        ("Task RolloutWorker.start failed. There are infinite retries remaining, so", True),
+        ("a worker died", True),
+    ],
+)  # fmt: skip
+def test_lines_of_rays_daemons_that_mean_nothing_are_not_printed(line, is_shown):
+    code = (
+        "from ray_apr.cli.main import main; import sys; main(['init', '/dev/null']); "
+        "assert 'ray' not in sys.modules; from ray._private.worker import print_to_stdstream as p; "
+        f"p({{'lines': [{line!r}], 'pid': 'raylet', 'is_err': False}}, ignore_prefix=False)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (line in said.stdout) == is_shown, said
 
 
 def test_ray_datas_own_file_of_the_session_keeps_its_details(tmp_path):
