@@ -25,6 +25,9 @@ from ray_apr.core.exceptions import (
 
 logger = logging.getLogger(__name__)
 
+_MOST_CHARS = 500
+"""Of the line of a failure: an error may hold the response that it was raised for."""
+
 
 class FailureCount:
     """Counts failures in a row, of one kind of attempts.
@@ -76,6 +79,14 @@ def cause_of(error: Exception, sample_id: str) -> str:
         return f"{type(error).__name__} {error.kind}: {error.detail}"
     named = rf"{re.escape(sample_id)}(#\d+)?"
     return f"{type(error).__name__}: {re.sub(named, '…', one_line(error))}"
+
+
+def told(error: Exception, sample_id: str) -> str:
+    """What is said of a failure in a row of ``dropped.jsonl``: one line that names the sample."""
+    text = one_line(error)
+    if not isinstance(error, UserCodeError):  # which names it by itself
+        text = f"sample {sample_id}: {type(error).__name__}: {text}"
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…"
 
 
 class Outage:

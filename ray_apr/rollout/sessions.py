@@ -39,7 +39,7 @@ from ray_apr.core.user import RewardResult, Step
 from ray_apr.data.replay import ended_row
 from ray_apr.data.store import put
 from ray_apr.rollout.engines import EngineWatch
-from ray_apr.rollout.failures import FailureCount, Outage, cause_of
+from ray_apr.rollout.failures import FailureCount, Outage, cause_of, told
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
@@ -353,7 +353,7 @@ class Sessions:
     def _fail(self, live: LiveSample, error: Exception, count: FailureCount, began: int) -> None:
         """Drop the group of a sample whose generation, step or reward failed for good."""
         logger.warning("the group of sample %s is dropped: %s", live.sample_id, error)
-        self._scheduler.fail(live)
+        self._scheduler.fail(live, error=told(error, live.sample_id))
         self.wake.set()
         self._count_failure(live.sample_id, error, count, began)
 

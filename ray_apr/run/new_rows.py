@@ -13,11 +13,12 @@ class NewRows:
 
     Args:
         file: JSON lines.
-        key: Name of a number that grows from row to row.
+        key: Name of a number that grows from row to row; None: rows have none, and those of a file
+            that is written anew come again.
         last: Of the last row that is known.
     """
 
-    def __init__(self, file: Path, key: str, last: int) -> None:
+    def __init__(self, file: Path, key: str | None, last: int = -1) -> None:
         self._file = file
         self._key = key
         self._inode = self._offset = 0
@@ -38,7 +39,9 @@ class NewRows:
                     break
                 self._offset += len(line)
                 row = json.loads(line)
-                if row[self._key] > self.last:
+                if self._key is None:
+                    found.append(row)
+                elif row[self._key] > self.last:
                     found.append(row)
                     self.last = row[self._key]
         return found

@@ -1,5 +1,5 @@
-"""What a person sees while a run goes on: a line for each step and evaluation, and one while
-nothing moves.
+"""What a person sees while a run goes on: a line for each step and evaluation, one while nothing
+moves, and warnings of groups that failed.
 
 They are plain lines, in a terminal too: Ray's log handlers and other processes write to the same
 terminal, and a live bar (tried with rich) overwrote six of seven such lines.
@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
+from ray_apr.run.failed_groups import FailedGroups
 
 _QUIET_S = 10.0
 """A run that shows no step for this long shows what it waits for."""
@@ -34,20 +35,23 @@ def follow_progress(
 
     Args:
         recorder: Handle of the `RunRecorder` actor; its death ends the thread at once.
-        folder: The run folder; its evaluations until now are not shown.
+        folder: The run folder; its evaluations and failures until now are not shown.
         num_steps: Steps of the whole run.
         show: Takes one line.
         num_seen: Steps that the run folder holds already.
 
     Yields:
-        What has it show no more, but for an evaluation that has ended meanwhile.
+        What has it show no more, but for evaluations and failures that have come meanwhile.
     """
     stop, evaluations = threading.Event(), evaluations_of(folder)
+    failed = FailedGroups(folder)
     evaluations.new()
 
-    def show_evaluations() -> None:
+    def show_others() -> None:
         for row in evaluations.new():
             show(evaluation_line(row))
+        for warning in failed.warnings():
+            show(warning)
 
     def follow() -> None:
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
@@ -66,7 +70,7 @@ def follow_progress(
             first = first or next(iter(steps), None)
             for row in steps:
                 show(step_line(row, num_steps, first))
-            show_evaluations()
+            show_others()
             if steps:
                 since = time.monotonic()
             else:
@@ -80,7 +84,7 @@ def follow_progress(
         stop.set()
         thread.join(timeout=_QUIET_S + _ANSWER_S)
         if not thread.is_alive():
-            show_evaluations()
+            show_others()
 
 
 def step_line(

@@ -113,6 +113,8 @@ class LiveGroup:
     is_live: bool = True
     dropped: DiscardReason | None = None
     """Why it was dropped, for tokens that are still on their way."""
+    error: str = ""
+    """What failed, in a line, if it was dropped for that."""
 
     @property
     def age_version(self) -> int | None:

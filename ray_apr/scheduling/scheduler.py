@@ -330,9 +330,10 @@ class Scheduler(Intake):
             name = group[0].group_id
             raise RolloutError(f"the group filter raised for group {name}: {error!r}") from error
 
-    def fail(self, live: LiveSample, reason: DiscardReason = "failed") -> None:
+    def fail(self, live: LiveSample, reason: DiscardReason = "failed", error: str = "") -> None:
         """Drop the group of a sample whose generation, step or reward failed for good."""
         if live.is_live:
+            live.group.error = error
             self._drop(live.group, reason)
 
     def _drop(self, group: LiveGroup, reason: DiscardReason) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray_apr.run.failed_groups import is_failed
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.summary import summarize
 from ray_apr.tools.shares import Shares
@@ -252,7 +253,7 @@ _REMEDIES: Mapping[str, tuple[Part, ...]] = {
         ("partial_rollout.interrupt", "weight_sync"),
     ),
     "failed": (
-        "rewards and requests that fail: dropped.jsonl has them, the log of the run says why",
+        "the reward, step or request that fails: `error` of its group's row in dropped.jsonl",
     ),
     "poison": ("the prompts in poison.jsonl",),
     "filtered": (
@@ -272,8 +273,14 @@ def _of_tokens(run: RunData, summary: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 share=tokens / generated,
                 what=f"{tokens / generated:.0%} of the generated tokens were discarded: {reason}",
-                remedy=_remedy(run, *_REMEDIES.get(reason, _AT_THE_END)),
+                remedy=_remedy(run, *_REMEDIES.get(reason, _AT_THE_END))
+                + _last_failure(run, reason),
             )
+
+
+def _last_failure(run: RunData, reason: str) -> str:
+    errors = [row["error"] for row in run.dropped if is_failed(row) and "error" in row]
+    return f"; the last: {errors[-1]}" if errors and reason == "failed" else ""
 
 
 def _of_samples(run: RunData) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
 from ray_apr.run.folder import read_rows
 from ray_apr.scheduling.order import prompt_position
 
@@ -68,7 +69,7 @@ class Recorded:
             steps=read_rows(folder / "metrics.jsonl"),
             samples=read_rows(folder / "samples.jsonl"),
             ended={row["sample_id"]: row for row in read_rows(folder / "ended.jsonl")},
-            dropped=read_rows(folder / "dropped.jsonl"),
+            dropped=read_rows(folder / DROPPED_FILE),
         )
 
 
@@ -147,6 +148,8 @@ def _prompts(run: Recorded) -> Check:
         f"{position} handed out: {len(trained)} trained, {len(pending)} pending, "
         f"{len(dropped - set(trained) - pending)} dropped"
     )
+    num_failed = len({row["group_id"] for row in run.dropped if is_failed(row)})
+    seen += f" (failed: {num_failed})" if num_failed else ""
     seen += _named("; twice", twice) + _named("; lost", lost)
     return Check("prompts", not twice and not lost, seen)
 

@@ -252,6 +252,15 @@ def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
     assert "5% of the generated tokens were discarded: shutdown -> none" in text
 
 
+def test_a_failure_that_cost_tokens_is_told_with_its_error():
+    run = run_of(tokens_generated=100, tokens_discarded={"failed": 24})
+    error = "reward of sample e0-4-5 raised: ValueError: cannot score"
+    dropped = [{"group_id": "e0-4", "reason": "failed", "num_generated": 24, "error": error}]
+    where = "`error` of its group's row in dropped.jsonl"
+    assert said(run).endswith(where)
+    assert said(dataclasses.replace(run, dropped=dropped)).endswith(f"{where}; the last: {error}")
+
+
 def test_samples_that_teach_little_are_told():
     samples = [
         {

@@ -30,6 +30,7 @@ from ray_apr.run import controller, progress
 from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.controller import _Parts
+from ray_apr.run.failed_groups import FailedGroups
 from ray_apr.run.final import final_figures
 from ray_apr.run.folder import add_row
 from ray_apr.run.side import RolloutSide
@@ -248,6 +249,47 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
         assert not watch.is_alive()
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
     assert shown == ["held-out prompts, version 4 │ 0.750, pass@1 0.500 │ 1 failed"]
+
+
+def failed_row(number, reason="failed"):
+    error = f"reward of sample e0-{number}-1 raised: ValueError: cannot score"
+    return {"group_id": f"e0-{number}", "reason": reason, "num_generated": 5, "error": error}
+
+
+def test_groups_that_fail_are_told_at_the_first_one_and_then_by_their_number(tmp_path):
+    """Nothing in the terminal said that the reward raised."""
+    file = tmp_path / "dropped.jsonl"
+    add_row(file, failed_row(0))
+    failed = FailedGroups(tmp_path)
+    assert failed.warnings() == [], "one that an earlier part of the run has told"
+    add_row(file, failed_row(1, "stale"))
+    assert failed.warnings() == []
+    for number in range(2, 4):
+        add_row(file, failed_row(number))
+    assert failed.warnings() == [
+        "warning: 2 groups were dropped as something failed; the last: reward of sample e0-3-1 "
+        "raised: ValueError: cannot score (each is in dropped.jsonl)"
+    ]
+    shown = []
+    for number in range(4, 30):
+        add_row(file, failed_row(number))
+        shown += failed.warnings()
+    (line,) = shown
+    assert line.startswith("warning: 10 groups were dropped")
+
+
+def test_a_run_shows_the_groups_that_fail(monkeypatch, tmp_path):
+    shown, is_over = [], threading.Event()
+
+    def answer(*_, **__):
+        add_row(tmp_path / "dropped.jsonl", failed_row(0))
+        is_over.set()
+        raise ActorDiedError() from None
+
+    monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
+    with progress.follow_progress(Handle(follow=None), tmp_path, 8, shown.append):
+        assert is_over.wait(30)
+    assert [line.partition(" dropped")[0] for line in shown] == ["warning: 1 group was"]
 
 
 def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_path):

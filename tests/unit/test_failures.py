@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from ray_apr.core.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
 from ray_apr.data.movement import Movement, Moves
-from ray_apr.rollout.failures import FailureCount, Outage, cause_of
+from ray_apr.rollout.failures import FailureCount, Outage, cause_of, told
 from ray_apr.serve.vllm.stall import StallWatch
 from ray_apr.serve.vllm.stats import EngineLoad
 from tests.fakes import FakeClock
@@ -34,6 +34,18 @@ def test_a_cause_is_the_same_for_every_sample():
     calls = [RolloutError(f"vLLM refused request e0-{i}-1#{i}: no such token") for i in range(2)]
     assert cause_of(calls[0], "e0-0-1") == cause_of(calls[1], "e0-1-1")
     assert cause_of(calls[0], "e0-0-1") != cause_of(RolloutError("another"), "e0-0-1")
+
+
+def test_what_is_told_of_a_failure_is_one_short_line_that_names_the_sample():
+    reward = RewardError("e0-4-5", "raised", "ValueError: cannot score\n'so\n many'")
+    assert told(reward, "e0-4-5") == (
+        "reward of sample e0-4-5 raised: ValueError: cannot score 'so many'"
+    )
+    assert told(RolloutError("no such token"), "e0-4-5") == (
+        "sample e0-4-5: RolloutError: no such token"
+    )
+    long = told(RewardError("e0-4-5", "raised", "x" * 9999), "e0-4-5")
+    assert len(long) == 500 and long.endswith("x…")
 
 
 def test_an_engine_that_is_gone_is_told_once_and_once_when_its_samples_go_on(caplog):

@@ -242,6 +242,24 @@ def test_sources_that_disagree_warn(
     assert warning in warnings_of(make_run(**final))
 
 
+def test_groups_that_failed_are_told_with_the_last_error(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    error = "reward of sample e0-4-5 raised: ValueError: cannot score"
+    rows = [
+        {"group_id": "e0-3", "reason": "failed", "num_generated": 20},  # of an older version
+        {"group_id": "e0-4", "reason": "failed", "num_generated": 10, "error": error},
+        {"group_id": "e0-5", "reason": "stale", "num_generated": 10},
+    ]
+    (folder / "dropped.jsonl").write_text(lines(rows))
+    report = write_report(folder)
+    line = "2 groups were dropped as something failed (25% of the generated tokens); the last: "
+    line += error
+    assert report.warnings == [line]
+    assert line in report.html_path.read_text()
+    (folder / "dropped.jsonl").write_text(lines(rows[2:]))
+    assert warnings_of(folder) == ""
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "timeline.jsonl"])
 @pytest.mark.parametrize("tail", ['{"step": 6, "rew', "\0\0\0", '{"a": "\xe9'])
 def test_a_cut_off_last_line_is_skipped(

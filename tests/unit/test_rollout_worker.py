@@ -107,6 +107,11 @@ async def test_a_failed_reward_drops_its_group_and_is_no_zero():
         samples = await run.step(0)
         assert "e0-0" not in {s.group_id for s in samples}
         assert {s.reward for s in samples} == {1.0}
+        await until(lambda: any(row.get("reason") == "failed" for row in run.recorder.rows))
+    (row,) = [row for row in run.recorder.rows if row.get("reason") == "failed"]
+    assert row["error"] == "reward of sample e0-0-1 raised: no judge", (
+        "it was in no file of the run"
+    )
     assert run.summary.ledger.discarded["failed"] > 0
     await run.check_ledger(run.summary)
 

@@ -128,6 +128,12 @@ def test_long_responses_that_are_not_trained_are_found(run):
     assert broken(run) == {}, "a filter may well look at lengths"
 
 
+def test_groups_that_failed_are_counted(run, capsys):
+    change_rows("dropped.jsonl", put(0, reason="failed"))(run)
+    assert cli.main(["verify", str(run)]) == 0
+    assert "2 pending, 1 dropped (failed: 1)" in capsys.readouterr().out
+
+
 def test_short_responses_that_end_before_long_ones_are_not_compared(run):
     """Those of the first prompts that are all over: what came after is still under way in part."""
     change_final(prompts_position=45, prompts_pending=list(range(13, 45)))(run)

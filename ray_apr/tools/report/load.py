@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.core.exceptions import APRError, ConfigError
+from ray_apr.run.failed_groups import DROPPED_FILE
 
 Row = Mapping[str, Any]
 
@@ -26,7 +27,10 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
 """A sample of which no token entered the loss has none."""
-_TEXTS: Mapping[str, Sequence[str]] = {"timeline.jsonl": ("actor", "what")}
+_TEXTS: Mapping[str, Sequence[str]] = {
+    "timeline.jsonl": ("actor", "what"),
+    DROPPED_FILE: ("group_id", "reason"),
+}
 _FILES = (*_NUMBERS, "final.json", "config.json")
 
 
@@ -50,6 +54,8 @@ class RunData:
     """One row an evaluation; none without held-out prompts."""
     scalings: Sequence[Row] = ()
     """One row a request for another number of engines; none in most runs."""
+    dropped: Sequence[Row] = ()
+    """One row a group that was dropped."""
     final: Row | None
     """Last counters; None if the run ended before it could write them."""
     warnings: Sequence[str] = field(default_factory=tuple)
@@ -85,6 +91,7 @@ def load_run(path: str | Path) -> RunData:
         timeline=timeline,
         evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
         scalings=_read_rows(folder / "engines.jsonl", warnings, is_optional=True),
+        dropped=_read_rows(folder / DROPPED_FILE, warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )
@@ -127,7 +134,7 @@ def _read_rows(
 def _check_row(file: Path, number: int, row: Any) -> None:
     if not isinstance(row, dict):
         raise RunFolderError(f"{file}, line {number}: a {type(row).__name__} instead of an object")
-    for key in _NUMBERS[file.name]:
+    for key in _NUMBERS.get(file.name, ()):
         value = row.get(key)
         if value is None and key in row and key in _MAY_BE_NULL:
             continue

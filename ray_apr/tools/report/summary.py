@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ray_apr.run.failed_groups import failed_line
 from ray_apr.tools.report.load import Row, RunData
 
 _MOST_END_STEPS = 5
@@ -146,6 +147,9 @@ def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
     broken = [row["step"] for row in run.steps if not math.isfinite(row["reward_mean"])]
     if broken:
         warnings.append(f"the mean reward is no finite number in {len(broken)} steps")
+    failed = failed_line(run.dropped, summary["tokens_generated"])
+    if failed is not None:
+        warnings.append(failed)
     return warnings + _disagreements(run, final)
 
 

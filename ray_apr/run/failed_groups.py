@@ -1,0 +1,63 @@
+"""Groups that a run dropped because a generation, a step or a reward failed, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_apr.run.new_rows import NewRows
+
+DROPPED_FILE = "dropped.jsonl"
+"""File of the run folder with a row a group that was dropped."""
+_FEWER = 10
+"""A warning follows where failed groups are so many times as many as at the last one."""
+
+
+def is_failed(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `DROPPED_FILE` is of a group of which something failed."""
+    return row.get("reason") == "failed"
+
+
+def failed_line(dropped: Iterable[Mapping[str, Any]], num_tokens: int | None = None) -> str | None:
+    """What is to be said of failures in one line; None where there are none.
+
+    Args:
+        dropped: Rows of `DROPPED_FILE`.
+        num_tokens: That were generated in all, if it is known.
+    """
+    failed = [row for row in dropped if is_failed(row)]
+    if not failed:
+        return None
+    share = ""
+    if num_tokens:
+        share = f" ({sum(row.get('num_generated', 0) for row in failed) / num_tokens:.0%} of the "
+        share += "generated tokens)"
+    groups = "1 group was" if len(failed) == 1 else f"{len(failed)} groups were"
+    last = failed[-1].get("error") or "not recorded"  # by an older version
+    return f"{groups} dropped as something failed{share}; the last: {last}"
+
+
+class FailedGroups:
+    """Warnings while a run goes on: at the first failure, and each time there are ten times as many
+    as at the last warning.
+
+    Args:
+        folder: Of the run; failures until now are not told.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._rows = NewRows(folder / DROPPED_FILE, None)
+        self._rows.new()
+        self._failed: dict[str, Mapping[str, Any]] = {}
+        self._next = 1
+
+    def warnings(self) -> list[str]:
+        """What is to be shown of the failures since the last call."""
+        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}
+        if len(self._failed) < self._next:
+            return []
+        while self._next <= len(self._failed):
+            self._next *= _FEWER
+        line = failed_line(self._failed.values())
+        return [f"warning: {line} (each is in {DROPPED_FILE})"]
