@@ -6,6 +6,7 @@ response is one piece.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.failed_groups import DROPPED_FILE
+from ray_apr.run.folder import read_rows
 from ray_apr.run.trained_samples import SAMPLES_FOLDER, read_step, saved_steps
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,6 +25,8 @@ _BROKEN = "\ufffd"
 """What a tokenizer makes of the first bytes of a character whose others are in the next token."""
 _CONTEXT = 8
 """Tokens before a segment that may have a say in how its first ones are written."""
+_MOST_COLUMNS, _LONGEST_COLUMN = 12, 200
+"""Of the row of the dataset: how many are shown, and how many characters of each."""
 _COLORS = (36, 33, 35, 32, 34, 31)
 """Of a terminal, for policy versions in turn."""
 
@@ -130,9 +135,13 @@ def select(
     if number < 1:
         raise ConfigError(f"--{order}", number, "must be at least 1")
     if sample_id is not None:
+        dropped = _why_dropped(folder, sample_id)
+        if dropped is not None and not saved_steps(folder):
+            raise ConfigError("--id", sample_id, dropped)
         found = list(all_samples(folder, step, sample_id))
         if not found:
-            raise ConfigError("--id", sample_id, "was not trained, or is not among the saved ones")
+            remedy = dropped or "was not trained, or is not among the saved ones"
+            raise ConfigError("--id", sample_id, remedy)
         return found
     if step is None:
         step = max(saved_steps(folder), default=None)
@@ -142,6 +151,19 @@ def select(
         "longest": lambda row: -row["num_generated"],
     }[order]
     return sorted(all_samples(folder, step), key=key)[:number]
+
+
+def _why_dropped(folder: Path, sample_id: str) -> str | None:
+    """Why the group of a sample was dropped; None if it was not."""
+    group_id = sample_id.rpartition("-")[0]
+    rows = [row for row in read_rows(folder / DROPPED_FILE) if row["group_id"] == group_id]
+    if not rows:
+        return None
+    error = f": {rows[-1]['error']}" if "error" in rows[-1] else ""
+    return (
+        f"was not trained: its group {group_id} was dropped as {rows[-1]['reason']}{error} "
+        f"({DROPPED_FILE}); a sample that was dropped has no saved text"
+    )
 
 
 def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool = False) -> str:
@@ -168,11 +190,28 @@ def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool =
             lines[-1] += f"\x1b[{style}m{_printable(piece.text)}\x1b[0m"
         else:
             lines[-1] += _printable(piece.text)
+    lines += _columns(row)
     tokens: dict[int, int] = {}
     for version, length in zip(row["segment_versions"], row["segment_lengths"], strict=True):
         tokens[version] = tokens.get(version, 0) + length
     lines.append("by version: " + ", ".join(f"v{v} {n} tokens" for v, n in tokens.items()))
     return "\n".join(lines)
+
+
+def _columns(row: Mapping[str, Any]) -> Iterator[str]:
+    """What the row of the dataset has beside the prompt, a line each."""
+    values: Mapping[str, Any] = json.loads(row.get("prompt_row") or "{}")
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in values.items()
+        if row["prompt"] not in (value, json.dumps(value))
+    }
+    for name, text in itertools.islice(texts.items(), _MOST_COLUMNS):
+        line = text.replace("\n", "\\n")
+        cut = line if len(line) <= _LONGEST_COLUMN else f"{line[: _LONGEST_COLUMN - 1]}…"
+        yield f"row: {_printable(name)} = {_printable(cut)}"
+    if len(texts) > _MOST_COLUMNS:
+        yield f"row: … and {len(texts) - _MOST_COLUMNS} more columns"
 
 
 def _printable(text: str) -> str:

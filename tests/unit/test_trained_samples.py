@@ -245,6 +245,47 @@ def test_a_sample_in_a_terminal_has_a_colour_for_each_version():
     assert len(set(re.findall(r"\x1b\[(\d+(?:;2)?)m", colored)) - {"0"}) == 3
 
 
+def test_a_sample_shows_the_row_that_its_reward_saw():
+    """With a reward of 0 nobody could see what the answer should have been."""
+    row = row_of(FIRST)
+    assert as_text(row, decode).splitlines()[1:] == [
+        "of e0-0-0", "→ one two", "row: answer = 4", "by version: v3 4 tokens, v4 3 tokens",
+    ]  # fmt: skip
+    wide = {"prompt": [{"role": "user"}], "tests": "a\nb\x1b" + "x" * 999, "tags": ["é"]}
+    wide |= {f"c{i}": i for i in range(20)}
+    shown = as_text(
+        row | {"prompt": json.dumps(wide["prompt"]), "prompt_row": json.dumps(wide)}, decode
+    )
+    lines = [line for line in shown.splitlines() if line.startswith("row: ")]
+    assert lines[0].startswith("row: tests = a\\nb\\x1bxx") and lines[0].endswith("x…")
+    assert len(lines[0]) < 220
+    assert lines[1] == 'row: tags = ["é"]'
+    assert lines[-1] == "row: … and 10 more columns"
+    del row["prompt_row"]
+    assert "row: " not in as_text(row, decode), "a file of an older version"
+
+
+def test_a_sample_that_was_dropped_says_why(folder, tmp_path_factory, capsys):
+    error = "reward of sample e0-4-5 raised: ValueError: cannot score"
+    rows = [
+        {"group_id": "e0-4", "reason": "failed", "error": error},
+        {"group_id": "e0-5", "reason": "stale"},
+        {"group_id": "e0-0", "reason": "stale"},
+    ]
+    empty = tmp_path_factory.mktemp("empty")
+    for place in (folder, empty):
+        (place / "dropped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(["samples", str(place), "--id", "e0-4-5"]) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"--id = 'e0-4-5': was not trained: its group e0-4 was dropped as failed: {error}"
+            in said
+        )
+        with pytest.raises(ConfigError, match=r"e0-5 was dropped as stale \(dropped.jsonl\)"):
+            select(place, sample_id="e0-5-0")
+    assert select(folder, sample_id="e0-0-1"), "what was trained is shown"
+
+
 def test_a_text_of_a_model_does_not_steer_the_terminal():
     evil = sample("e0-0-0", 0.0, (4, True, "\x1b[2J\x1b]52;c;aGk=\x07 and\ttabs"))
     shown = as_text(row_of(evil), decode)
