@@ -248,7 +248,17 @@ def _run(settings: RunSettings) -> int:
         show(push_at_end(settings.run_dir, settings.run.push_to_hub, private=private))
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
     show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
+    show(_next_line(settings.run_dir))
     return EXIT_OK
+
+
+def _next_line(run_dir: Path) -> str:
+    """The commands that tell most of a run that has ended, to be pasted as they are."""
+    here = Path.cwd()
+    folder = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    verbs = ("samples", "doctor", "verify")
+    commands = (f"ray-apr {verb} {shlex.quote(str(folder))}" for verb in verbs)
+    return f"next:    {'; '.join(commands)}"
 
 
 def _check_push(settings: RunSettings) -> None:

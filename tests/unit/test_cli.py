@@ -264,6 +264,9 @@ def test_training_ends_with_the_report(
     assert "step 1/3" in text
     assert str(config.parent / "runs" / "mine" / "report.html") in text
     assert "took:    0 min 0" in text, "the clock of the person who waits"
+    run = "runs/mine"
+    last = f"next:    ray-apr samples {run}; ray-apr doctor {run}; ray-apr verify {run}"
+    assert text.splitlines()[-1] == last
 
 
 def test_report_of_one_run_and_of_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
