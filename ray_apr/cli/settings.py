@@ -34,6 +34,7 @@ from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.trackers import TrackersConfig
 from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of, set_override
 from ray_apr.core.exceptions import ConfigError, UnknownKeyError
+from ray_apr.core.names import nearest
 from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 from ray_apr.run.model import check_model
@@ -236,7 +237,7 @@ def load_settings(
         values["rollout"] = renew(values["rollout"], logger.warning)
     for key in values:
         if key not in _KEYS:
-            raise UnknownKeyError(str(key), values[key], _KEYS, _places_of(str(key)))
+            raise UnknownKeyError(str(key), values[key], _KEYS, _meant(str(key), _KEYS))
     for key in _REQUIRED:
         if values.get(key) is None:
             raise ConfigError(key, None, f"is missing; add `{key}: ...` to {path.name}")
@@ -246,26 +247,36 @@ def load_settings(
     try:
         return _build(path, values, now_s, Command.of(path, overrides))
     except UnknownKeyError as error:
-        places = _places_of(error.field.rpartition(".")[2])
+        places = _meant(error.field.rpartition(".")[2], error.known)
         raise UnknownKeyError(error.field, error.value, error.known, places) from None
 
 
-def _places_of(name: str) -> list[str]:
-    """Dotted names of all settings that are called so."""
+def _meant(name: str, known: Sequence[str]) -> list[str]:
+    """Dotted names of the settings that are called so, in whatever section; of those that are
+    called nearly so, where none of the section's own, `known`, is."""
+    places = _places()
+    if name not in places and not nearest(name, known):
+        return [place for near in nearest(name, list(places))[:1] for place in places[near]]
+    return places.get(name, [])
+
+
+def _places() -> dict[str, list[str]]:
+    """Dotted names of all settings, by their last part."""
 
     def walk(section: str, cls: type) -> Iterator[str]:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            if field.name == name:
-                yield f"{section}.{name}"
+            yield f"{section}.{field.name}"
             for hint in (hints[field.name], *get_args(hints[field.name])):
                 if isinstance(hint, type) and dataclasses.is_dataclass(hint):
                     yield from walk(f"{section}.{field.name}", hint)
 
     tables = {"prompts": PromptsSettings, **_SECTIONS, "evaluation": EvaluationConfig}
-    places = [f"{name} at the top level"] if name in _KEYS else []
-    places += [place for section, cls in tables.items() for place in walk(section, cls)]
-    return [place for place in places if place != "partial_rollout.mode"]  # is that of the top
+    places = {name: [f"{name} at the top level"] for name in _KEYS}
+    for place in (place for section, cls in tables.items() for place in walk(section, cls)):
+        if place != "partial_rollout.mode":  # is that of the top
+            places.setdefault(place.rpartition(".")[2], []).append(place)
+    return places
 
 
 def _build(

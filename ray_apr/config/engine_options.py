@@ -8,12 +8,12 @@ name that is in neither table is refused, too. The names are those of vLLM 0.26 
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_apr.core.checks import is_number, require
+from ray_apr.core.names import nearest
 
 _FIELD = "rollout.engine.kwargs"
 Check = tuple[Callable[[Any], bool], str]
@@ -266,11 +266,13 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
             require(name in REFUSED, field, value, _unknown(name))
             require(False, field, value, REFUSED[name])
     for key, value in options.get("compilation_config", {}).items():
-        remedy = f"is not known to change speed alone; known: {', '.join(COMPILATION)}"
+        close = nearest(str(key), COMPILATION)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        remedy = f"is not known to change speed alone; {meant}known: {', '.join(COMPILATION)}"
         require(key in COMPILATION, f"{_FIELD}.compilation_config.{key}", value, remedy)
 
 
 def _unknown(name: Any) -> str:
-    close = difflib.get_close_matches(str(name), [*TUNES, *REFUSED], n=3)
+    close = nearest(str(name), [*TUNES, *REFUSED])
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return f"is no argument of vLLM's that is known to change speed alone{hint}"

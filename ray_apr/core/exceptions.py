@@ -5,10 +5,11 @@ A message says what is wrong, the value that was seen, and what to do about it.
 
 from __future__ import annotations
 
-import difflib
 import signal
 from collections.abc import Sequence
 from typing import Any
+
+from ray_apr.core.names import nearest
 
 
 class APRError(Exception):
@@ -47,7 +48,7 @@ class UnknownKeyError(ConfigError):
     def __init__(
         self, field: str, value: Any, known: Sequence[str], elsewhere: Sequence[str] = ()
     ) -> None:
-        near = [*elsewhere, *difflib.get_close_matches(field.rpartition(".")[2], known, cutoff=0.7)]
+        near = [*elsewhere, *nearest(field.rpartition(".")[2], known)]
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         super().__init__(field, value, f"unknown key; {meant}known: {', '.join(known)}")
         self.args = (field, value, known, elsewhere)

@@ -157,6 +157,26 @@ def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
             "did you mean rollout.sampling.temperature or evaluation.temperature? known: steps, ",
         ),
         (
+            ["train", "tiny.yaml", "--set", "train.lr=1"],
+            "train.lr = 1: unknown key; did you mean learning_rate? known: steps, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "lr=1"],
+            "lr = 1: unknown key; did you mean train.learning_rate? known: mode, ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "rollout.temprature=0.8"],
+            "did you mean rollout.sampling.temperature or evaluation.temperature? known: ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "rollout.num_generations=8"],
+            "unknown key; did you mean group_size? known: ",
+        ),
+        (
+            ["train", "tiny.yaml", "--set", "train.zzz=8"],
+            "train.zzz = 8: unknown key; known: steps, ",
+        ),
+        (
             ["train", "tiny.yaml", "--set", "partial_rolout.mode=sync"],
             "unknown key; did you mean partial_rollout? known: mode, ",
         ),

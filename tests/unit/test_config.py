@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from ray_apr.cli.settings import ScalingSettings
+from ray_apr.cli.settings import ScalingSettings, _places
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -30,6 +30,7 @@ from ray_apr.config.algorithm import function_name
 from ray_apr.config.sections import Sections
 from ray_apr.core.checks import from_mapping
 from ray_apr.core.exceptions import APRError, ConfigError, UnknownKeyError
+from ray_apr.core.names import OTHER_NAMES, nearest
 
 SECTIONS = {
     "prompts": PromptsConfig,
@@ -435,6 +436,13 @@ def test_unknown_key_says_what_is_spelled_alike_and_pickles():
     assert str(error) == f"train.learnin_rate = 1: unknown key; {told}"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert UnknownKeyError("train.x", 1, ["steps"]).remedy == "unknown key; known: steps"
+
+
+def test_names_of_other_libraries_lead_to_settings_that_there_are():
+    known = _places()
+    assert {name: nearest(name, list(known))[0] for name in OTHER_NAMES} == OTHER_NAMES
+    assert set(OTHER_NAMES.values()) <= set(known)
+    assert not set(OTHER_NAMES) & set(known), "those need no other name"
 
 
 def test_config_error_is_an_apr_error_and_a_value_error_and_pickles():

@@ -56,6 +56,7 @@ def test_an_engine_argument_that_changes_what_is_trained_is_refused(name, value,
 def test_an_unknown_engine_argument_is_refused_with_its_like():
     assert "did you mean max_num_seqs" in refusal(max_num_seq=64).remedy
     assert "did you mean" not in refusal(zzz=1).remedy
+    assert "did you mean mode? known: " in refusal(compilation_config={"mod": 1}).remedy
     assert refusal(**{"": 1}).field == "rollout.engine.kwargs."
 
 

@@ -133,6 +133,7 @@ class WithEpisodes(RLlibCallback):
     [
         (lambda c: c.training(gamma=0.99), "gamma = 0.99: must be 1"),
         (lambda c: c.training(lambda_=0.9), "lambda_ = 0.9: has no meaning"),
+        (lambda c: c.training(stepps=9), "leave it out; did you mean steps?"),
         (lambda c: c.update_from_dict({"lambda": 0.9}), "lambda_ = 0.9: has no meaning"),
         (lambda c: c.update_from_dict({"replay_buffer_config": {"capacity": 9}}), "replay_buffer"),
         (lambda c: c.training(shuffle_batch_per_epoch=True), "shuffle_batch_per_epoch = True"),

@@ -1,0 +1,48 @@
+"""Which known name somebody may have meant who wrote another one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+_ALIKE = 0.7
+_LEAST_PREFIX = 4
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("num_generations", "n_samples"), "group_size"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "total_epochs"), "passes"),
+    **dict.fromkeys(
+        ("max_tokens", "max_new_tokens", "max_completion_length"), "max_response_tokens"
+    ),
+    **dict.fromkeys(("num_steps", "max_steps"), "steps"),
+    **dict.fromkeys(("num_engines", "replicas"), "num_replicas"),
+}
+"""What other libraries, or other parts of this one, call a setting."""
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Known names that may be meant, the most likely ones first; none if nothing is like it.
+
+    A name is like another one by its letters, as its initials, as its begin, or as what other
+    libraries call it.
+
+    Args:
+        name: That was written.
+        known: Names that there are.
+
+    Example:
+        >>> known = ["learning_rate", "steps", "batch_size", "temperature"]
+        >>> [nearest(name, known) for name in ("lr", "temprature", "batch", "zzz")]
+        [['learning_rate'], ['temperature'], ['batch_size'], []]
+    """
+    begins = [each for each in known if len(name) >= _LEAST_PREFIX and each.startswith(name)]
+    found = [
+        *(each for each in known if OTHER_NAMES.get(name) == each),
+        *(each for each in known if "_" in each and _initials(each) == name.lower()),
+        *difflib.get_close_matches(name, known, cutoff=_ALIKE),
+        *(begins if len(begins) == 1 else []),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
