@@ -10,8 +10,8 @@ from ray_apr.run.new_rows import NewRows
 
 DROPPED_FILE = "dropped.jsonl"
 """File of the run folder with a row a group that was dropped."""
-_FEWER = 10
-"""A warning follows where failed groups are so many times as many as at the last one."""
+_TIMES = 10
+"""A warning follows where groups that failed are so many times as many as at the last one."""
 
 
 def is_failed(row: Mapping[str, Any]) -> bool:
@@ -58,6 +58,6 @@ class FailedGroups:
         if len(self._failed) < self._next:
             return []
         while self._next <= len(self._failed):
-            self._next *= _FEWER
+            self._next *= _TIMES
         line = failed_line(self._failed.values())
         return [f"warning: {line} (each is in {DROPPED_FILE})"]
