@@ -106,14 +106,15 @@ def diagnose(run_dir: Path) -> int:
     """Show what held a run back, which settings to change, and what the simulator makes of that."""
     from ray_apr.tools.diagnosis import findings
     from ray_apr.tools.report.load import load_run
-    from ray_apr.tools.shares import FILLING_STEPS, shares_of
+    from ray_apr.tools.report.parts import left_out
+    from ray_apr.tools.shares import shares_of
     from ray_apr.tools.simulator.of_run import estimate
 
     run = load_run(run_dir)
     shares = shares_of(run)
     show(
-        f"{run.name}, {len(run.steps)} steps; without the first {FILLING_STEPS}, in which the "
-        f"engines fill: {shares.seconds:.1f} s\n"
+        f"{run.name}, {len(run.steps)} steps; without {left_out(run)}, in which the engines fill: "
+        f"{shares.seconds:.1f} s\n"
         f"  trainer   trains {shares.told(shares.trains)}, is in weight syncs "
         f"{shares.told(shares.syncs)}\n"
         f"            waits for samples {shares.told(shares.starves)}, for the hand-over of a "

@@ -231,11 +231,14 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 def _of_start(summary: Mapping[str, Any]) -> Iterator[Finding]:
     wall_s, setup_s = summary["wall_s"] or 0.0, summary["setup_s"] or 0.0
+    parts = summary["parts"]
+    start = "the start" if parts == 1 else f"the starts of its {parts} parts"
     if wall_s and setup_s / wall_s >= _START_SHARE:
         yield Finding(
             share=setup_s / wall_s,
-            what=f"the start took {setup_s:.0f} of {wall_s:.0f} s",
-            remedy="more steps in a run: the start is paid once",
+            what=f"{start} took {setup_s:.0f} of {wall_s:.0f} s",
+            remedy="more steps in a run: the start is paid once"
+            + ("" if parts == 1 else ", and once more each time that it is gone on with"),
         )
 
 

@@ -1,6 +1,7 @@
 """Where the time of a run went: its trainer's, its engines', and what the trainer waited for.
 
-The first `FILLING_STEPS` steps are left out: in them the engines fill, and both sides compile.
+The first `FILLING_STEPS` steps of each part of the run are left out, in which engines fill and both
+sides compile; so is what lies between the parts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from dataclasses import dataclass
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
-from ray_apr.tools.report.summary import covered_s, engine_names, engine_seconds, spans_of
+from ray_apr.tools.report.parts import (
+    FILLING_STEPS,
+    left_out,
+    parts_of,
+    seconds_of,
+    steady_steps,
+)
+from ray_apr.tools.report.summary import share_of
 
-FILLING_STEPS = 2
-"""At the begin of a run, which are left out."""
 _FEWEST = 4
 """Steps after them of which shares of time say something."""
 
@@ -36,7 +42,7 @@ class Shares:
     """What trainer and engines did in the steps that are looked at, as shares of their time."""
 
     seconds: float
-    """From the end of the steps that are left out to that of the last one."""
+    """From the end of the steps that are left out to that of the last one, of all parts."""
     waits: Sequence[Wait]
     """One a step."""
     trains: float
@@ -62,26 +68,16 @@ def shares_of(run: RunData) -> Shares:
     Raises:
         ConfigError: If the run has too few steps, or no timeline.
     """
-    num_steps = len(run.steps)
-    if num_steps < FILLING_STEPS + _FEWEST:
-        raise ConfigError(
-            "RUN_DIR",
-            str(run.path),
-            f"has {num_steps} steps, of which nothing can be said yet; wait for "
-            f"{FILLING_STEPS + _FEWEST} of them",
-        )
+    rows = steady_steps(run)
+    if len(rows) < _FEWEST:
+        raise _too_few(run)
     if not run.timeline:
         raise ConfigError("RUN_DIR", str(run.path), "has no timeline.jsonl, which says who waited")
-    rows, waits, engines = run.steps[FILLING_STEPS:], _waits(run), engine_names(run)
-    window = (run.steps[FILLING_STEPS - 1]["time_s"], run.steps[-1]["time_s"])
-    length_s = window[1] - window[0]
-    of_engines_s = engine_seconds(run, len(engines), window)
-    generates, paused = (
-        sum(covered_s(spans_of(run, name, what), window) for name in engines) / of_engines_s
-        if engines
-        else 0.0
-        for what in ("generate", "paused")
-    )
+    steady = [part.steps[FILLING_STEPS - 1 :] for part in parts_of(run) if part.steady]
+    waits = _waits(steady)
+    windows = [(of_part[0]["time_s"], of_part[-1]["time_s"]) for of_part in steady]
+    length_s = seconds_of(windows)
+    generates, paused = (share_of(run, what, windows) or 0.0 for what in ("generate", "paused"))
     return Shares(
         seconds=length_s,
         waits=waits,
@@ -95,11 +91,23 @@ def shares_of(run: RunData) -> Shares:
     )
 
 
-def _waits(run: RunData) -> tuple[Wait, ...]:
-    steps = itertools.pairwise(run.steps[FILLING_STEPS - 1 :])
+def _too_few(run: RunData) -> ConfigError:
+    """The error of a run with too few steps."""
+    fewest = FILLING_STEPS + _FEWEST
+    remedy = f"has {len(run.steps)} steps, of which nothing can be said yet; wait for "
+    if len(run.steps) < fewest:
+        remedy += f"{fewest} of them"
+    else:
+        remedy += f"{_FEWEST} without {left_out(run)}, in which the engines fill"
+    return ConfigError("RUN_DIR", str(run.path), remedy)
+
+
+def _waits(steady: Sequence[Sequence[Row]]) -> tuple[Wait, ...]:
+    """Of each step; before those of a part is the one whose end is the begin of the first wait."""
     return tuple(
         Wait(before=before, seconds=_seconds([row], "trainer_wait_s"), has_batch=has_batch(before))
-        for before, row in steps
+        for of_part in steady
+        for before, row in itertools.pairwise(of_part)
     )
 
 

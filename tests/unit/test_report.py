@@ -23,7 +23,8 @@ from ray_apr.tools.report.compare import comparison_text, other_settings, write_
 from ray_apr.tools.report.figures import moving_average
 from ray_apr.tools.report.html import duration, write_report
 from ray_apr.tools.report.load import RunFolderError, load_run
-from ray_apr.tools.report.summary import check_run, covered_s, summarize, training_window
+from ray_apr.tools.report.parts import training_windows
+from ray_apr.tools.report.summary import check_run, covered_s, summarize
 
 DETAIL = "Each span from 5 to 30 s: drag to zoom, double click for all"
 EVIL = "<script>alert(1)</script>"
@@ -100,6 +101,7 @@ TIMELINE = [
 EXPECTED = {
     "mode": "apr",
     "steps": 6,
+    "parts": 1,
     "wall_s": 25.0,
     "setup_s": 9.0,
     "reward_first": pytest.approx(0.2),  # 0.1 ... 0.3
@@ -199,7 +201,7 @@ def test_each_figure(make_run: Callable[..., Path], key: str) -> None:
 
 
 def test_the_first_step_starts_when_the_servers_are_ready(make_run: Callable[..., Path]) -> None:
-    assert training_window(load_run(make_run(setup_s=11.0))) == (11.0, 22.0)
+    assert training_windows(load_run(make_run(setup_s=11.0))) == ((11.0, 22.0),)
 
 
 @pytest.mark.parametrize(
@@ -427,11 +429,11 @@ class Balance(HTMLParser):
 
 def test_what_starts_is_shown_and_is_no_part_of_the_training(make_run: Callable[..., Path]) -> None:
     folder = make_run(setup_s=0.5)
-    before = training_window(load_run(folder))
+    before = training_windows(load_run(folder))
     started = [("engine-0", "start"), ("trainer", "load"), ("trainer", "compile")]
     rows = [{"actor": a, "what": w, "start_s": 1.0, "end_s": 9.0} for a, w in started]
     (folder / "timeline.jsonl").write_text(lines([*rows, *TIMELINE]))
-    assert training_window(load_run(folder)) == before
+    assert training_windows(load_run(folder)) == before
     text = write_report(folder).html_path.read_text()
     for part in ("engine starts", "trainer loads the model", "trainer compiles"):
         assert part in text

@@ -11,7 +11,8 @@ from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, li
 from ray_apr.tools.report.html import number
 from ray_apr.tools.report.load import RunData, dotted, load_run
 from ray_apr.tools.report.page import page, table, warning_list
-from ray_apr.tools.report.summary import check_run, finite, summarize, training_window
+from ray_apr.tools.report.parts import seconds_of, training_windows
+from ray_apr.tools.report.summary import check_run, finite, summarize
 
 
 class Line(NamedTuple):
@@ -147,8 +148,7 @@ def _notes(labels: Sequence[str], summaries: Sequence[dict[str, Any]]) -> list[s
 
 def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[Line]:
     rows = []
-    windows = [training_window(run) for run in runs]
-    training = [None if window is None else window[1] - window[0] for window in windows]
+    training = [seconds_of(training_windows(run)) or None for run in runs]
     rows.append(_row("training window (s)", training[0], training[1], ",.1f", with_ratio=True))
     for key, name, form, with_ratio in _FIGURES:
         first, second = (summary[key] for summary in summaries)

@@ -16,6 +16,7 @@ from ray_apr.tools.report.summary import check_run, num_end_steps, summarize, wr
 from ray_apr.tools.report.timeline import timeline_figures
 
 _UNKNOWN = "–"
+_HELD = "; samples that were in flight where it was gone on with are resumed, too"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} until the engines "
          "generate; without the start and end of Ray", False),
         ("Responses interrupted", number(s["samples_interrupted"]),
-         f"resumed {number(s['samples_resumed'])}", False),
+         f"resumed {number(s['samples_resumed'])}{_HELD if s['parts'] > 1 else ''}", False),
         ("Staleness, max", number(s["staleness_max"]),
          f"mean {number(s['staleness_mean'], '.2f')}, bound {number(bound)}", too_old),
         ("Token ledger", balanced, f"{number(s['tokens_generated'])} tokens generated",

@@ -23,6 +23,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "timeline.jsonl": ("start_s", "end_s"),
     "evaluations.jsonl": ("policy_version", "num_samples", "num_failed"),
     "engines.jsonl": ("time_s", "before", "after"),
+    "resumes.jsonl": ("time_s", "step"),
 }
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
@@ -56,6 +57,8 @@ class RunData:
     """One row a request for another number of engines; none in most runs."""
     dropped: Sequence[Row] = ()
     """One row a group that was dropped."""
+    resumes: Sequence[Row] = ()
+    """One row each time that the run was gone on with; none in most runs."""
     final: Row | None
     """Last counters; None if the run ended before it could write them."""
     warnings: Sequence[str] = field(default_factory=tuple)
@@ -92,6 +95,7 @@ def load_run(path: str | Path) -> RunData:
         evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
         scalings=_read_rows(folder / "engines.jsonl", warnings, is_optional=True),
         dropped=_read_rows(folder / DROPPED_FILE, warnings, is_optional=True),
+        resumes=_read_rows(folder / "resumes.jsonl", warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )

@@ -1,9 +1,7 @@
 """The figures of a run, computed from what it recorded, and the cross-checks of its sources.
 
-The training window reaches from the start of the first step to the end of the last one. The
-trainer may be up before the rollout servers are, so the first step starts at the trainer's first
-span after loading and compiling, or when the servers were ready (`setup_s`), whichever is later.
-Ratios of idle time are taken over that window: starting up counts for neither side.
+Ratios and rates are of the time in which the run trained (`parts`): starting up counts for neither
+side, nor does what lies between the parts of a run that was gone on with.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any
 
 from ray_apr.run.failed_groups import failed_line
 from ray_apr.tools.report.load import Row, RunData
+from ray_apr.tools.report.parts import Window, parts_of, seconds_of, setup_s, training_windows
 
 _MOST_END_STEPS = 5
 
@@ -27,7 +26,7 @@ _PLACES = ("tokens_trained", "tokens_buffered", "tokens_interrupted")
 def summarize(run: RunData) -> dict[str, Any]:
     """Return the content of summary.json; what the run did not record is None."""
     final = run.final or {}
-    window = training_window(run)
+    windows = training_windows(run)
     rewards = finite(row["reward_mean"] for row in run.steps)
     at_ends = num_end_steps(len(rewards))
     staleness = trained_ages(run)
@@ -35,8 +34,9 @@ def summarize(run: RunData) -> dict[str, Any]:
     return {
         "mode": final.get("mode") or _setting(run, "partial_rollout", "mode"),
         "steps": len(run.steps),
+        "parts": len(parts_of(run)),
         "wall_s": final.get("wall_s", _last_time_s(run)),
-        "setup_s": final.get("setup_s"),
+        "setup_s": setup_s(run),
         "reward_first": mean(rewards[:at_ends]),
         "reward_last": mean(rewards[-at_ends:]),
         "reward_parts": {name: _first_and_last(run, name) for name in reward_parts(run)},
@@ -59,10 +59,10 @@ def summarize(run: RunData) -> dict[str, Any]:
         "num_train_workers": final.get(
             "num_train_workers", _setting(run, "scaling", "num_workers")
         ),
-        "generation_idle_ratio": _generation_idle_ratio(run, window),
-        "trainer_idle_ratio": _trainer_idle_ratio(run, window),
+        "generation_idle_ratio": _generation_idle_ratio(run, windows),
+        "trainer_idle_ratio": _trainer_idle_ratio(run, windows),
         "weight_sync_s": _weight_sync(run),
-        "rollout_tokens_per_s": _rate(tokens_generated, window),
+        "rollout_tokens_per_s": _rate(tokens_generated, windows),
         "read_ahead_max": final.get("read_ahead_max"),
     }
 
@@ -92,34 +92,13 @@ def write_summary(summary: Mapping[str, Any], path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def training_window(run: RunData) -> tuple[float, float] | None:
-    """Start of the first step and end of the last one; None without a step."""
-    if not run.steps:
-        return None
-    first, end = run.steps[0], run.steps[-1]["time_s"]
-    spans = [
-        row["start_s"]
-        for row in run.timeline
-        if row["actor"] == "trainer" and row["what"] not in ("load", "compile")
-    ]
-    took = sum(first.get(key) or 0.0 for key in ("trainer_wait_s", "trainer_step_s"))
-    start = max(0.0, min(spans, default=first["time_s"] - took))
-    setup_s = (run.final or {}).get("setup_s")
-    if setup_s is None:  # a run that was killed: its servers were ready when one generated
-        generating = (row["start_s"] for row in run.timeline if row["what"] == "generate")
-        setup_s = min(generating, default=0.0)
-    if setup_s < first["time_s"]:
-        start = max(start, setup_s)
-    return (start, end) if end > start else None
-
-
 def engine_names(run: RunData) -> list[str]:
     """Engines that appear in the timeline."""
     names = {row["actor"] for row in run.timeline if row["actor"].startswith("engine")}
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def covered_s(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+def covered_s(spans: Iterable[Window], window: Window) -> float:
     """Length of the union of spans inside a window, in seconds."""
     total, reached = 0.0, window[0]
     for span_start, span_end in sorted(spans):
@@ -231,7 +210,7 @@ def _counter(run: RunData, key: str) -> int | None:
     return (run.final or {}).get(key, _last(run, key))
 
 
-def spans_of(run: RunData, actor: str, what: str) -> list[tuple[float, float]]:
+def spans_of(run: RunData, actor: str, what: str) -> list[Window]:
     """Begins and ends of what an actor did, in seconds."""
     return [
         (row["start_s"], row["end_s"])
@@ -240,16 +219,23 @@ def spans_of(run: RunData, actor: str, what: str) -> list[tuple[float, float]]:
     ]
 
 
-def _generation_idle_ratio(run: RunData, window: tuple[float, float] | None) -> float | None:
-    """1 - generating time of all engines / (their number x window)."""
+def share_of(run: RunData, what: str, windows: Sequence[Window]) -> float | None:
+    """Share of some time in which the engines did something, mean of them; None without engines."""
     names = engine_names(run)
-    if window is None or not names:
+    if not windows or not names:
         return None
-    busy_s = sum(covered_s(spans_of(run, name, "generate"), window) for name in names)
-    return 1.0 - busy_s / engine_seconds(run, len(names), window)
+    spans = [spans_of(run, name, what) for name in names]
+    done_s = sum(covered_s(of_one, window) for of_one in spans for window in windows)
+    return done_s / sum(_engine_seconds(run, len(names), window) for window in windows)
 
 
-def engine_seconds(run: RunData, num_seen: int, window: tuple[float, float]) -> float:
+def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
+    """1 - generating time of all engines / (their number x windows)."""
+    generates = share_of(run, "generate", windows)
+    return None if generates is None else 1.0 - generates
+
+
+def _engine_seconds(run: RunData, num_seen: int, window: Window) -> float:
     """Number of engines x time, inside a window; where their number has changed, piece by piece.
 
     Args:
@@ -266,11 +252,12 @@ def engine_seconds(run: RunData, num_seen: int, window: tuple[float, float]) -> 
     return float(total + row["after"] * (window[1] - reached))
 
 
-def _trainer_idle_ratio(run: RunData, window: tuple[float, float] | None) -> float | None:
-    """Waiting time of the trainer / window."""
-    if window is None or not any(row["actor"] == "trainer" for row in run.timeline):
+def _trainer_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
+    """Waiting time of the trainer / windows."""
+    if not windows or not any(row["actor"] == "trainer" for row in run.timeline):
         return None
-    return covered_s(spans_of(run, "trainer", "wait"), window) / (window[1] - window[0])
+    waits = spans_of(run, "trainer", "wait")
+    return sum(covered_s(waits, window) for window in windows) / seconds_of(windows)
 
 
 def _weight_sync(run: RunData) -> dict[str, float | None]:
@@ -282,8 +269,8 @@ def _weight_sync(run: RunData) -> dict[str, float | None]:
     }
 
 
-def _rate(tokens: int | None, window: tuple[float, float] | None) -> float | None:
-    return None if tokens is None or window is None else tokens / (window[1] - window[0])
+def _rate(tokens: int | None, windows: Sequence[Window]) -> float | None:
+    return None if tokens is None or not windows else tokens / seconds_of(windows)
 
 
 def _finite_only(value: Any) -> Any:

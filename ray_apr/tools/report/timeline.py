@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 
 from ray_apr.tools.report.figures import esc, figure
 from ray_apr.tools.report.load import Row, RunData
-from ray_apr.tools.report.summary import engine_names, training_window
+from ray_apr.tools.report.parts import training_windows
+from ray_apr.tools.report.summary import engine_names
 
 DETAIL_S = 20.0
 """What the figure of spans shows at first, in seconds."""
@@ -56,7 +57,8 @@ def timeline_figures(run: RunData) -> str:
     end = max(row["end_s"] for row in spans)
     shares = _shares(spans, end or 1.0)
     whole = [_columns(what, shares, lanes, (end or 1.0) / _NUM_COLUMNS) for what in states]
-    first, last = training_window(run) or (0.0, end)
+    windows = training_windows(run) or [(0.0, end)]
+    first, last = max(windows, key=lambda window: window[1] - window[0])
     start = max(0.0, (first + last - DETAIL_S) / 2)
     near = sorted(spans, key=lambda row: abs(row["start_s"] - start))[:_MAX_SPANS]
     reach = min(row["start_s"] for row in near), max(row["end_s"] for row in near)

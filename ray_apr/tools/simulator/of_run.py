@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import RunData
+from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import trace_of
 from ray_apr.tools.simulator.run import Simulation
 from ray_apr.tools.simulator.study import search_steps
 from ray_apr.tools.simulator.trace import Trace
 
-WARM_UP_STEPS = 2
-"""Steps at the begin that are not fitted: they compile, and engines fill."""
 _FEWEST = 6
 """Steps that can be fitted."""
 _NO_LIMIT = 1 << 40
@@ -75,8 +74,11 @@ def estimate(run: RunData) -> Estimate:
     trace, config = trace_of(run), _config_of(run)
     cluster = dataclasses.replace(cluster, steps=steps_to_simulate(cluster))
     base = _step_s(trace, cluster, config)
-    steps = run.steps[WARM_UP_STEPS:]
-    measured_s = (steps[-1]["time_s"] - steps[0]["time_s"]) / (len(steps) - 1)
+    steady = [part.steady for part in parts_of(run) if len(part.steady) > 1]
+    if not steady:
+        raise _too_short(run, _FEWEST + FILLING_STEPS)
+    windows = [(rows[0]["time_s"], rows[-1]["time_s"]) for rows in steady]
+    measured_s = seconds_of(windows) / sum(len(rows) - 1 for rows in steady)
     off = base / measured_s - 1
     if abs(off) > _MOST_OFF:
         raise _misfit(run, off)
@@ -109,10 +111,14 @@ def _misfit(run: RunData, off: float) -> ConfigError:
 
 
 def _too_short(run: RunData, fewest: int) -> ConfigError:
+    steps = f"{len(run.steps)} steps"
+    if len(run.steps) >= fewest:  # of several parts
+        steps += f", {len(steady_steps(run))} without {left_out(run)}"
+        fewest -= FILLING_STEPS
     return ConfigError(
         "RUN_DIR",
         str(run.path),
-        f"this run is too short to simulate ({len(run.steps)} steps); it takes {fewest}",
+        f"this run is too short to simulate ({steps}); it takes {fewest}",
     )
 
 
@@ -131,9 +137,9 @@ def cluster_of(run: RunData) -> ClusterConfig:
             "has engines and train workers that take turns on their GPUs, for which its rows do "
             "not tell the simulator enough; see `ray_apr simulate`",
         )
-    rows = run.steps[WARM_UP_STEPS:]
+    rows = steady_steps(run)
     if len(rows) < _FEWEST:
-        raise _too_short(run, _FEWEST + WARM_UP_STEPS)
+        raise _too_short(run, _FEWEST + FILLING_STEPS)
     if not engine or not any(row.keys() >= _COUNTED for row in rows):
         raise ConfigError(
             "RUN_DIR",
@@ -176,8 +182,8 @@ def _config_of(run: RunData) -> PartialRolloutConfig:
 
 def _engine_of(run: RunData) -> EngineConfig:
     points = []
-    rows = [row for row in run.steps[WARM_UP_STEPS:] if row.keys() >= _COUNTED]
-    for before, after in itertools.pairwise(rows):
+    parts = [[row for row in part.steady if row.keys() >= _COUNTED] for part in parts_of(run)]
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, parts)):
         names = ("tokens_generated", "engines_busy_s", "engines_request_s")
         tokens, busy_s, request_s = (after[name] - before[name] for name in names)
         if tokens > 0 and busy_s > 0 and request_s > 0:
@@ -197,7 +203,7 @@ def _engine_of(run: RunData) -> EngineConfig:
 
 
 def _trainer_of(run: RunData, num_workers: int) -> TrainerConfig:
-    points = [(row["num_tokens"], row["trainer_step_s"]) for row in run.steps[WARM_UP_STEPS:]]
+    points = [(row["num_tokens"], row["trainer_step_s"]) for row in steady_steps(run)]
     overhead_s, slope_s = fitted(points)
     return TrainerConfig(
         tokens_per_s_per_gpu=1.0 / (max(slope_s, 1.0 / _NO_LIMIT) * num_workers),
@@ -250,5 +256,5 @@ def _changes(cluster: ClusterConfig, config: PartialRolloutConfig) -> list[Tried
 
 def _step_s(trace: Trace, cluster: ClusterConfig, config: PartialRolloutConfig) -> float:
     """Simulated seconds of a step, without those in which engines fill."""
-    ends = Simulation(trace, cluster, config).run().step_ends[WARM_UP_STEPS:]
+    ends = Simulation(trace, cluster, config).run().step_ends[FILLING_STEPS:]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
