@@ -92,13 +92,15 @@ def shares_of(run: RunData) -> Shares:
 
 
 def _too_few(run: RunData) -> ConfigError:
-    """The error of a run with too few steps."""
+    """The error of a run with too few steps; it says what the last one saw the run wait for."""
     fewest = FILLING_STEPS + _FEWEST
     remedy = f"has {len(run.steps)} steps, of which nothing can be said yet; wait for "
     if len(run.steps) < fewest:
         remedy += f"{fewest} of them"
     else:
         remedy += f"{_FEWEST} without {left_out(run)}, in which the engines fill"
+    if run.steps and run.steps[-1].get("waiting_for"):
+        remedy += f". At the end of the last one: {run.steps[-1]['waiting_for']}"
     return ConfigError("RUN_DIR", str(run.path), remedy)
 
 

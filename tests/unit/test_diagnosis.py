@@ -276,12 +276,16 @@ def test_samples_that_teach_little_are_told():
     assert "75% of the trained responses were cut" in text
 
 
-def test_a_run_of_few_steps_is_refused():
+def test_a_run_of_few_steps_is_refused_with_what_it_waits_for():
     run = run_of()
-    with pytest.raises(
-        ConfigError, match="has 5 steps, of which nothing can be said yet; wait for 6"
+    for num_steps, end in (
+        (5, r"6 of them\. At the end of the last one: 0 of 4 groups wait"),
+        (0, "6 of them$"),
     ):
-        shares_of(dataclasses.replace(run, steps=run.steps[:5]))
+        with pytest.raises(
+            ConfigError, match=f"has {num_steps} steps, of which nothing .* yet; wait for {end}"
+        ):
+            shares_of(dataclasses.replace(run, steps=run.steps[:num_steps]))
     with pytest.raises(ConfigError, match=r"has no timeline\.jsonl"):
         shares_of(dataclasses.replace(run, timeline=[]))
 
