@@ -99,16 +99,17 @@ def sections_of_yaml() -> Iterator[Reader]:
     order = ("prompts", "rollout", "partial_rollout", "algorithm", "train", "evaluation")
     names = dict.fromkeys((*order, *tables))
     for name in names:
-        yield from _with_inner(tables[name], name)
+        yield from with_inner(tables[name], name)
 
 
-def _with_inner(cls: type, name: str) -> Iterator[Reader]:
+def with_inner(cls: type, name: str) -> Iterator[Reader]:
+    """A section and those inside of it."""
     yield cls, name
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         inner = _dataclass_of(hints[field.name])
         if inner is not None:
-            yield from _with_inner(inner, f"{name}.{field.name}")
+            yield from with_inner(inner, f"{name}.{field.name}")
 
 
 def _dataclass_of(hint: Any) -> type | None:

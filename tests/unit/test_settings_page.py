@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ray_apr.core.checks import at_least, positive, require, whole_or_none
-from tests.settings import docstrings, page, section_of, sections_of_yaml
+from ray_apr.tools.simulator.cluster import ClusterConfig
+from tests.cluster_file import keys
+from tests.settings import docstrings, page, section_of, sections_of_yaml, with_inner
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 LEAST = 3
@@ -38,7 +40,16 @@ def test_the_page_is_what_the_code_says() -> None:
     assert PAGE.read_text("utf-8") == page(), "python -m tests.settings > docs/settings.md"
 
 
-@pytest.mark.parametrize("section", list(sections_of_yaml()), ids=lambda section: section[1])
+def test_the_page_of_the_simulator_has_the_keys_of_a_cluster_file() -> None:
+    text = (PAGE.parent / "simulator.md").read_text("utf-8")
+    assert keys() in text, "python -m tests.cluster_file"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [*sections_of_yaml(), *with_inner(ClusterConfig, "cluster")],
+    ids=lambda section: section[1],
+)
 def test_every_setting_says_what_it_is_for(section: tuple[type, str]) -> None:
     cls, _ = section
     assert [f.name for f in dataclasses.fields(cls) if f.name not in docstrings(cls)] == []

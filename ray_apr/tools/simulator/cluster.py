@@ -23,13 +23,19 @@ class EngineConfig:
     """
 
     decode_base_s: float = 0.008
+    """Seconds of a decode step, whatever is in it."""
     decode_per_sequence_s: float = 0.00003
+    """Seconds that each of its sequences adds."""
     decode_per_context_token_s: float = 3.7e-8
+    """Seconds that each token of their contexts adds."""
     kv_capacity_tokens: int = 500_000
+    """Tokens that the KV cache holds."""
     max_sequences: int = 256
+    """Sequences that are decoded at the same time, at most."""
     prefill_tokens_per_s: float = 12_000.0
+    """Tokens of prompts, and of responses that are resumed, that are read in a second."""
     request_overhead_s: float = 0.0
-    """What taking in a request costs the engine beside its prefill."""
+    """Seconds that taking in a request costs the engine beside its prefill."""
     resume_overhead_s: float | None = None
     """The same for a request that was interrupted, the interruption included; None: the same."""
     cores: float = 1.0
@@ -62,7 +68,7 @@ class TrainerConfig:
     tokens_per_s_per_gpu: float = 1850.0
     """Response tokens that one GPU trains in a second."""
     step_overhead_s: float = 2.0
-    """What an optimizer step costs beside its tokens."""
+    """Seconds that an optimizer step costs beside its tokens."""
     cores: float = 1.0
     """CPU cores that a GPU's train worker keeps busy; counts where ``host_cores`` is set."""
 
@@ -76,7 +82,9 @@ class BatchConfig:
     """One optimizer step."""
 
     prompts: int = 64
+    """Prompts of a step, each with a group of samples."""
     group_size: int = 8
+    """Samples of a prompt."""
 
     def __post_init__(self) -> None:
         whole("cluster.batch", self, "prompts", "group_size")
@@ -93,27 +101,32 @@ class ClusterConfig:
     """A simulated machine and run length."""
 
     gpus: int = 16
+    """Of the whole machine; one stands for an engine or a train worker, whatever these run on."""
     placement: Placement = "disaggregated"
     """disaggregated: some GPUs generate, the others train; colocated: all do both, in turns."""
     rollout_gpus: int | None = None
     """GPUs that generate, where disaggregated; None finds the best number."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """Each of the engines."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The trainer."""
     weight_sync_s: float = 0.5
-    """Time for which a weight sync stops the engines and the trainer."""
+    """Seconds for which a weight sync stops the engines and the trainer."""
     switch_s: float = 0.0
-    """What colocated GPUs pay each time they turn from generation to training or back."""
+    """Seconds that colocated GPUs pay each time they turn from generation to training or back."""
     host_cores: float | None = None
     """CPU cores that engines and train workers share; who wants more than there are, all slow down.
     None is for GPUs, which nobody shares."""
     reward_workers: int = 256
     """Rewards that are computed at the same time."""
     sample_overhead_s: float = 0.0
-    """What handing a finished sample over costs beside its reward: one core for so long."""
+    """Seconds of one core that handing a finished sample over costs beside its reward."""
     batch: BatchConfig = field(default_factory=BatchConfig)
+    """What a step trains."""
     steps: int = 32
     """Optimizer steps of the run."""
     notes: str = ""
+    """For people: where the figures come from."""
 
     def __post_init__(self) -> None:
         s = "cluster"

@@ -12,9 +12,11 @@ from typing import Any
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.config.yaml import check_types, set_override
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.simulator.advice import tuning_text, tuning_to_dict
 from ray_apr.tools.simulator.cluster import ClusterConfig
-from ray_apr.tools.simulator.measured import RUN_NOTE, trace_of_run
+from ray_apr.tools.simulator.measured import RUN_NOTE, trace_of
+from ray_apr.tools.simulator.of_run import cluster_of, steps_to_simulate
 from ray_apr.tools.simulator.study import study
 from ray_apr.tools.simulator.trace import Trace
 from ray_apr.tools.simulator.tuner import Tuner
@@ -30,11 +32,12 @@ def simulate(args: argparse.Namespace) -> str:
         ConfigError: If an argument or a file is wrong.
     """
     cluster = read_cluster(args.cluster)
+    told = [assumed(cluster)] if args.cluster is None else []
     if args.placement is not None:
         cluster = dataclasses.replace(cluster, placement=args.placement)
     config = read_config(args.mode, args.overrides)
     result = study(read_trace(args), cluster, config, seed=args.seed).to_dict()
-    return json.dumps(result) if args.json else _table(result)
+    return json.dumps(result) if args.json else "\n".join([*told, _table(result)])
 
 
 def tune(args: argparse.Namespace) -> str:
@@ -44,18 +47,52 @@ def tune(args: argparse.Namespace) -> str:
         ConfigError: If an argument or a file is wrong.
     """
     notes: tuple[str, ...] = ()
+    cluster = read_cluster(args.cluster)
     if args.run is None:
         trace = read_trace(args)
     elif args.trace is None and args.trace_file is None:
-        trace, notes = trace_of_run(args.run), (RUN_NOTE,)
+        run = load_run(args.run)
+        trace, notes = trace_of(run), (RUN_NOTE,)
+        if args.cluster is None:
+            cluster, told = cluster_to_tune(run)
+            notes = (told, *notes)
     else:
         raise ConfigError("--run", str(args.run), "a trace is given too; give one of them")
+    if args.cluster is None and args.run is None:
+        notes = (assumed(cluster),)
     bound = _DEFAULT_BOUND if args.max_staleness is None else args.max_staleness
-    cluster = read_cluster(args.cluster)
     tuning = Tuner(trace, cluster, max_staleness=bound, seed=args.seed).run(args.mode)
     if args.json:
         return json.dumps(tuning_to_dict(tuning, notes))
     return tuning_text(tuning, notes)
+
+
+def cluster_to_tune(run: RunData) -> tuple[ClusterConfig, str]:
+    """The machine of a run, with any split of its GPUs, or the default one; and which it is."""
+    try:
+        cluster = cluster_of(run)
+    except ConfigError as error:
+        cluster = ClusterConfig()
+        return cluster, f"{assumed(cluster)}; of the run it cannot be told: {error.remedy}"
+    told = f"cluster: that of the run, from its rows: {_machine(cluster)}; another: --cluster FILE"
+    steps = steps_to_simulate(cluster)
+    return dataclasses.replace(cluster, rollout_gpus=None, steps=steps), told
+
+
+def assumed(cluster: ClusterConfig) -> str:
+    """A cluster that nobody gave, in a line."""
+    return f"cluster: assumed, as --cluster FILE is not given: {_machine(cluster)}"
+
+
+def _machine(cluster: ClusterConfig) -> str:
+    split = "" if cluster.rollout_gpus is None else f", {cluster.rollout_gpus} of them for engines"
+    trainer, batch = cluster.trainer, cluster.batch
+    return (
+        f"{cluster.gpus} GPUs{split} (one stands for an engine or a train worker, whatever these "
+        f"run on); steps of {batch.prompts} prompts x {batch.group_size} samples; one GPU trains "
+        f"{trainer.tokens_per_s_per_gpu:,.0f} tokens/s beside {trainer.step_overhead_s:.2g} s a "
+        "step"
+    )
 
 
 def read_trace(args: argparse.Namespace) -> Trace:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.report.load import RunData, load_run
+from ray_apr.tools.report.load import RunData
 from ray_apr.tools.simulator.trace import Trace
 
 RUN_NOTE = (
@@ -16,18 +15,8 @@ RUN_NOTE = (
 )
 
 
-def trace_of_run(run_dir: str | Path) -> Trace:
-    """The trained samples of a run, a prompt for each of its groups.
-
-    Raises:
-        ConfigError: If it is no run folder, or has no trained samples.
-        RunFolderError: If its files are broken.
-    """
-    return trace_of(load_run(run_dir))
-
-
 def trace_of(run: RunData) -> Trace:
-    """The same of a run that is read already.
+    """The trained samples of a run, a prompt for each of its groups.
 
     Raises:
         ConfigError: If it has no trained samples.
