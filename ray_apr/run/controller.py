@@ -61,11 +61,11 @@ from ray_apr.run.resume import (
     resume_folder,
     resume_line,
 )
-from ray_apr.run.scale_requests import forget
 from ray_apr.run.scaling import as_scaled, start_scaling
 from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
+from ray_apr.run.tidying import tidy_folder
 from ray_apr.run.training import begin_imports, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
@@ -142,7 +142,7 @@ def run(
                 raise
 
         with hold_folder(spec.folder), followed_by(callbacks, spec):
-            forget(spec.folder)
+            tidy_folder(spec)
             return run_with_restarts(
                 attempt,
                 max_failures=spec.max_failures,

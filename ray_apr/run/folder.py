@@ -28,13 +28,29 @@ def holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists()
 
 
+def came_to_nothing(folder: Path) -> bool:
+    """Whether the run of a folder made no token: nothing was trained, and nothing is lost with it,
+    as of a run that found a prompt too long when it encoded them."""
+    rows = ("metrics.jsonl", "samples.jsonl", "ended.jsonl")
+    if not holds_run(folder) or any(map(_has_content, (folder / name for name in rows))):
+        return False
+    kept = (*folder.glob("checkpoint_*/*"), *folder.glob("journal/*"))
+    spans = read_rows(folder / "timeline.jsonl")
+    return not any(map(_has_content, kept)) and all(row["what"] != "generate" for row in spans)
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_dir() or (path.is_file() and path.stat().st_size > 0)
+
+
 def check_new_folder(folder: Path) -> None:
-    """Check that a run folder holds no run yet, which would be gone on with.
+    """Check that a run folder holds no run yet, which would be gone on with; one that came to
+    nothing, and that nobody trains now, is no run.
 
     Raises:
         ConfigError: If it does.
     """
-    if holds_run(folder):
+    if holds_run(folder) and (is_held(folder) or not came_to_nothing(folder)):
         raise ConfigError(
             "run.name",
             folder.name,

@@ -45,7 +45,7 @@ from ray_apr.run.trained_samples import table_of, write_step
 logger = logging.getLogger(__name__)
 
 POISON_FILE = "poison.jsonl"
-_FILES = {
+ROW_FILES = {
     "step": "metrics.jsonl",
     "sample": "samples.jsonl",
     "ended": "ended.jsonl",
@@ -55,6 +55,7 @@ _FILES = {
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",
 }
+"""Kind of a row -> file of the run folder."""
 _END = 64 << 20
 """Bytes of a file's end in which rows are looked for: those since a checkpoint are there."""
 _END_OF_CALLS = 1 << 20
@@ -73,7 +74,7 @@ class RunRecorder:
     def __init__(self, folder: str, started_at: float, prompt_column: str = "prompt") -> None:
         self._folder = Path(folder)
         self._prompt_column = prompt_column
-        paths = {kind: Path(folder) / name for kind, name in _FILES.items()}
+        paths = {kind: Path(folder) / name for kind, name in ROW_FILES.items()}
         for path in paths.values():
             end_with_a_line(path)
         self._files = {kind: open_rows(path) for kind, path in paths.items()}

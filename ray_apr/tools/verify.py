@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
-from ray_apr.run.folder import read_rows
+from ray_apr.run.folder import came_to_nothing, read_rows
 from ray_apr.scheduling.order import prompt_position
 
 _LEAST_P = 0.05
@@ -55,7 +55,7 @@ class Recorded:
         """Read a run folder.
 
         Raises:
-            ConfigError: If no run has ended in it.
+            ConfigError: If no run has ended in it, or one that came to nothing.
         """
         final = folder / "final.json"
         if not final.is_file():
@@ -64,8 +64,17 @@ class Recorded:
                 str(folder),
                 "holds no final.json: the run has not ended; go on with it first (--resume)",
             )
+        values = json.loads(final.read_text())
+        if came_to_nothing(folder):
+            why = values.get("error") or "no error was recorded"
+            raise ConfigError(
+                "RUN_DIR",
+                str(folder),
+                f"nothing was trained, so that there is nothing to prove: {why}. A run of the same "
+                "name takes the place of it",
+            )
         return cls(
-            final=json.loads(final.read_text()),
+            final=values,
             steps=read_rows(folder / "metrics.jsonl"),
             samples=read_rows(folder / "samples.jsonl"),
             ended={row["sample_id"]: row for row in read_rows(folder / "ended.jsonl")},
@@ -77,7 +86,7 @@ def verify(folder: str | Path) -> list[Check]:
     """All checks of a run folder.
 
     Raises:
-        ConfigError: If no run has ended in it.
+        ConfigError: If no run has ended in it, or one that came to nothing.
     """
     run = Recorded.of(Path(folder))
     checks = (_steps, _batches, _staleness, _versions, _ledger, _prompts, _lengths)

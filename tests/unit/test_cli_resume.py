@@ -161,6 +161,7 @@ def test_refused_commands_leave_the_folder_as_it_is(
 ) -> None:
     run_dir = begin_run(config, "train.steps=7")
     (run_dir / "config.json").write_text("{}")
+    (run_dir / "metrics.jsonl").write_text("{}\n")
     before = {file: file.read_bytes() for file in run_dir.iterdir()}
     mine = ["--set", "run.name=mine"]
     assert cli.main(["train", str(config), *mine]) == 2, "the name is taken"

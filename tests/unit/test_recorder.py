@@ -14,7 +14,7 @@ from ray_apr.run import folder
 from ray_apr.run.causes import write_error_log
 from ray_apr.run.final import write_final, write_json
 from ray_apr.run.folder import add_row, append, last_row, open_rows, put_text, read_rows
-from ray_apr.run.recorder import _FILES, RunRecorder
+from ray_apr.run.recorder import ROW_FILES, RunRecorder
 
 
 class FullDisk:
@@ -173,4 +173,4 @@ async def test_a_call_that_ray_makes_again_after_a_death_doubles_no_row(
     again = RunRecorder(str(tmp_path), 10.0)  # the first one died before it answered
     await again.record_many(kind, rows[:2])
     await again.record_many(kind, rows[2:])
-    assert [row["id"] for row in read_rows(tmp_path / _FILES[kind])] == [0, 1, 2]
+    assert [row["id"] for row in read_rows(tmp_path / ROW_FILES[kind])] == [0, 1, 2]
