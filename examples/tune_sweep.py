@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray_apr import APRTrainer, RolloutConfig, Sample, TrainConfig
 
 TINY = Path(__file__).parent / "arithmetic" / "base_model"
+NUM_LAST = 5
+"""Steps whose mean reward is compared: that of one batch is mostly chance."""
 
 
 def reward(sample: Sample) -> float:
@@ -49,12 +54,36 @@ def trial(config: dict[str, Any]) -> None:
         ),
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
         run_config=RunConfig(
-            name=f"lr-{config['lr']:g}",  # a name belongs to one run
+            name=name_of(config["lr"]),  # a name belongs to one run
             storage_path=config["storage"],
             callbacks=[TuneReportCallback()],
         ),
     )
     trainer.fit()
+
+
+def name_of(lr: float) -> str:
+    """Name of a trial's run."""
+    return f"lr-{lr:g}"
+
+
+def compared(rewards: Mapping[float, Sequence[float]], storage: str) -> str:
+    """What the trials came to, and the command that compares their runs.
+
+    Args:
+        rewards: Learning rate -> mean reward of each step.
+        storage: Where the run folders are.
+    """
+    last = {lr: statistics.fmean(of_steps[-NUM_LAST:]) for lr, of_steps in rewards.items()}
+    lines = [
+        f"lr {lr:g}: reward {rewards[lr][0]:.3f} → {mean:.3f} "
+        f"(first step → mean of the last {min(NUM_LAST, len(rewards[lr]))} steps)"
+        for lr, mean in last.items()
+    ]
+    folders = (shlex.quote(str(Path(storage) / name_of(lr))) for lr in rewards)
+    lines.append(f"best mean of the last steps: lr {max(last, key=lambda lr: last[lr]):g}")
+    lines.append(f"compare: ray-apr report {' '.join(folders)} --out comparison.html")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -73,15 +102,15 @@ def main() -> None:
             "steps": args.steps,
             "storage": storage,
         },
-        tune_config=tune.TuneConfig(metric="reward_mean", mode="max", max_concurrent_trials=1),
+        tune_config=tune.TuneConfig(max_concurrent_trials=1),
         run_config=tune.RunConfig(name="sweep", storage_path=storage, verbose=0),
     ).fit()
+    rewards = {}
     for result in results:
         if result.error is not None:
             raise result.error
-        rewards = result.metrics_dataframe["reward_mean"]
-        print(f"lr {result.config['lr']:g}: reward {rewards.iloc[0]:.3f} → {rewards.iloc[-1]:.3f}")
-    print(f"best: lr {results.get_best_result().config['lr']:g}")
+        rewards[result.config["lr"]] = result.metrics_dataframe["reward_mean"].tolist()
+    print(compared(rewards, storage))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def test_a_sweep_of_two_learning_rates(tmp_path, marked):
     arguments = [str(EXAMPLES / "tune_sweep.py"), "--steps", "2", "--storage", "."]
     said = run(arguments, env, tmp_path)
     assert "lr 0.0001: reward 0." in said and "lr 1e-05: reward 0." in said
-    assert "best: lr " in said
+    assert "best mean of the last steps: lr " in said
+    assert f"compare: ray-apr report {tmp_path.resolve() / 'lr-0.0001'} " in said
     for name in ("lr-0.0001", "lr-1e-05"):
         assert final_of(tmp_path / name) == ("ok", 0, 2)
 
