@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.quiet import skip_daemons_lines
 from ray_apr.cli.reading import add_reading, make_report
-from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, show
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RUN_DIR, Commands, complain, show
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="ray-apr", description="Asynchronous RL post-training with partial rollouts, on Ray."
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, show tracebacks")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", action=Commands
+    )
 
     init = commands.add_parser("init", help="write a starter project: settings, reward, prompts")
     init.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     resume = commands.add_parser("resume", help="go on with a run that `train` began")
-    resume.add_argument("run", metavar="RUN_DIR", type=Path)
+    resume.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
 
@@ -131,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune)
 
     dashboard = commands.add_parser("dashboard", help="the Grafana dashboard of all runs")
-    verbs = dashboard.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    verbs = dashboard.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", action=Commands
+    )
     printed = verbs.add_parser("json", help="print it, to be imported into Grafana")
     printed.set_defaults(command=_dashboard_json)
     installed = verbs.add_parser("install", help="put it where Ray's own Grafana finds it")
@@ -152,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
-    replay.add_argument("run", metavar="RUN_DIR", type=Path)
+    replay.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     replay.add_argument(
         "--step", metavar="K", type=int, required=True, help="as in metrics.jsonl, from 0"
     )
@@ -162,7 +166,7 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
-    scale.add_argument("run", metavar="RUN_DIR", type=Path)
+    scale.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, from 1")
     scale.add_argument(
         "--timeout", metavar="S", type=_seconds, default=1200.0, help="wait so long (%(default)g)"

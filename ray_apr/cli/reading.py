@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, show
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, RUN_DIR, show
 from ray_apr.core.exceptions import ConfigError, SimulationError
 
 
@@ -15,12 +15,20 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser("report", help="make the report of a run, or compare two runs")
     report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
     report.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="where the page goes (needed for two runs)"
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="where the page goes; default: report.html in RUN_DIR; two runs need it",
     )
     report.set_defaults(command=_report)
 
-    watch = commands.add_parser("watch", help="see how a run goes on, until it ends")
-    watch.add_argument("run", metavar="RUN_DIR", type=Path)
+    watch = commands.add_parser(
+        "watch",
+        help="see how a run goes on, until it ends",
+        description="See how a run goes on, until it ends: in a terminal as a view, elsewhere by a "
+        "line for each step and evaluation.",
+    )
+    watch.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     watch.set_defaults(command=_watch)
 
     _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
@@ -28,25 +36,35 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     trace = commands.add_parser(
         "trace", help="write what engines and trainer did, and profiles of steps, for Perfetto"
     )
-    trace.add_argument("run", metavar="RUN_DIR", type=Path)
-    trace.add_argument("--out", type=Path, metavar="FILE.json.gz", help="where it goes")
+    trace.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    trace.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json.gz",
+        help="where it goes; default: trace.json.gz in RUN_DIR",
+    )
     trace.set_defaults(command=_trace)
 
     push = commands.add_parser(
         "push", help="send the trained model of a run, with a card, to the Hugging Face Hub"
     )
-    push.add_argument("run", metavar="RUN_DIR", type=Path)
+    push.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     push.add_argument("repo", metavar="OWNER/NAME", nargs="?", help="none: write the card alone")
     push.add_argument("--public", action="store_true", help="a repository that is made is public")
     push.set_defaults(command=_push)
 
-    verify = commands.add_parser("verify", help="prove that a run kept what it promises")
-    verify.add_argument("run", metavar="RUN_DIR", type=Path)
+    verify = commands.add_parser(
+        "verify",
+        help="prove that a run kept what it promises",
+        description="Prove, from its folder alone, that a run that has ended kept what it "
+        "promises: nothing is lost, doubled or too old. The exit code is 1 where a line is BROKEN.",
+    )
+    verify.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     verify.set_defaults(command=_verify)
 
 
 def _add_samples(samples: argparse.ArgumentParser) -> None:
-    samples.add_argument("run", metavar="RUN_DIR", type=Path)
+    samples.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
     samples.add_argument(
         "--step", metavar="K", type=int, help="as in metrics.jsonl, from 0 (default: the last one)"
     )

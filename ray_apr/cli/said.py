@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    _SubParsers = argparse._SubParsersAction
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+RUN_DIR = "folder of a run, e.g. runs/NAME"
+
+
+class Commands(_SubParsers):
+    """Commands whose own ``--help`` says what they do: as the list does, or in more words."""
+
+    def add_parser(self, name: str, **arguments: Any) -> argparse.ArgumentParser:
+        """Add a command.
+
+        Args:
+            name: What it is called.
+            arguments: Of its parser, with ``help``.
+        """
+        told = arguments["help"]
+        return super().add_parser(
+            name, **{"description": f"{told[0].upper()}{told[1:]}.", **arguments}
+        )
 
 
 def show(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+MODES = "sync, one_step_off, stream, async, in_flight, apr"
 _COLUMNS = "prompt_id, sample_index, prompt_tokens, response_tokens, reward_s"
 
 
@@ -12,7 +13,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``simulate`` takes."""
     _add_common(parser, default="16 GPUs")
     parser.add_argument("trace_file", metavar="TRACE", nargs="?", type=Path, help="as --trace")
-    parser.add_argument("--mode", default="apr", metavar="NAME", help="preset; default: apr")
+    parser.add_argument(
+        "--mode", default="apr", metavar="NAME", help=f"preset: {MODES}; default: apr"
+    )
     parser.add_argument(
         "--placement",
         choices=("disaggregated", "colocated"),
@@ -42,7 +45,10 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="oldest token that may be trained, in optimizer steps; default: that of the mode",
     )
     parser.add_argument(
-        "--mode", default="apr", metavar="NAME", help="preset whose settings are tuned"
+        "--mode",
+        default="apr",
+        metavar="NAME",
+        help=f"preset whose settings are tuned: {MODES}; default: apr",
     )
 
 
