@@ -47,9 +47,15 @@ def tokenizer_of(folder: Path) -> Decode | None:
     config = folder / "config.json"
     if not config.is_file():
         return None
+    model = json.loads(config.read_text(encoding="utf-8")).get("model", "")
+    file = Path(model) / "tokenizer.json"
+    if file.is_file():  # without Transformers, which imports torch for seconds
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(file))
+        return lambda ids: str(fast.decode(list(ids), skip_special_tokens=True))
     from transformers import AutoTokenizer
 
-    model = json.loads(config.read_text(encoding="utf-8")).get("model", "")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):

@@ -10,11 +10,14 @@ import errno
 import gzip
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from ray_apr.cli.main import main
 from ray_apr.core.exceptions import ConfigError, ResourceError
@@ -37,6 +40,7 @@ from ray_apr.tools.report.html import write_report
 from ray_apr.tools.samples import Piece, as_text, pieces_of, select, tokenizer_of
 from tests.tiny_model import make_tiny_model
 
+BASE_MODEL = Path(__file__).parents[2] / "examples/arithmetic/base_model"
 EVIL = "</script><script>alert(1)</script>"
 
 
@@ -301,6 +305,20 @@ def test_the_command_shows_them(folder, capsys):
     assert "of e0-0-1" in shown and "of e0-0-0" not in shown
     assert main(["samples", str(folder), "--id", "e0-0-0"]) == 0
     assert "→ one two" in capsys.readouterr().out
+
+
+def test_ids_are_decoded_as_the_models_tokenizer_does_and_without_torch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model": str(BASE_MODEL)}))
+    code = (
+        "import sys; from pathlib import Path; from ray_apr.tools.samples import tokenizer_of; "
+        "decode = tokenizer_of(Path(sys.argv[1])); print(repr([decode([i, 5, i]) for i in "
+        "range(int(sys.argv[2]))])); assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    theirs = AutoTokenizer.from_pretrained(BASE_MODEL)
+    command = [sys.executable, "-c", code, str(tmp_path), str(len(theirs))]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    expected = [theirs.decode([i, 5, i], skip_special_tokens=True) for i in range(len(theirs))]
+    assert said == f"{expected!r}\n"
 
 
 def test_a_tokenizer_that_is_not_here_is_none(tmp_path):
