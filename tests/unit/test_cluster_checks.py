@@ -10,7 +10,7 @@ import ray.train
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, Sections
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run import checks
+from ray_apr.run import checks, training
 from ray_apr.serve import builder
 from ray_apr.serve.spec import EngineSpec
 from tests.run_specs import run_spec
@@ -65,6 +65,32 @@ def test_colocated_train_workers_reserve_what_an_engine_leaves_of_a_gpu(given):
     assert wanted["GPU"] + alone == 1.0, "a GPU has one of both"
     assert 2 * alone > 1.0, "and no second engine"
     assert run_spec(scaling=scaling).worker_scaling is scaling
+
+
+@pytest.mark.parametrize(
+    ("engine", "shares_device", "takes_turns"),
+    [
+        ({}, False, False),
+        ({"placement": "colocated"}, True, True),
+        ({"placement": "colocated", "sleep": False}, True, False),
+    ],
+)
+def test_engines_and_train_workers_hear_alike_what_they_share(
+    monkeypatch, engine, shares_device, takes_turns
+):
+    class MadeError(Exception):
+        pass
+
+    def made(**fields):
+        raise MadeError(fields["shares_device"], fields["takes_turns"])
+
+    monkeypatch.setattr(training, "WorkerSpec", made)
+    rollout = RolloutConfig(engine={"device": "cpu", "dtype": "float32", **engine})
+    with pytest.raises(MadeError) as caught:
+        training.make_torch_trainer(run_spec(rollout=rollout), buffer=None)
+    assert caught.value.args == (shares_device, takes_turns)
+    spec = EngineSpec.of_run("m", rollout)
+    assert (spec.shares_device, spec.takes_turns) == (shares_device, takes_turns)
 
 
 def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():

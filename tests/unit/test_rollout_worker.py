@@ -69,6 +69,19 @@ async def test_a_sync_interrupts_what_runs_and_it_resumes_with_its_tokens_and_bu
     await run.check_ledger(run.summary)
 
 
+@pytest.mark.parametrize("sleep", [True, False])
+async def test_colocated_engines_generate_before_a_sync_unless_they_begin_asleep(sleep):
+    engine = ScriptedEngine(default_length=6)
+    placement = {"engine": {"placement": "colocated", "sleep": sleep}}
+    async with running(engine, rollout=placement, oversampling_factor=1.0) as run:
+        assert run.worker._engines._start_limit_s == (0.0 if sleep else 600.0)
+        if sleep:
+            await asyncio.sleep(0.1)
+            assert not engine.calls, "they have no weights"
+            await run.sync(1)
+        await until(lambda: len(engine.running) == 4)
+
+
 async def test_max_staleness_0_starts_one_batch_a_version():
     engine = ScriptedEngine(auto=1)
     async with running(

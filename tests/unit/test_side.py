@@ -319,6 +319,16 @@ def test_without_a_journal_the_trainer_hears_of_the_death_at_once(monkeypatch, t
     cluster.end()
 
 
+@pytest.mark.parametrize("sleep", [True, False])
+def test_beside_colocated_engines_they_begin_again_unless_these_sleep(monkeypatch, tmp_path, sleep):
+    placement = RolloutConfig(engine={"placement": "colocated", "sleep": sleep})
+    cluster = Cluster(monkeypatch, tmp_path, rollout=placement)
+    why_not = cluster.side._may_begin_again()
+    assert (why_not is None) == (not sleep)
+    assert why_not is None or "engines that sleep" in why_not
+    cluster.end()
+
+
 def test_what_dies_again_and_again_without_a_step_ends_the_run(monkeypatch, tmp_path):
     cluster = Cluster(monkeypatch, tmp_path)
     for number in range(5):

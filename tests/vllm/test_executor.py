@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("vllm")
 from ray_apr.core.exceptions import EngineDiedError
 from ray_apr.serve.vllm.arguments import FORKING_EXECUTOR
 from ray_apr.serve.vllm.executor import NamespacedRayExecutor
+from ray_apr.serve.vllm.forked_worker import ForkedWorkerExecutor
 from tests.fakes import generate_request
 from tests.tiny_model import make_tiny_model
 from tests.vllm.engines import FREE, PROMPT, make_engine, running
@@ -22,6 +24,15 @@ pytestmark = pytest.mark.vllm
 def test_engines_that_start_together_look_for_ports_in_other_places():
     ports = {NamespacedRayExecutor._select_tcpstore_port(0, 0) for _ in range(8)}
     assert len(ports) > 1 and min(ports) >= 1024
+
+
+def test_the_worker_of_one_gpu_is_forked_whatever_the_server_has_set(monkeypatch):
+    name, said = "VLLM_WORKER_MULTIPROC_METHOD", []
+    monkeypatch.setenv(name, "spawn")
+    vllms = ForkedWorkerExecutor.__mro__[1]
+    monkeypatch.setattr(vllms, "_init_executor", lambda self: said.append(os.environ[name]))
+    ForkedWorkerExecutor.__new__(ForkedWorkerExecutor)._init_executor()
+    assert said == ["fork"]
 
 
 @pytest.mark.slow
