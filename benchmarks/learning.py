@@ -21,6 +21,10 @@ from typing import Any
 
 import modes
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.whole_runs import TWO_OF_EACH
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 MAKING_LIMIT_S, RUN_LIMIT_S = 400, 900
 
@@ -84,7 +88,7 @@ def one_run(
     name = f"{mode}-{repeat}"
     settings = [
         f"mode={mode}", f"model={model}", f"run.storage_path={folder}", f"run.name={name}",
-        f"train.seed={repeat}", *(ON_GPUS if args.gpu else ON_CPUS), *args.set,
+        f"train.seed={repeat}", *(ON_GPUS if args.gpu else TWO_OF_EACH), *args.set,
     ]  # fmt: skip
     pairs = [part for setting in settings for part in ("--set", setting)]
     config = str(EXAMPLE / "quickstart.yaml")
@@ -93,9 +97,6 @@ def one_run(
     return {"mode": mode, "repeat": repeat, **modes.times_of(folder / name)}
 
 
-ON_CPUS = (
-    "rollout.num_replicas=2", "scaling={num_workers: 2, use_gpu: false}", "ray.num_cpus=5",
-)  # fmt: skip
 ON_GPUS = (
     "rollout.engine.device=cuda", "rollout.num_replicas=1", "rollout.engine.dtype=bfloat16",
     "rollout.engine.kwargs={max_num_seqs: 256}", "train.param_dtype=bfloat16",
