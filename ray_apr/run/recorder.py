@@ -32,6 +32,7 @@ from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.profiles import PROFILES
 from ray_apr.core.sample import Sample
+from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import (
     append,
     end_with_a_line,
@@ -49,7 +50,7 @@ ROW_FILES = {
     "step": "metrics.jsonl",
     "sample": "samples.jsonl",
     "ended": "ended.jsonl",
-    "dropped": "dropped.jsonl",
+    "dropped": DROPPED_FILE,
     "poison": POISON_FILE,
     "timeline": "timeline.jsonl",
     "evaluation": "evaluations.jsonl",

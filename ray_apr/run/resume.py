@@ -34,6 +34,7 @@ from ray_apr.data.resumption import (
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
+from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, last_row, read_rows
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
@@ -287,7 +288,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         lambda row: row["policy_version"] <= newest or row["sample_id"] in ended,
     )
     _keep(
-        folder / "dropped.jsonl",
+        folder / DROPPED_FILE,
         lambda row: row["policy_version"] <= newest or row["group_id"] in dropped,
     )
     evaluated: set[int] = set()
