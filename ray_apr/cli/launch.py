@@ -96,13 +96,7 @@ def _preview(
             name=name,
             place=prompts.place,
         )
-        warnings += preview(
-            prompts,
-            tokenizer,
-            limit,
-            column=spec.rollout.prompt_column,
-            limit_s=_PREVIEW_LIMIT_S,
-        )
+        warnings += preview(prompts, tokenizer, limit, limit_s=_PREVIEW_LIMIT_S)
         passes = spec.train.passes
         if name == "prompts" and passes is not None and limit.num_seen == len(prompts):
             counted = spec.with_steps(limit.num_left)

@@ -53,7 +53,7 @@ class LengthLimit:
         place: Callable[[int], str | None] = lambda row: None,
     ) -> None:
         self._most = most
-        self._column = column
+        self.column = column
         self._drops = drops
         self.name = name
         self._place = place
@@ -71,7 +71,7 @@ class LengthLimit:
     def field(self, row: int) -> str:
         """What an error calls the prompt of a row."""
         place = self._place(row)
-        return f"{place}, {self._column}" if place else f"{self.name}[{row}].{self._column}"
+        return f"{place}, {self.column}" if place else f"{self.name}[{row}].{self.column}"
 
     def fits(self, lengths: Sequence[int]) -> list[bool]:
         """Whether each of the next prompts fits.

@@ -21,7 +21,6 @@ def preview(
     tokenizer: Any,
     limit: LengthLimit,
     *,
-    column: str,
     limit_s: float,
 ) -> list[str]:
     """Encode the prompts, as many as the time allows.
@@ -30,7 +29,6 @@ def preview(
         rows: The prompts.
         tokenizer: That of the model.
         limit: Of their lengths; it counts them, and says what messages call them.
-        column: Name of the prompt column.
         limit_s: Time after which the rest is left out.
 
     Returns:
@@ -39,7 +37,7 @@ def preview(
     Raises:
         ConfigError: Names the first row that the run would refuse.
     """
-    name = limit.name
+    name, column = limit.name, limit.column
     end = time.monotonic() + limit_s
     lost: Counter[str] = Counter()
     warnings = []

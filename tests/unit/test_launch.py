@@ -128,7 +128,7 @@ class Letters:
 
 def look(rows, *, drops=False, limit_s=10.0):
     limit = LengthLimit(5, column="prompt", drops=drops)
-    return preview(PromptRows(rows), Letters(), limit, column="prompt", limit_s=limit_s)
+    return preview(PromptRows(rows), Letters(), limit, limit_s=limit_s)
 
 
 def prompts_of(*prompts):
