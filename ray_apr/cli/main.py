@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.quiet import skip_daemons_lines
 from ray_apr.cli.reading import add_reading, make_report
-from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RUN_DIR, Commands, complain, show
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Commands, add_run_dir, complain, show
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     resume = commands.add_parser("resume", help="go on with a run that `train` began")
-    resume.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(resume)
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
 
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
-    replay.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(replay)
     replay.add_argument(
         "--step", metavar="K", type=int, required=True, help="as in metrics.jsonl, from 0"
     )
@@ -166,7 +166,7 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
-    scale.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(scale)
     scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, from 1")
     scale.add_argument(
         "--timeout", metavar="S", type=_seconds, default=1200.0, help="wait so long (%(default)g)"

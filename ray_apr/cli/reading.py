@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, RUN_DIR, show
+from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, add_run_dir, show
 from ray_apr.core.exceptions import ConfigError, SimulationError
 
 
@@ -28,7 +28,7 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="See how a run goes on, until it ends: in a terminal as a view, elsewhere by a "
         "line for each step and evaluation.",
     )
-    watch.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(watch)
     watch.set_defaults(command=_watch)
 
     _add_samples(commands.add_parser("samples", help="read trained samples of a run"))
@@ -36,7 +36,7 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     trace = commands.add_parser(
         "trace", help="write what engines and trainer did, and profiles of steps, for Perfetto"
     )
-    trace.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(trace)
     trace.add_argument(
         "--out",
         type=Path,
@@ -48,7 +48,7 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     push = commands.add_parser(
         "push", help="send the trained model of a run, with a card, to the Hugging Face Hub"
     )
-    push.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(push)
     push.add_argument("repo", metavar="OWNER/NAME", nargs="?", help="none: write the card alone")
     push.add_argument("--public", action="store_true", help="a repository that is made is public")
     push.set_defaults(command=_push)
@@ -59,12 +59,12 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Prove, from its folder alone, that a run that has ended kept what it "
         "promises: nothing is lost, doubled or too old. The exit code is 1 where a line is BROKEN.",
     )
-    verify.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(verify)
     verify.set_defaults(command=_verify)
 
 
 def _add_samples(samples: argparse.ArgumentParser) -> None:
-    samples.add_argument("run", metavar="RUN_DIR", type=Path, help=RUN_DIR)
+    add_run_dir(samples)
     samples.add_argument(
         "--step", metavar="K", type=int, help="as in metrics.jsonl, from 0 (default: the last one)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ else:
     _SubParsers = argparse._SubParsersAction
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-RUN_DIR = "folder of a run, e.g. runs/NAME"
 
 
 class Commands(_SubParsers):
@@ -30,6 +30,11 @@ class Commands(_SubParsers):
         return super().add_parser(
             name, **{"description": f"{told[0].upper()}{told[1:]}.", **arguments}
         )
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """Have a command take the folder of a run."""
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="folder of a run, e.g. runs/NAME")
 
 
 def show(text: str) -> None:
