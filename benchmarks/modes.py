@@ -328,23 +328,44 @@ def baseline(modes: Iterable[str]) -> str:
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median, spread, and ratio of the synchronous median to each mode's."""
-    seconds = {
-        mode: [run["seconds"] for run in runs if run["mode"] == mode]
+    """Median, spread, and ratio of the synchronous median to each mode's.
+
+    The steps after the first one, which may have compiled, have their own: seconds of a step, and
+    trained tokens per second.
+    """
+    of_mode = {
+        mode: [run for run in runs if run["mode"] == mode]
         for mode in dict.fromkeys(run["mode"] for run in runs)
     }
-    medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    medians = {
+        mode: statistics.median(run["seconds"] for run in found) for mode, found in of_mode.items()
+    }
+    later = {mode: statistics.median(map(_later_step_s, found)) for mode, found in of_mode.items()}
     sync = baseline(medians)
     return {
         mode: {
             "median_s": medians[mode],
-            "min_s": min(values),
-            "max_s": max(values),
-            "runs": len(values),
+            "min_s": min(run["seconds"] for run in found),
+            "max_s": max(run["seconds"] for run in found),
+            "runs": len(found),
             "sync_over_this": medians[sync] / medians[mode] if sync else None,
+            "later_step_s": later[mode],
+            "later_tokens_per_s": statistics.median(map(_later_tokens_per_s, found)),
+            "later_sync_over_this": later[sync] / later[mode] if sync else None,
         }
-        for mode, values in seconds.items()
+        for mode, found in of_mode.items()
     }
+
+
+def _later_step_s(run: dict[str, Any]) -> float:
+    steps = run["steps"]
+    return float(steps[-1]["time_s"] - steps[0]["time_s"]) / max(1, len(steps) - 1)
+
+
+def _later_tokens_per_s(run: dict[str, Any]) -> float:
+    tokens = sum(step["num_tokens"] for step in run["steps"][1:])
+    seconds = run["steps"][-1]["time_s"] - run["steps"][0]["time_s"]
+    return tokens / seconds if seconds else 0.0
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:

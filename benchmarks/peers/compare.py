@@ -1,0 +1,316 @@
+"""ray_apr and a peer in turns, on the same GPUs, model, prompts, rewards, batch and learning rate.
+
+    python benchmarks/peers/compare.py --task arithmetic --gpus 1 --out arithmetic.json \
+        --systems trl sync:awake apr:awake
+    python benchmarks/peers/compare.py --task replay --trace trace.jsonl.gz --scale 0.25 \
+        --gpus 2 --systems trl sync:awake apr --out replay.json
+
+`arithmetic` trains a small model that this makes first, and asks how soon it has learned.
+`replay` trains a model of `--shape` with random weights, whose responses get as long as the trace
+says: what is left is the time of generation, hand-over and training. A system is `trl` (colocated
+vLLM), or a mode of ray_apr: MODE has half of the GPUs for its engines, MODE:awake and MODE:turns
+have engine and train worker on each (`benchmarks/modes.py`).
+
+Each system is a process of its own, timed from its start, from its first generation, and at the end
+of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gpu_models
+import host
+import learning
+import modes
+
+EXAMPLE = learning.EXAMPLE
+REPLAY_REWARD = """
+def reward(sample):
+    return float(int(sample.sample_id.rpartition("-")[2]) % 2)
+"""
+RUNNING_MEAN = 4
+"""Steps whose mean reward has to reach a threshold."""
+
+
+def main() -> None:
+    """Run all that is asked for, and write the JSON."""
+    args = _arguments()
+    result = modes.describe(args)
+    with tempfile.TemporaryDirectory(prefix="apr-peers-") as path:
+        folder = Path(path)
+        task = {"arithmetic": arithmetic_task, "replay": replay_task}[args.task](folder, args)
+        result["task"] = {k: v for k, v in task.items() if k not in ("model", "prompts", "reward")}
+        for repeat in range(args.repeats):
+            for system in args.systems:
+                run = one_run(system, repeat, task, folder, args)
+                result["runs"].append(run)
+                result["systems"] = figures(result["runs"], args.rewards)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                print(system, json.dumps(result["systems"][system]), flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--task", choices=["arithmetic", "replay"], required=True)
+    parser.add_argument("--systems", nargs="+", default=["trl", "sync:awake", "apr"])
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--batch-prompts", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--rewards", type=float, nargs="+", default=[0.6, 0.7, 0.8])
+    parser.add_argument("--hidden-size", type=int, default=512, help="arithmetic: of its model")
+    parser.add_argument("--num-layers", type=int, default=10, help="arithmetic: of its model")
+    parser.add_argument("--warm-up-lr", type=float, default=1e-3, help="arithmetic: supervised")
+    parser.add_argument("--trace", type=Path, help="replay: lengths of responses")
+    parser.add_argument("--scale", type=float, default=0.25, help="replay: factor on them")
+    parser.add_argument("--shape", default="0.6B", choices=list(gpu_models.SHAPES))
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="of our engines")
+    parser.add_argument("--trl-rows", type=int, default=256, help="TRL's micro batch, of a GPU")
+    parser.add_argument("--trl-memory", type=float, default=0.4, help="TRL's share for vLLM")
+    parser.add_argument("--trl-liger", action="store_true", help="TRL with Liger's layers")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds of one run")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.gpu, args.reward_seconds = True, 0.0
+    if args.task == "replay" and args.trace is None:
+        parser.error("--task replay needs --trace")
+    return args
+
+
+def arithmetic_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The arithmetic example with a model made for this call."""
+    model = learning.make_base_model(folder / "model", args)
+    return {
+        **common(args),
+        "model": str(model),
+        "parameters": learning.num_parameters(model),
+        "prompts": str(EXAMPLE / "prompts.parquet"),
+        "reward": f"{EXAMPLE / 'task.py'}:reward",
+        "max_response_tokens": 192,
+        "max_model_len": 256,
+    }
+
+
+def replay_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Prompts that differ in their digits, as many as the steps take and some to run ahead."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from ray_apr.tools.simulator.trace import Trace
+
+    groups = modes.scaled(Trace.from_file(args.trace), args).groups
+    groups = groups[: args.batch_prompts * (args.steps + 6)]
+    lengths = [[sample.response_tokens for sample in group.samples] for group in groups]
+    longest = max(map(max, lengths))
+    texts = [f"{i:0{max(8, group.prompt_tokens)}d}" for i, group in enumerate(groups)]
+    pq.write_table(pa.table({"prompt": texts, "lengths": lengths}), folder / "prompts.parquet")
+    (folder / "rewards.py").write_text(REPLAY_REWARD)
+    context = max(map(len, texts)) + longest + 1
+    model = gpu_models.make_model(args.shape, folder / "model", context=max(1024, context))
+    return {
+        **common(args),
+        "model": str(model),
+        "prompts": str(folder / "prompts.parquet"),
+        "reward": f"{folder / 'rewards.py'}:reward",
+        "max_response_tokens": longest,
+        "max_model_len": context,
+    }
+
+
+def common(args: argparse.Namespace) -> dict[str, Any]:
+    """What both tasks hand to every system."""
+    return {
+        "kind": args.task,
+        "gpus": args.gpus,
+        "steps": args.steps,
+        "batch_size": args.batch_prompts * args.group_size,
+        "group_size": args.group_size,
+        "learning_rate": args.learning_rate,
+        "memory_share": args.trl_memory,
+        "micro_batch_rows": args.trl_rows,
+        "liger": args.trl_liger,
+    }
+
+
+def one_run(
+    system: str, repeat: int, task: dict[str, Any], folder: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Train once; a run that fails or exceeds its limit says so, with the end of its log."""
+    run = our_run if system != "trl" else trl_run
+    log = args.out.with_name(f"{args.out.stem}-{system.replace(':', '-')}-{repeat}.log")
+    began = time.time()
+    with memory_peaks() as peaks, log.open("w") as out:
+        try:
+            found = run(system, repeat, task, folder, out, args)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            found = {"failed": type(error).__name__, "log": log.read_text()[-2000:]}
+    if "first_generation" in found:
+        found["start_s"] = found.pop("first_generation") - began
+    return {"system": system, "repeat": repeat, "gpu_memory_peak_gib": dict(peaks), **found}
+
+
+def our_run(
+    system: str, repeat: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """`ray-apr train` in a mode."""
+    mode, _, placement = system.partition(":")
+    name = f"{mode}-{placement}-{repeat}"
+    replicas = task["gpus"] if placement else task["gpus"] // 2
+    settings = {
+        "mode": mode, "model": task["model"], "prompts": task["prompts"], "reward": task["reward"],
+        "rollout": {
+            "num_replicas": replicas, "group_size": task["group_size"],
+            "max_response_tokens": task["max_response_tokens"],
+            "max_model_len": task["max_model_len"],
+            "engine": {
+                "device": "cuda", "dtype": "bfloat16", "sleep": placement != "awake",
+                "placement": "colocated" if placement else "disaggregated",
+                "kwargs": {"max_num_seqs": args.max_num_seqs},
+            },
+        },
+        "partial_rollout": {"overlap_sync": False} if placement else {},
+        "train": {
+            "steps": task["steps"], "batch_size": task["batch_size"], "seed": repeat,
+            "learning_rate": task["learning_rate"], "betas": [0.9, 0.95],
+            "param_dtype": "bfloat16", "micro_batch_tokens": 16384,
+        },
+        "scaling": {"num_workers": task["gpus"] - (0 if placement else replicas), "use_gpu": True},
+        "run": {"name": name, "storage_path": str(folder)},
+        "ray": {"num_cpus": 8 * task["gpus"] + 1},
+    }  # fmt: skip
+    if task["kind"] == "replay":
+        settings["rollout"]["replay_column"] = "lengths"
+    config = folder / f"{name}.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    command = [sys.executable, "-m", "ray_apr", "train", str(config)]
+    subprocess.run(command, check=True, timeout=args.limit, stdout=out, stderr=out)
+    times = modes.times_of(folder / name)
+    first = times["generates_at_s"]
+    run_began = (folder / name / "config.json").stat().st_mtime  # written as the clock starts
+    steps = [
+        {"time_s": row["time_s"] - first, "reward_mean": row["reward_mean"],
+         "num_tokens": row["num_tokens"]}
+        for row in times["steps"]
+    ]  # fmt: skip
+    return {
+        "first_generation": run_began + first,
+        "steps": steps,
+        "trainer_idle_ratio": times["trainer_idle_ratio"],
+        "generation_idle_ratio": times["generation_idle_ratio"],
+        "ledger_error": times["final"]["ledger_error"],
+    }
+
+
+def trl_run(
+    system: str, repeat: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """TRL's GRPOTrainer, one process for each GPU."""
+    asked = folder / f"trl-{repeat}.json"
+    result = asked.with_name(f"trl-{repeat}-result.json")
+    asked.write_text(json.dumps({**task, "seed": repeat, "out": str(result)}))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(task["gpus"]),
+        "--master_port", str(host.free_port()),
+        str(Path(__file__).with_name("trl_colocate.py")), str(asked),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, timeout=args.limit, stdout=out, stderr=out)
+    found = json.loads(result.read_text())
+    first = found["generations"][0][0]
+    steps = [
+        {"time_s": step["time"] - first, "reward_mean": step["reward_mean"], "num_tokens": tokens}
+        for step, tokens in zip(found["steps"], found["num_tokens"], strict=True)
+    ]
+    return {
+        "first_generation": first,
+        "steps": steps,
+        "generation_s": [ended - began for began, ended in found["generations"]],
+        **{key: found[key] for key in ("sync_s", "attention", "peak_trainer_gib")},
+    }
+
+
+def figures(runs: list[dict[str, Any]], rewards: list[float]) -> dict[str, Any]:
+    """Of each system: medians over its runs, and its failures."""
+    found: dict[str, Any] = {}
+    for system in dict.fromkeys(run["system"] for run in runs):
+        of_system = [run for run in runs if run["system"] == system]
+        whole = [run for run in of_system if "failed" not in run]
+        row: dict[str, Any] = {"runs": len(whole), "failed": len(of_system) - len(whole)}
+        if whole:
+            row |= {
+                "start_s": statistics.median(run["start_s"] for run in whole),
+                "seconds": statistics.median(run["steps"][-1]["time_s"] for run in whole),
+                "step_s": statistics.median(s for run in whole for s in step_seconds(run)),
+                "reward_last": statistics.median(curve(run)[-1] for run in whole),
+                "seconds_to_reward": {
+                    str(goal): [seconds_to(goal, run) for run in whole] for goal in rewards
+                },
+            }
+        found[system] = row
+    return found
+
+
+def step_seconds(run: dict[str, Any]) -> list[float]:
+    """Seconds from the end of a step to the next one's, after the first two steps."""
+    ends = [step["time_s"] for step in run["steps"]]
+    return [after - before for before, after in itertools.pairwise(ends[1:])]
+
+
+def curve(run: dict[str, Any]) -> list[float]:
+    """Mean reward of the last steps at each step."""
+    rewards = [step["reward_mean"] for step in run["steps"]]
+    return [
+        statistics.fmean(rewards[max(0, end - RUNNING_MEAN) : end])
+        for end in range(1, len(rewards) + 1)
+    ]
+
+
+def seconds_to(goal: float, run: dict[str, Any]) -> float | None:
+    """From the first generation to the end of the step whose running mean reaches the goal."""
+    pairs = zip(run["steps"], curve(run), strict=True)
+    return next((step["time_s"] for step, reward in pairs if reward >= goal), None)
+
+
+@contextlib.contextmanager
+def memory_peaks() -> Iterator[dict[str, float]]:
+    """Most GiB in use of each GPU, looked at twice a second."""
+    peaks: dict[str, float] = {}
+    done = threading.Event()
+    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+
+    def look() -> None:
+        while not done.wait(0.5):
+            lines = subprocess.run(
+                query, check=True, capture_output=True, text=True, timeout=30
+            ).stdout
+            for line in lines.splitlines():
+                index, used = line.split(",")
+                peaks[index] = max(peaks.get(index, 0.0), float(used) / 1024)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join(timeout=30)
+
+
+if __name__ == "__main__":
+    main()
