@@ -50,7 +50,7 @@ from ray_apr.run.final import (
 )
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
-from ray_apr.run.progress import follow_progress
+from ray_apr.run.progress import follow_progress, starts
 from ray_apr.run.ranks import choose_ranks, lost_nodes_excused, note_ranks, watched_ranks
 from ray_apr.run.restarts import run_with_restarts
 from ray_apr.run.resume import (
@@ -266,7 +266,7 @@ class _Parts:
             watched = watched_ranks(self.spec, self.side.fail)
             own = self._actors.name_of("recorder")
             drained = watched_nodes(self.spec, self.side, own, self._started_at, self._show)
-            with watched, drained, placement_limit(limit_s):
+            with watched, drained, placement_limit(limit_s), starts(self.recorder, "train workers"):
                 result = self._make_trainer().fit()
             self.side.finish_samples()
             return result
@@ -292,7 +292,8 @@ class _Parts:
                 most_requests=spec.most_requests,
                 weight_check_every=spec.train.weight_check_every,
             )
-            start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
+            with starts(self.recorder, "rollout servers"):
+                start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)
             if self._closing.is_set():
                 return

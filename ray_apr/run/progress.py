@@ -120,8 +120,22 @@ def status_line(status: Mapping[str, Any], waited_s: float) -> str:
     """What a run is waiting for that shows no step.
 
     Args:
-        status: What the rollout worker told last; empty before it has begun.
+        status: What the rollout worker told last, and what the parts do that start.
         waited_s: Seconds since the last step, or since the start.
     """
-    waiting_for = status.get("waiting_for") or "rollout servers and train workers start"
-    return f"… waiting for {waited_s:.0f} s: {waiting_for}"
+    parts = [f"{part} {doing}" for part, doing in status.get("starting", {}).items()]
+    waiting_for = "; ".join(filter(None, (", ".join(parts), status.get("waiting_for"))))
+    return f"… waiting for {waited_s:.0f} s: {waiting_for or 'the parts of the run'}"
+
+
+@contextlib.contextmanager
+def starts(recorder: Any, part: str) -> Iterator[None]:
+    """In the block a part of the run starts, which the lines of a run that waits say.
+
+    Args:
+        recorder: Handle of the `RunRecorder` actor.
+        part: Its name for a person, of several: "rollout servers".
+    """
+    recorder.record.remote("starting", {"part": part, "doing": "start"})
+    yield
+    recorder.record.remote("starting", {"part": part, "doing": ""})

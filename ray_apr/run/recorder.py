@@ -97,6 +97,8 @@ class RunRecorder:
         """Those that were not shown yet."""
         self._failure: ResourceError | None = None
         self._status: dict[str, Any] = {}
+        self._starting: dict[str, str] = {}
+        """Parts of the run that start -> what they do."""
         self._new_step = asyncio.Condition()
         self._saving = asyncio.Lock()
         self._is_closed = False
@@ -106,7 +108,7 @@ class RunRecorder:
         await self.record_many(kind, [row])
 
     async def record_many(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take rows of one kind: "step", "sample", "timeline" or "status".
+        """Take rows of one kind: one of `ROW_FILES`, "status", or "starting", which is shown alone.
 
         Spans of the timeline come in Unix seconds and are written relative to the run's begin.
 
@@ -115,6 +117,9 @@ class RunRecorder:
         """
         if kind == "status":
             self._status = dict(rows[-1])
+            return
+        if kind == "starting":
+            self._starting |= {row["part"]: row["doing"] for row in rows}
             return
         if kind in self._last_step and rows:
             step = rows[-1]["step"]
@@ -219,8 +224,13 @@ class RunRecorder:
         those before are not kept any longer.
 
         Returns:
-            The new rows, none at the limit, and the latest status.
+            The new rows, none at the limit, and the latest status with the parts that start.
         """
+        rows = await self._follow(num_seen, timeout_s)
+        starting = {part: doing for part, doing in self._starting.items() if doing}
+        return rows, {**self._status, "starting": starting}
+
+    async def _follow(self, num_seen: int, timeout_s: float) -> list[dict[str, Any]]:
         async with self._new_step:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -228,14 +238,14 @@ class RunRecorder:
                         lambda: self._num_steps > num_seen or self._is_closed
                     )
             except TimeoutError:
-                return [], self._status
+                return []
         if num_seen > self._num_shown:
             del self._steps[: num_seen - self._num_shown]
             self._num_shown = num_seen
         if num_seen < self._num_shown:  # written by the one before this, which died
             lines = last_lines(self._paths["step"], _END)[num_seen - self._num_steps :]
-            return [json.loads(line) for line in lines], self._status
-        return list(self._steps), self._status
+            return [json.loads(line) for line in lines]
+        return list(self._steps)
 
     @property
     def _num_steps(self) -> int:

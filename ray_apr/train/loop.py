@@ -87,7 +87,7 @@ class _TrainLoop:
         """Of the last step."""
         self._control = _make_control(spec) if self._rank == 0 else None
         # loads beside the engines' start, unless they share the device
-        self._learner = Learner(spec, ray.train.torch.get_device(), self._span)
+        self._learner = Learner(spec, ray.train.torch.get_device(), self._starting)
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
@@ -119,7 +119,7 @@ class _TrainLoop:
         shares_device = self._spec.shares_device
         check = WeightCheck(model, train) if train.weight_check_every else None
         if check is not None and train.compiles(weights.device.type):
-            with self._span("compile"):
+            with self._starting("compile"):
                 check.warm_up()
         return WeightPublisher(
             make_sender(train.weight_transport, weights, shares_device=shares_device),
@@ -134,6 +134,7 @@ class _TrainLoop:
 
     def run(self) -> None:
         """Train all steps that are left."""
+        self._say_start("")
         if self._progress.step >= self._train.num_steps:
             return
         if self._progress.policy_version > 0 or self._residency.takes_turns:
@@ -274,6 +275,18 @@ class _TrainLoop:
             yield span
         if self._control is not None:
             self._control.record_span(what, span.start_s, span.end_s)
+
+    @contextmanager
+    def _starting(self, what: str) -> Iterator[None]:
+        """Time a part of the start, and say that it has begun."""
+        self._say_start({"load": "load the model"}.get(what, what))
+        with self._span(what):
+            yield
+
+    def _say_start(self, doing: str) -> None:
+        if self._control is not None:
+            row = {"part": "train workers", "doing": doing}
+            self._spec.recorder.record.remote("starting", row)
 
 
 def _wait_limit_s(spec: WorkerSpec) -> float:

@@ -162,7 +162,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
 
 
 BUFFER = Handle(failure=None, stats=STATS, close=None, fail=None, finish_samples=None)
-RECORDER = Handle(num_steps=3, close=None)
+RECORDER = Handle(num_steps=3, close=None, record=None)
 
 
 def test_a_failed_run_says_why_in_one_line_that_names_the_log(monkeypatch, tmp_path, capsys):
@@ -296,7 +296,11 @@ def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_pa
     row = {"step": 0, "time_s": 25.0, "reward_mean": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
     row |= {"response_tokens_mean": 3.0, "response_tokens_max": 4, "trainer_wait_s": 1.0}
     row |= {"trainer_step_s": 1.0, "weight_sync_s": 1.0}
-    answers = iter([([], {}), ([row], {}), ([], {"waiting_for": "a reward"})])
+    answers = iter([
+        ([], {"starting": {"rollout servers": "start", "train workers": "compile"}}),
+        ([row], {}),
+        ([], {"waiting_for": "a reward"}),
+    ])  # fmt: skip
     clock, shown, is_over = iter([100.0, 110.2, 125.0, 135.4]), [], threading.Event()
 
     def answer(*_, **__):
@@ -311,7 +315,7 @@ def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_pa
     with progress.follow_progress(Handle(follow=None), tmp_path, 8, shown.append):
         assert is_over.wait(30)
     assert [shown[0], shown[2]] == [
-        "… waiting for 10 s: rollout servers and train workers start",
+        "… waiting for 10 s: rollout servers start, train workers compile",
         "… waiting for 10 s: a reward",
     ]
     assert shown[1].startswith("step    1/8")
