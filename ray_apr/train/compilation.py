@@ -19,11 +19,15 @@ _SIZE_GUARD = "triton.mix_order_reduction_non_strict_mode"
 def compile_for_all_sizes(function: Function) -> Function:
     """`torch.compile`, without the guards by which a batch of another size is compiled for again.
 
+    Sizes are variables from the first batch on, which otherwise would be compiled for alone;
+    numbers such as the epsilon of a normalization stay constants.
+
     Inductor fuses the two reductions of a normalization's backward pass where a batch is large
     enough for it to pay (`MixOrderReduction.can_fuse`), and compiles anew for each side of three
     limits. Here they are fused always.
     """
-    return torch.compile(function, options=_options())  # type: ignore[return-value]
+    torch._dynamo.config.specialize_float = True
+    return torch.compile(function, dynamic=True, options=_options())  # type: ignore[return-value]
 
 
 @lru_cache

@@ -106,7 +106,7 @@ def micro_batches(
     cut = []
     for first, size in zip(_begins(sizes), sizes, strict=True):
         if size == 0:
-            cut.append(_empty_micro_batch(sampling).to(device))
+            cut.append(_empty_micro_batch(packed, sampling).to(device))
             continue
         rows = slice(int(first), int(first + size))
         begin = response_begins[rows.start]
@@ -159,21 +159,20 @@ def _support(
     return rows_RK
 
 
-def _empty_micro_batch(sampling: SamplingParams = _PLAIN) -> MicroBatch:
-    """One position and no response: keeps a rank in step with the others' collectives."""
-    return MicroBatch(
-        sample_index=torch.zeros(1, dtype=torch.int64),
-        input_ids=torch.zeros(1, 1, dtype=torch.int64),
-        packing=None,
-        positions=torch.zeros(0, dtype=torch.int64),
-        targets=torch.zeros(0, dtype=torch.int64),
-        places=torch.zeros(0, dtype=torch.int64),
-        mask=torch.zeros(1, 1),
-        behavior_logprobs=torch.zeros(1, 1),
-        versions=torch.zeros(1, 1, dtype=torch.int64),
-        end_ids=_end_ids(sampling),
-        is_early=torch.zeros(0, dtype=torch.bool),
-        support=torch.zeros(0, _width(sampling), dtype=torch.int32),
+def _empty_micro_batch(packed: bool, sampling: SamplingParams = _PLAIN) -> MicroBatch:
+    """One sample without a token of the loss: keeps a rank in step with the others' collectives,
+    through the code that was compiled for more."""
+    return _micro_batch(
+        sample_index=np.zeros(1, dtype=np.int64),
+        prompts_N=np.full(1, 2),
+        responses_N=np.full(1, 2),
+        token_ids=np.zeros(4, dtype=np.int64),
+        behavior=np.zeros(2, dtype=np.float32),
+        loss_mask=np.zeros(2, dtype=bool),
+        versions=np.zeros(2, dtype=np.int64),
+        packed=packed,
+        sampling=sampling,
+        support=(np.zeros(0, np.int32), np.zeros(2, int), np.zeros(2, int)),
     )
 
 
@@ -327,7 +326,7 @@ def warm_up(
             support=(np.zeros(1, np.int32), np.zeros(responses, int), np.ones(responses, int)),
         )
         parts.append(part)
-    for part in (*parts, _empty_micro_batch(sampling)):
+    for part in (*parts, _empty_micro_batch(packed, sampling)):
         logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
         logprobs.sum().backward()
     model.zero_grad(set_to_none=True)

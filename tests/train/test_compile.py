@@ -34,9 +34,17 @@ def as_on_a_gpu(monkeypatch):
     AttentionMaskInterface.register(attention.VARLEN, attention._no_mask)
     monkeypatch.setattr(attention, "varlen_attn", mean_value)
     monkeypatch.setattr(fsdp, "attention_name", lambda *_, **__: attention.VARLEN)
-    monkeypatch.setattr(torch, "compile", lambda f, **_: COMPILE(f, backend="eager"))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def trace(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, dynamic, **_: COMPILE(f, dynamic=dynamic, backend=trace)
+    )
     torch._dynamo.reset()
-    yield
+    yield graphs
     torch._dynamo.reset()
 
 
@@ -50,9 +58,10 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
         head.attach_response_logprobs(model, compiled=True)
         limit = TRAIN.micro_batch_tokens
         warm_up(model, CPU, limit, packed=True, entropy_gradients=False, sampling=sampling)
+        assert len(as_on_a_gpu) == 2, "layers and head, each once"
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            empty = logprobs._empty_micro_batch(sampling)
+            empty = logprobs._empty_micro_batch(True, sampling)
             logprobs.response_logprobs(model, empty, temperature=0.7)[0].sum().backward()
             for step, limit in enumerate((512, 200, 96, 512, 64)):
                 samples = make_samples(num_segments=1 + step % 3)
@@ -98,6 +107,7 @@ def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():
 
 def test_the_compiler_is_told_not_to_guard_sizes(monkeypatch):
     told = {}
-    monkeypatch.setattr(torch, "compile", lambda function, options: told.update(options))
+    monkeypatch.setattr(torch, "compile", lambda function, **asked: told.update(asked))
     compile_for_all_sizes(len)
-    assert told == {"triton.mix_order_reduction_non_strict_mode": True}
+    options = {"triton.mix_order_reduction_non_strict_mode": True}
+    assert told == {"dynamic": True, "options": options}

@@ -151,9 +151,9 @@ def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
     # the compiler's own backend needs a minute for C++; what is ours is what it is given
     compiled = []
 
-    def eager(function, **_):
+    def eager(function, *, dynamic, **_):
         compiled.append(function)
-        return COMPILE(function, backend="eager")
+        return COMPILE(function, dynamic=dynamic, backend="eager")
 
     monkeypatch.setattr(torch, "compile", eager)
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
