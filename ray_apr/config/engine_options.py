@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_apr.core.checks import is_number, require
-from ray_apr.core.names import nearest
+from ray_apr.core.names import did_you_mean, nearest
 
 _FIELD = "rollout.engine.kwargs"
 Check = tuple[Callable[[Any], bool], str]
@@ -267,12 +267,12 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
             require(False, field, value, REFUSED[name])
     for key, value in options.get("compilation_config", {}).items():
         close = nearest(str(key), COMPILATION)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
-        remedy = f"is not known to change speed alone; {meant}known: {', '.join(COMPILATION)}"
+        known = did_you_mean(close, f"known: {', '.join(COMPILATION)}")
+        remedy = f"is not known to change speed alone; {known}"
         require(key in COMPILATION, f"{_FIELD}.compilation_config.{key}", value, remedy)
 
 
 def _unknown(name: Any) -> str:
     close = nearest(str(name), [*TUNES, *REFUSED])
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return f"is no argument of vLLM's that is known to change speed alone{hint}"
+    remedy = "is no argument of vLLM's that is known to change speed alone"
+    return did_you_mean(close, remedy, last=True)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from ray_apr.core.names import nearest
+from ray_apr.core.names import did_you_mean, nearest
 
 
 class APRError(Exception):
@@ -49,8 +49,8 @@ class UnknownKeyError(ConfigError):
         self, field: str, value: Any, known: Sequence[str], elsewhere: Sequence[str] = ()
     ) -> None:
         near = [*elsewhere, *nearest(field.rpartition(".")[2], known)]
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        super().__init__(field, value, f"unknown key; {meant}known: {', '.join(known)}")
+        names = did_you_mean(near, f"known: {', '.join(known)}")
+        super().__init__(field, value, f"unknown key; {names}")
         self.args = (field, value, known, elsewhere)
         self.known = known
 

@@ -44,5 +44,18 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def did_you_mean(near: Sequence[str], remedy: str, *, last: bool = False) -> str:
+    """A remedy with a question before it, or after it if `last`; alone if there is no name near.
+
+    Example:
+        >>> did_you_mean(["steps"], "leave it out", last=True)
+        'leave it out; did you mean steps?'
+    """
+    if not near:
+        return remedy
+    question = f"did you mean {' or '.join(near)}?"
+    return f"{remedy}; {question}" if last else f"{question} {remedy}"
+
+
 def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))

@@ -28,7 +28,7 @@ from ray_apr.config import (
 from ray_apr.config.renamed import renew
 from ray_apr.core.checks import from_mapping, is_number, require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.names import nearest
+from ray_apr.core.names import did_you_mean, nearest
 from ray_apr.rllib.environment import check_spaces, is_text_environment
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def refuse_unknown(given: Mapping[str, Any], method: Callable[..., Any]) -> None
     known = signature(method).parameters
     for name, value in given.items():
         near = nearest(name, [*known, *signature(APRConfig.training).parameters])
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        require(name in known, name, value, _remedy(name) + meant)
+        require(name in known, name, value, did_you_mean(near, _remedy(name), last=True))
 
 
 def check_callbacks(callbacks: Any) -> None:
