@@ -16,6 +16,7 @@ from ray_apr.train.residency import AlwaysThere
 from ray_apr.train.step import check_batch
 from tests.train_batches import make_batches, make_samples
 
+CPU = types.SimpleNamespace(type="cpu")
 PROGRESS = Progress(step=4, policy_version=3)
 
 
@@ -69,6 +70,12 @@ class Writer:
         self.is_closed = True
 
 
+def recorder(told):
+    """A stand-in for the handle of one, which notes what starts."""
+    record = types.SimpleNamespace(remote=lambda _kind, row: told.append(row["doing"]))
+    return types.SimpleNamespace(record=record)
+
+
 @pytest.fixture
 def loop(monkeypatch):
     """A train loop whose steps only count, and what it reported."""
@@ -82,7 +89,12 @@ def loop(monkeypatch):
     )
     loop._rank = 0
     loop._spec = types.SimpleNamespace(
-        train=TrainConfig(), algorithm=None, model="none", max_response_tokens=8, evaluation=None
+        train=TrainConfig(),
+        algorithm=None,
+        model="none",
+        max_response_tokens=8,
+        evaluation=None,
+        recorder=recorder([]),
     )
     loop._publisher = types.SimpleNamespace(after_step=lambda *_, **__: {}, close=lambda: None)
     loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
@@ -176,3 +188,28 @@ def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     loop._follow_orders()
     assert turns == ["trainer's", ("engines'", 2)]
     assert loop._reports == [({}, True, "saved")]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_a_weight_check_runs_is_compiled_before_the_first_batch(monkeypatch, compiles):
+    """A run compiled for 9 s in its first sync."""
+    done, told = [], []
+    check = types.SimpleNamespace(warm_up=lambda: done.append("compile"))
+    for name in ("GatheredWeights", "WeightPublisher", "make_sender"):
+        monkeypatch.setattr(loop_module, name, lambda *_, **__: types.SimpleNamespace(device=CPU))
+    monkeypatch.setattr(loop_module, "WeightCheck", lambda *_: check)
+    monkeypatch.setattr(loop_module, "compute_device", lambda _: None)
+    loop = object.__new__(loop_module._TrainLoop)
+    loop._train = TrainConfig(learning_rate=1e-3, compile=compiles)
+    loop._learner = types.SimpleNamespace(model=None)
+    loop._residency, loop._ranks = AlwaysThere(), None
+    loop._control = types.SimpleNamespace(record_span=lambda what, *_: done.append(what))
+    loop._spec = types.SimpleNamespace(
+        partial_rollout=types.SimpleNamespace(sync_every=1, overlap_sync=False, drain=False),
+        wire_dtype="float32",
+        shares_device=False,
+        recorder=recorder(told),
+    )
+    loop._make_publisher()
+    assert done == (["compile", "compile"] if compiles else [])
+    assert told == (["compile"] if compiles else [])
