@@ -106,7 +106,7 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
                     ("train.packing", "packed"), *_compiled(run), "larger train.micro_batch_tokens",
                 ),
             )  # fmt: skip
-    elif shares_gpus and idle + shares.paused >= _MUCH:
+    elif takes_turns and idle + shares.paused >= _MUCH:
         yield Finding(
             share=starves,
             what=f"engines and trainer take turns: the trainer waits {shares.told(starves)} of the "
@@ -131,7 +131,7 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
             "(rollout.max_response_tokens)",
         )
     if not takes_turns and shares.syncs + by_syncs >= _SOME:
-        yield _of_syncs(run, shares, shares.syncs + by_syncs)
+        yield _of_syncs(run, shares, shares.syncs + by_syncs, shares_gpus=shares_gpus)
 
 
 def _fewer_engines(run: RunData) -> list[Part]:
@@ -140,7 +140,8 @@ def _fewer_engines(run: RunData) -> list[Part]:
 
 def _compiled(run: RunData) -> list[Part]:
     selective = _setting(run, "train.activation_checkpointing") == "selective"
-    return [] if selective else [("train.compile", True)]
+    on_cpu = _setting(run, "scaling.use_gpu") is False  # there it makes tiny models no faster
+    return [] if selective or on_cpu else [("train.compile", True)]
 
 
 def _of_hand_over(shares: Shares) -> Finding:
@@ -155,17 +156,16 @@ def _of_hand_over(shares: Shares) -> Finding:
     )
 
 
-def _of_syncs(run: RunData, shares: Shares, share: float) -> Finding:
+def _of_syncs(run: RunData, shares: Shares, share: float, *, shares_gpus: bool) -> Finding:
+    transport: tuple[Part, ...] = (
+        "train.weight_transport and train.weight_bucket_mb",
+        ("partial_rollout.overlap_sync", True),
+    )
     return Finding(
         share=share,
         what=f"weight syncs cost {shares.told(share)} of the time: the trainer is in them "
         f"{shares.syncs:.0%} of it, the engines stop {shares.paused:.0%}",
-        remedy=_remedy(
-            run,
-            "train.weight_transport and train.weight_bucket_mb",
-            ("partial_rollout.overlap_sync", True),
-            *_less_often(run),
-        ),
+        remedy=_remedy(run, *(() if shares_gpus else transport), *_less_often(run)),
     )
 
 

@@ -180,9 +180,16 @@ def test_nothing_is_advised_that_is_in_use():
     assert "overlap_rewards" not in said(with_settings(unscored, overlap_rewards=True))
     turns = run_of(waits=0.5, generates=0.5, placement="colocated")
     assert "disaggregated" in said(turns) and "mode: apr" not in said(turns)
+    awake = with_settings(turns, "rollout", engine={"placement": "colocated", "sleep": False})
+    assert "take turns" not in said(awake) and "the longest responses" in said(awake)
+    syncs = run_of(generates=0.5, paused=0.4, waits=0.3, placement="colocated")
+    syncs = with_settings(syncs, "rollout", engine={"placement": "colocated", "sleep": False})
+    assert "weight syncs cost" in said(syncs) and "overlap_sync" not in said(syncs)
     trainer = run_of(generates=0.5)
     assert "train.packing: packed" in said(trainer) and "train.compile: true" in said(trainer)
     fast = with_settings(trainer, "train", packing="packed", compile=True)
+    on_cpu = with_settings(trainer, "scaling", use_gpu=False)
+    assert "packing" in said(on_cpu) and "compile" not in said(on_cpu)
     assert "packing" not in said(fast) and "compile" not in said(fast)
     assert "fewer engines" not in said(with_settings(trainer, "rollout", num_replicas=1))
     restarted = run_of(tokens_generated=10, tokens_discarded={"restarted": 5})
@@ -442,7 +449,7 @@ def test_a_run_of_an_older_version_or_with_code_of_its_own_gets_no_estimate():
 
 
 def test_a_run_that_takes_turns_or_is_short_gets_no_estimate():
-    with pytest.raises(ConfigError, match="take turns on their GPUs"):
+    with pytest.raises(ConfigError, match="train workers on the same GPUs"):
         cluster_of(run_of(placement="colocated"))
     run, _ = simulated(FAST)
     with pytest.raises(ConfigError, match=r"run is too short to simulate \(7 steps\); it takes 8"):

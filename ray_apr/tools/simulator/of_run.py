@@ -66,7 +66,7 @@ def estimate(run: RunData) -> Estimate:
     """Simulate a run as it was, and with one thing changed each time.
 
     Raises:
-        ConfigError: If it has too few steps, its engines and trainer take turns on their GPUs, or
+        ConfigError: If it has too few steps, its engines and train workers are on the same GPUs, or
             the simulation of the run as it was is far off.
         SimulationError: If a simulated run gets stuck.
     """
@@ -134,7 +134,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
         raise ConfigError(
             "RUN_DIR",
             str(run.path),
-            "has engines and train workers that take turns on their GPUs, for which its rows do "
+            "has engines and train workers on the same GPUs, for which its rows do "
             "not tell the simulator enough; see `ray_apr simulate`",
         )
     rows = steady_steps(run)
