@@ -316,6 +316,7 @@ def times_of(run: Path) -> dict[str, Any]:
         "first_step_s": ends[0] - generates,
         "generation_idle_ratio": summary["generation_idle_ratio"],
         "trainer_idle_ratio": summary["trainer_idle_ratio"],
+        "start": [span for span in data.timeline if span["what"] in ("start", "load", "compile")],
         "switch_s": [s["end_s"] - s["start_s"] for s in data.timeline if s["what"] == "switch"],
         "steps": data.steps,
         "final": data.final,

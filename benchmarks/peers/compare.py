@@ -212,8 +212,7 @@ def our_run(
     return {
         "first_generation": run_began + first,
         "steps": steps,
-        "trainer_idle_ratio": times["trainer_idle_ratio"],
-        "generation_idle_ratio": times["generation_idle_ratio"],
+        **{key: times[key] for key in ("start", "trainer_idle_ratio", "generation_idle_ratio")},
         "ledger_error": times["final"]["ledger_error"],
     }
 
