@@ -38,7 +38,7 @@ from ray_apr.run.autoscaling import make_autoscaler
 from ray_apr.run.callbacks import followed_by
 from ray_apr.run.causes import cause_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
-from ray_apr.run.draining import watched_nodes
+from ray_apr.run.draining import NodeWatch
 from ray_apr.run.ending import with_counted_steps
 from ray_apr.run.final import (
     ERROR_LOG,
@@ -265,7 +265,7 @@ class _Parts:
             limit_s = self.spec.rollout.engine.start_timeout_s
             watched = watched_ranks(self.spec, self.side.fail)
             own = self._actors.name_of("recorder")
-            drained = watched_nodes(self.spec, self.side, own, self._started_at, self._show)
+            drained = NodeWatch(self.spec, self.side, own, self._started_at, self._show)
             with watched, drained, placement_limit(limit_s), starts(self.recorder, "train workers"):
                 result = self._make_trainer().fit()
             self.side.finish_samples()

@@ -7,29 +7,25 @@ Invariants, kept by `NodeWatch`:
     * A run folder has one row for a node, however often the run begins again.
     * Train workers leave with a checkpoint that is durable, for nodes that have room; where none
       has, they train on, until Ray Train ends them at the node's deadline.
-    * What the watch does not expect ends the run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
 
 from ray_apr.compat.ray import drained_nodes, free_by_node, living_actors
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import RanksChange, ResourceError, one_line
-from ray_apr.run.causes import cause_of
 from ray_apr.run.folder import add_row, read_rows
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
 from ray_apr.run.room import num_elsewhere, num_that_fit
+from ray_apr.run.watch import CALL_TIMEOUT_S, Watch
 
 if TYPE_CHECKING:
     from ray_apr.run.side import RolloutSide
@@ -39,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 NOTICES_FILE = "notices.jsonl"
 """File of the run folder with a row for each drained node that had parts of the run."""
-_LOOK_S = 1.0
-_CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +89,8 @@ def _place(address: Mapping[str, Any]) -> tuple[Any, ...]:
     return address["NodeID"], address["IPAddress"], address["Port"]
 
 
-@contextlib.contextmanager
-def watched_nodes(
-    spec: RunSpec, side: RolloutSide, recorder: str, started_at: float, show: Callable[[str], None]
-) -> Iterator[None]:
-    """Look after nodes that are drained; see `NodeWatch`."""
-    watch = NodeWatch(spec, side, recorder=recorder, started_at=started_at, show=show)
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.close()
-
-
-class NodeWatch:
-    """Sees which nodes are drained, in a thread.
+class NodeWatch(Watch):
+    """Sees which nodes are drained.
 
     Args:
         spec: Of the run, with the number of train workers that there is.
@@ -123,11 +104,11 @@ class NodeWatch:
         self,
         spec: RunSpec,
         side: RolloutSide,
-        *,
         recorder: str,
         started_at: float,
         show: Callable[[str], None],
     ) -> None:
+        super().__init__("drained nodes", side.fail)
         self._spec = spec
         self._side = side
         self._recorder = recorder
@@ -140,35 +121,6 @@ class NodeWatch:
         """Train workers on nodes that are drained."""
         self._step: int | None = None
         """Steps that the checkpoint which was ordered has trained."""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="watch-nodes", daemon=True)
-
-    def start(self) -> None:
-        """Look, until `close`."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Look no more.
-
-        Waits for: the thread. Unblocked by: `_closing`, or the limit of a call.
-        """
-        self._closing.set()
-        self._thread.join(timeout=_CALL_TIMEOUT_S)
-
-    def _follow(self) -> None:
-        """Consumes: Ray's drained nodes. Waits for: the clock. Unblocked by: `close`. Produces:
-        rows, lines, an order to the train workers, a change of their number; a failure."""
-        while not self._closing.wait(_LOOK_S):
-            try:
-                if self.look():
-                    return
-            except (RayError, TimeoutError) as error:  # the next look may succeed
-                logger.warning("what nodes are drained is unknown: %s", one_line(error))
-            except Exception as error:
-                if not self._closing.is_set():
-                    logger.exception("the watch of drained nodes ends")
-                    self._side.fail(cause_of(error))
-                return
 
     def look(self) -> bool:
         """Look once; whether the train workers leave, so that all parts of the run end."""
@@ -215,7 +167,7 @@ class NodeWatch:
         """
         if self._step is None:
             ordered = self._side.buffer.order_checkpoint.remote()
-            self._step = ray.get(ordered, timeout=_CALL_TIMEOUT_S)
+            self._step = ray.get(ordered, timeout=CALL_TIMEOUT_S)
         ranks = self._spec.ranks
         if self._step is None or not ranks.is_elastic:
             return False
@@ -232,5 +184,5 @@ class NodeWatch:
         if after is None:
             return False
         why = f"{self._num_leaving} of {number} train workers are on nodes that are drained"
-        self._side.fail(RanksChange(f"{why}; others have room for {after}"))
+        self._fail(RanksChange(f"{why}; others have room for {after}"))
         return True

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -27,11 +26,11 @@ from ray.exceptions import RayError
 from ray_apr.compat.ray import drained_nodes, free_by_node, size_by_node
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
-from ray_apr.data.parts import DEATHS
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
 from ray_apr.run.room import engines_that_fit, num_that_fit, resources_of_engine, without
+from ray_apr.run.watch import Watch
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -43,7 +42,6 @@ RANKS_FILE = "ranks.jsonl"
 _SETTLE_S = 10.0
 """How long what the last parts held takes to become free, and a dead node to be known as dead."""
 _LOOK_S = 1.0
-_CALL_TIMEOUT_S = 60.0
 
 
 def choose_ranks(spec: RunSpec) -> RunSpec:
@@ -142,8 +140,9 @@ def _lost_node(before: frozenset[str]) -> str | None:
     return min(lost)
 
 
-@contextlib.contextmanager
-def watched_ranks(spec: RunSpec, fail: Callable[[APRError], None]) -> Iterator[None]:
+def watched_ranks(
+    spec: RunSpec, fail: Callable[[APRError], None]
+) -> contextlib.AbstractContextManager[object]:
     """Have more train workers come where there is room for them.
 
     Args:
@@ -151,17 +150,11 @@ def watched_ranks(spec: RunSpec, fail: Callable[[APRError], None]) -> Iterator[N
         fail: Has the run end with a reason.
     """
     if not spec.ranks.is_elastic:
-        yield
-        return
-    watch = RankWatch(spec, last_step=lambda: last_step(spec, trainer_lives=True), fail=fail)
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.close()
+        return contextlib.nullcontext()
+    return RankWatch(spec, last_step=lambda: last_step(spec, trainer_lives=True), fail=fail)
 
 
-class RankWatch:
+class RankWatch(Watch):
     """Ends the parts of a run once there is room for more train workers, after a checkpoint.
 
     Args:
@@ -179,26 +172,19 @@ class RankWatch:
         fail: Callable[[APRError], None],
         room: Callable[[int], int] | None = None,
     ) -> None:
+        super().__init__("room", fail)
         self._spec = spec
         self._number: int = spec.scaling.num_workers
         self._last_step = last_step
-        self._fail = fail
         self._room = room or self._room_now
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="watch-ranks", daemon=True)
+        self._since: int | None = None
+        """Step of the last checkpoint when there was room first."""
 
-    def start(self) -> None:
-        """Look, in a thread, until `close`."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Look no more.
-
-        Waits for: the thread. Unblocked by: `_closing`, or the limit of a call.
-        """
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=_CALL_TIMEOUT_S)
+    @property
+    def pause_s(self) -> float:
+        """The user's, until there is room."""
+        interval_s = self._spec.scaling.elastic_resize_monitor_interval_s
+        return super().pause_s if self._since is not None or not interval_s else float(interval_s)
 
     def _room_now(self, most: int) -> int:
         return num_that_fit(free_by_node(), resources_of_worker(self._spec.scaling), most)
@@ -209,26 +195,20 @@ class RankWatch:
         room = self._number + self._room(ranks.most - self._number)
         return max(n for n in (self._number, *ranks.counts(self._spec.train)) if n <= room)
 
-    def _follow(self) -> None:
-        """Consumes: the cluster's free resources. Waits for: the clock, then a checkpoint.
-        Unblocked by: `close`. Produces: a failure of the run, which is a change of ranks."""
-        interval_s = self._spec.scaling.elastic_resize_monitor_interval_s or _LOOK_S
-        since: int | None = None
-        """Step of the last checkpoint when there was room first."""
-        while not self._closing.wait(interval_s if since is None else _LOOK_S):
-            try:
-                number = self.wanted()
-                if number == self._number:
-                    since = None
-                    continue
-                step = self._last_step()
-                since = step if since is None else since
-                if step == since:
-                    continue
-                reason = RanksChange(
-                    f"there is room for {number} train workers instead of {self._number}"
-                )
-                self._fail(reason)
-                return
-            except (APRError, TimeoutError, *DEATHS) as error:
-                logger.warning("whether more train workers fit is unknown: %s", one_line(error))
+    def look(self) -> bool:
+        """Look once; whether the parts end, as there was room before the last checkpoint, too."""
+        number = self.wanted()
+        if number == self._number:
+            self._since = None
+            return False
+        try:
+            step = self._last_step()
+        except APRError as error:  # Ray Train may be writing its list
+            logger.warning("once more: %s", one_line(error))
+            return False
+        self._since = step if self._since is None else self._since
+        if step == self._since:
+            return False
+        reason = f"there is room for {number} train workers instead of {self._number}"
+        self._fail(RanksChange(reason))
+        return True

@@ -14,6 +14,7 @@ from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.core.exceptions import RanksChange, TrainError
 from ray_apr.run import draining as module
+from ray_apr.run import watch
 from ray_apr.run.draining import NodeWatch, PartsOfNode, parts_on
 from ray_apr.run.folder import read_rows
 from tests.run_specs import run_spec
@@ -179,7 +180,7 @@ def test_a_fixed_number_of_train_workers_gets_a_checkpoint_alone(
 
 
 def test_the_watch_outlives_what_ray_does_not_answer_and_else_ends_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(watch, "LOOK_S", 0.001)
     cluster = Cluster(monkeypatch, tmp_path)
     answers = [RpcError("GCS is away"), TimeoutError(), KeyError("a name that Ray has changed")]
 
@@ -187,7 +188,6 @@ def test_the_watch_outlives_what_ray_does_not_answer_and_else_ends_the_run(monke
         raise answers.pop(0)
 
     monkeypatch.setattr(module, "drained_nodes", drained_nodes)
-    cluster.watch.start()
-    assert cluster.side.failed.wait(10)
-    cluster.watch.close()
+    with cluster.watch:
+        assert cluster.side.failed.wait(10)
     assert isinstance(cluster.side.reason, TrainError) and "a name" in str(cluster.side.reason)

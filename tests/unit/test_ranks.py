@@ -13,8 +13,9 @@ from ray_apr.compat.ray import RAY, free_by_node, size_by_node
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.ranks import RankRange
-from ray_apr.core.exceptions import ConfigError, RanksChange, TrainError
+from ray_apr.core.exceptions import ConfigError, RanksChange, ResourceError, TrainError
 from ray_apr.run import ranks as module
+from ray_apr.run import watch
 from ray_apr.run.checks import check_resources
 from ray_apr.run.host import HostedRun
 from ray_apr.run.ranks import RankWatch, lost_nodes_excused
@@ -144,12 +145,10 @@ class Told:
 
 
 def test_more_ranks_come_after_a_checkpoint(monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
     steps, fail = iter([4, 4, 8]), Told()
-    watch = RankWatch(with_number(1), last_step=lambda: next(steps), fail=fail, room=lambda most: 1)
-    watch.start()
-    assert fail.told.wait(10)
-    watch.close()
+    with RankWatch(with_number(1), last_step=lambda: next(steps), fail=fail, room=lambda most: 1):
+        assert fail.told.wait(10)
     assert isinstance(fail.reason, RanksChange)
     assert str(fail.reason) == "there is room for 2 train workers instead of 1"
     assert list(steps) == [], "it waited for the checkpoint of step 8"
@@ -157,10 +156,45 @@ def test_more_ranks_come_after_a_checkpoint(monkeypatch):
 
 @pytest.mark.parametrize(("number", "room", "wanted"), [(1, 0, 1), (2, 2, 4), (3, 0, 3), (1, 3, 4)])
 def test_a_run_never_gives_up_ranks_that_live(number, room, wanted):
-    watch = RankWatch(
+    ranks = RankWatch(
         with_number(number), last_step=int, fail=Told(), room=lambda most: min(room, most)
     )
-    assert watch.wanted() == wanted
+    assert ranks.wanted() == wanted
+
+
+class NotReadable:
+    """Gives steps of checkpoints, or raises the error that is in the place of one."""
+
+    def __init__(self, *steps) -> None:
+        self.steps = list(steps)
+
+    def __call__(self) -> int:
+        step = self.steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+def test_a_list_of_checkpoints_that_is_being_written_is_read_again():
+    steps = NotReadable(4, ResourceError("cut off"), 8)
+    fail = Told()
+    ranks = RankWatch(with_number(1), last_step=steps, fail=fail, room=lambda most: 1)
+    assert [ranks.look() for _ in range(3)] == [False, False, True]
+    assert isinstance(fail.reason, RanksChange)
+
+
+def test_the_users_pause_is_until_there_is_room():
+    spec = with_number(1)
+    scaling = dataclasses.replace(spec.scaling, elastic_resize_monitor_interval_s=30.0)
+    spec = dataclasses.replace(spec, scaling=scaling)
+    room = [0, 1, 0]
+    ranks = RankWatch(spec, last_step=lambda: 4, fail=Told(), room=lambda most: room.pop(0))
+    assert ranks.pause_s == 30
+    pauses = []
+    while room:
+        assert not ranks.look()
+        pauses.append(ranks.pause_s)
+    assert pauses == [30, watch.LOOK_S, 30]
 
 
 def test_an_error_that_comes_with_a_lost_node_is_a_change_of_ranks(monkeypatch):
