@@ -7,7 +7,8 @@ Invariants, kept by `Evaluator`:
     * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
       one waits for its turn.
     * A response that could not be made or scored is counted as failed, and is in no mean. One whose
-      engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most. A prompt
+      engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most; where no
+      engine has answered any of them for so long, the evaluation ends with an error. A prompt
       whose call meets with the death of its engine ``rollout.max_request_failures`` times in a row
       is failed in this and in all later evaluations.
 """
@@ -27,8 +28,10 @@ from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.core.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
+    NoEngineError,
     RolloutError,
     UserCodeError,
+    one_line,
 )
 from ray_apr.core.messages import GenerateRequest, Origin, SamplingParams
 from ray_apr.core.metrics import Metrics
@@ -94,6 +97,10 @@ class Evaluator:
         self._poison: set[str] = set()
         """Ids of prompts that engines died under."""
         self._num_calls = 0
+        self._answered_at = -math.inf
+        """When an engine ended a call last."""
+        self._no_engine: EngineUnavailableError | None = None
+        """What a call met with last, where none has answered for too long."""
         self._max_response_tokens = config.max_response_tokens or rollout.max_response_tokens
         self._num_ended = 0
         """Calls and responses that have ended."""
@@ -159,8 +166,11 @@ class Evaluator:
 
         Waits for: all responses, then the recorder. Unblocked by: their ends, each of which has a
         limit, or `stop`; its answer or its death.
+
+        Raises:
+            NoEngineError: If no engine has answered for ``rollout.engine.stall_timeout_s``.
         """
-        begin = time.monotonic()
+        begin, self._no_engine = time.monotonic(), None
         slots = asyncio.Semaphore(self._config.max_inflight)
         samples = await asyncio.gather(
             *(
@@ -171,6 +181,12 @@ class Evaluator:
         )
         if self._stopping:
             return {}
+        if self._no_engine is not None:
+            raise NoEngineError(
+                f"version {policy_version} is not evaluated: no engine has answered for "
+                f"{self._rollout.engine.stall_timeout_s:g} s (rollout.engine.stall_timeout_s); "
+                f"{one_line(self._no_engine)}"
+            )
         row = summarize(samples, self._config)
         if self._config.suite_column is not None:
             row["suites"] = by_suite(samples, self._suites, self._config)
@@ -230,7 +246,7 @@ class Evaluator:
         try:
             async with slots:
                 sample, result = await self._respond(sample)
-            if self._stopping:
+            if self._is_ending:
                 return None
             sample = replace(sample, response_text=self._decode(sample.response_ids))
             result = result or await self._scorer.score(sample)
@@ -249,7 +265,7 @@ class Evaluator:
             sample = sample.observe(encode_step(self._tokenizer, sample, step), state=step.state)
         while True:
             sample = await self._generate(sample)
-            if not sample.awaits_step or self._stopping:
+            if not sample.awaits_step or self._is_ending:
                 return sample, None
             asked = replace(sample, turn_text=self._decode(sample.turn_ids))
             step = await self._scorer.step(asked)
@@ -257,6 +273,11 @@ class Evaluator:
             if reason is not None:
                 return asked.finish(reason, state=step.state), step.result
             sample = asked.observe(encode_step(self._tokenizer, asked, step), state=step.state)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether what is under way is given up."""
+        return self._stopping or self._no_engine is not None
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -269,7 +290,7 @@ class Evaluator:
         """
         failures, deaths, waits_since = 0, 0, None
         assert self._client is not None
-        while sample.finish_reason is None and not sample.awaits_step and not self._stopping:
+        while sample.finish_reason is None and not sample.awaits_step and not self._is_ending:
             self._num_calls += 1
             try:
                 generation = await self._client.generate(
@@ -282,6 +303,8 @@ class Evaluator:
                     raise
                 waits_since = waits_since or time.monotonic()
                 if time.monotonic() - waits_since >= self._rollout.engine.stall_timeout_s:
+                    if self._answered_at < waits_since:
+                        self._no_engine = error
                     raise
                 await asyncio.sleep(_ENGINE_PAUSE_S)
                 continue
@@ -291,7 +314,7 @@ class Evaluator:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
-            deaths, waits_since = 0, None
+            deaths, waits_since, self._answered_at = 0, None, time.monotonic()
             self._num_ended += 1
             sample = sample.append(generation, ends_turn=self._turns is not None)
             if generation.num_tokens == 0:

@@ -15,6 +15,7 @@ from ray_apr.core.exceptions import (
     ConfigError,
     EngineDiedError,
     EngineUnavailableError,
+    NoEngineError,
     RewardError,
     RolloutError,
 )
@@ -218,6 +219,29 @@ async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, 
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (3, 1)
     assert await evaluator.progress() != before
+
+
+async def test_without_any_engine_it_ends_after_one_limit(make, monkeypatch):
+    """It waited for so long again for each prompt that got a slot."""
+    monkeypatch.setattr(module, "_ENGINE_PAUSE_S", 0.001)
+    engine = ScriptedEngine(auto=1)
+    engine.fail = {
+        f"evaluation-0-{i}-0": [EngineUnavailableError("gone") for _ in range(10_000)]
+        for i in range(len(PROMPTS))
+    }
+    evaluator, kept = make(engine, at_start=False, max_inflight=1)
+    evaluator._rollout = RolloutConfig(max_request_failures=2, engine={"stall_timeout_s": 0.2})
+    await evaluator.start(0)
+    with pytest.raises(NoEngineError) as caught:
+        await evaluator.evaluate(0)
+    assert str(caught.value) == (
+        "version 0 is not evaluated: no engine has answered for 0.2 s "
+        "(rollout.engine.stall_timeout_s); gone"
+    )
+    assert {call[0].partition("#")[0] for call in engine.calls} == {"evaluation-0-0-0"}
+    assert not kept
+    row = await evaluator.evaluate(1)  # engines are back
+    assert (row["num_samples"], row["num_failed"]) == (4, 0)
 
 
 async def test_a_prompt_that_kills_engines_is_failed_and_not_evaluated_again(make, monkeypatch):
