@@ -16,7 +16,9 @@ import collections
 import ctypes
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ KINDS = {
     "put": ("2,400 bytes in the object store, dropped at once", 2000),
     "lent": ("the same, given to an actor that drops it before it answers", 1000),
     "kept": ("the same, which the actor keeps for 100 calls, as the buffer does groups", 1000),
+    "kept_large": ("the same with 200,000 bytes", 500),
+    "argument": ("2,400 bytes in the call itself, which the actor keeps for 100 calls", 1000),
+    "argument_large": ("the same with 200,000 bytes", 500),
     "status": ("a call of an engine by `EngineHandle.call`", 2000),
     "stream": ("a stream of two items, by `EngineHandle.stream`", 1000),
     "long": ("the same of 500 items", 20),
@@ -77,7 +82,12 @@ class Other:
         self._kept.append(refs)
         while len(self._kept) > number:
             (ref,) = self._kept.popleft()
-            await ref
+            if not isinstance(ref, bytes):
+                await ref
+
+    async def memory(self) -> dict[str, int]:
+        """Of this process."""
+        return memory()
 
 
 class Engine:
@@ -107,15 +117,16 @@ class Caller:
 
     async def run(self, kind: str, number: int) -> dict[str, int]:
         """Make so many calls of a kind; returns the memory after them."""
-        left = iter(range(number))
+        left, began = iter(range(number)), time.perf_counter()
 
         async def some() -> None:
             for _ in left:
                 await self._call(kind)
 
         await asyncio.gather(*(some() for _ in range(_AT_ONCE)))
+        took_us = round((time.perf_counter() - began) / number * 1e6)
         await asyncio.sleep(_SETTLE_S)
-        return memory()
+        return memory() | {"us_a_call": took_us}
 
     async def _call(self, kind: str) -> None:
         group = self._value * 4
@@ -124,8 +135,11 @@ class Caller:
                 await self._other.call.remote(self._value)
         elif kind == "put":
             ray.put(group)
-        elif kind in ("lent", "kept"):
-            await self._line.keep.remote([ray.put(group)], 100 if kind == "kept" else 0)
+        elif kind.startswith(("lent", "kept", "argument")):
+            value = group * 83 if kind.endswith("large") else group
+            if not kind.startswith("argument"):
+                value = ray.put(value)
+            await self._line.keep.remote([value], 0 if kind == "lent" else 100)
         elif kind == "status":
             await self._engine.call("status", timeout_s=_LIMIT_S)
         elif kind in ("stream", "long"):
@@ -138,16 +152,31 @@ class Caller:
             self._metrics.set("apr_rollout_inflight_samples", 5)
 
 
-def of_kind(kind: str, other: Any) -> dict[str, Any]:
-    """Measure a kind of call in an actor of its own."""
+def of_kind(kind: str) -> dict[str, Any]:
+    """Measure a kind of call between two actors of its own."""
     what, number = KINDS[kind]
+    other: Any = ray.remote(num_cpus=0, max_concurrency=1000)(Other).remote()
     caller: Any = ray.remote(num_cpus=0, max_concurrency=1000)(Caller).remote(other)
-    rows = [ray.get(caller.run.remote(kind, number), timeout=_LIMIT_S) for _ in range(_WINDOWS)]
+    rows, of_other = [], []
+    for _ in range(_WINDOWS):
+        rows.append(ray.get(caller.run.remote(kind, number), timeout=_LIMIT_S))
+        of_other.append(ray.get(other.memory.remote(), timeout=_LIMIT_S))
     ray.kill(caller)
+    ray.kill(other)
     half = _WINDOWS // 2 - 1
     calls = number * (_WINDOWS - 1 - half)
-    grown = {name: round((rows[-1][name] - rows[half][name]) / calls, 1) for name in rows[0]}
-    return {"what": what, "calls_a_window": number, "a_call": grown, "windows": rows}
+
+    def grown(of: list[dict[str, int]]) -> dict[str, float]:
+        return {name: round((of[-1][name] - of[half][name]) / calls, 1) for name in of_other[0]}
+
+    return {
+        "what": what,
+        "calls_a_window": number,
+        "us_a_call": statistics.median(row.pop("us_a_call") for row in rows),
+        "a_call": grown(rows),
+        "a_call_in_the_other": grown(of_other),
+        "windows": rows,
+    }
 
 
 def main() -> int:
@@ -168,10 +197,9 @@ def main() -> int:
             name="engine-0", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}
         )
         serve.run(engine.bind(), name="app", route_prefix=None)
-        other: Any = ray.remote(num_cpus=0, max_concurrency=1000)(Other).remote()
         for kind in options.kinds or KINDS:
-            report[kind] = of_kind(kind, other)
-            print(kind, json.dumps(report[kind]["a_call"]), flush=True)
+            report[kind] = of_kind(kind)
+            print(kind, json.dumps(report[kind] | {"windows": None}), flush=True)
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     finally:
         ray.shutdown()

@@ -13,6 +13,7 @@ from ray_apr.core.exceptions import RewardError
 from ray_apr.core.user import RewardResult
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
+from ray_apr.data.store import opened
 from ray_apr.rollout import engines as engines_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
@@ -134,7 +135,7 @@ class Run:
         while ticket is None:
             ticket = await self.buffer.take(0, step - 1 if step else None)
         await self.buffer.ack(step)
-        return [sample for group in ticket.refs for sample in group]
+        return [sample for group in opened(ticket.refs) for sample in group]
 
     async def sync(self, version: int) -> None:
         while not await self.worker.begin_sync(version):

@@ -1,7 +1,7 @@
 """The sample buffer: scored groups wait here for the trainer.
 
 Invariants, kept by `SampleBuffer`:
-    * It holds metadata and ObjectRefs; the payload goes from the rollout worker to the read task.
+    * It holds metadata, and payload as it is carried (`data.store`); only the read task opens it.
     * The batch of step k is chosen against the policy version that trains it, shortly before step
       k - 1 ends: the staleness bound counts the time in the queue. Ray Data may read that one
       ahead, and no later one.
@@ -128,7 +128,7 @@ class SampleBuffer:
 
         Args:
             samples: Metadata of all of its samples.
-            refs: One ObjectRef, in a list so that Ray does not resolve it, of the tuple of samples.
+            refs: The tuple of samples, as `carry` gives it.
         """
         async with self._changed:
             self._stock.put(samples, refs[0])
@@ -244,7 +244,7 @@ class SampleBuffer:
             self._begun[rank] = reader
             if (due := order()) is not None:
                 return BatchTicket(order=due)
-            ticket = self._stock.hand_out(last_step)
+            ticket = self._stock.hand_out(last_step, rank)
         await self._notes.flush()
         return ticket
 
@@ -353,7 +353,7 @@ class SampleBuffer:
         return self._stock.stats()
 
     async def held(self, epoch: int) -> tuple[BufferStats, list[Any]]:
-        """Figures of this moment, and an ObjectRef for the samples of each group that it holds.
+        """Figures of this moment, and the samples of each group that it holds, as carried.
 
         Args:
             epoch: Of the journal, that begins with this moment.

@@ -28,6 +28,7 @@ from ray.exceptions import ObjectLostError
 
 from ray_apr.core.exceptions import ResourceError, one_line
 from ray_apr.data.parts import RESTART_LIMIT_S, Part, PartName
+from ray_apr.data.store import opened
 from ray_apr.scheduling.orders import Order, OrderKind
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
         plan = ticket.plan
         wanted = plan.groups_of(rank)
         try:
-            payload = ray.get([ticket.refs[i] for i in wanted], timeout=_CALL_TIMEOUT_S)
+            payload = opened([ticket.refs[i] for i in wanted], timeout_s=_CALL_TIMEOUT_S)
         except ObjectLostError as error:  # with the rollout worker that made it: another follows
             lost_at = lost_at or time.monotonic()
             if time.monotonic() - lost_at > RESTART_LIMIT_S:

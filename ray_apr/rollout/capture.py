@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from ray_apr.core.sample import Sample
 from ray_apr.data.resumption import Counters, RolloutSummary
 from ray_apr.data.saved_samples import samples_table
-from ray_apr.data.store import put
+from ray_apr.data.store import opened, put
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.sessions import Sessions
 from ray_apr.scheduling.intake import SchedulerState
@@ -87,10 +85,10 @@ async def capture(
 def _table(
     live: Sequence[Sequence[Sample]], refs: Sequence[Any], waiting: Sequence[Sequence[Sample]]
 ) -> Any:
-    """An ObjectRef of all samples as one table; of those of the buffer there are references.
+    """An ObjectRef of all samples as one table; those of the buffer as they were carried.
 
     Waits for: the buffer's samples. Unblocked by: the object store, or the error of what it has
     lost.
     """
-    held: list[Sequence[Sample]] = ray.get(list(refs))
+    held: list[Sequence[Sample]] = opened(refs)
     return put(samples_table(live, (*held, *waiting)))

@@ -37,7 +37,7 @@ from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Sample, SampleState
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.data.replay import ended_row
-from ray_apr.data.store import put
+from ray_apr.data.store import carry
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of, told
 from ray_apr.rollout.notes import Notes
@@ -274,7 +274,7 @@ class Sessions:
         await self._may_hand_over.wait()
         self._num_arriving += 1
         try:
-            await self._buffer.put_group.remote(metas, [put(group)])
+            await self._buffer.put_group.remote(metas, [carry(group)])
             del self.on_their_way[group_id]
         finally:
             self._num_arriving -= 1

@@ -31,7 +31,7 @@ from typing import Any
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.profiles import PROFILES
-from ray_apr.core.sample import Sample
+from ray_apr.data.store import opened
 from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import (
     append,
@@ -155,28 +155,27 @@ class RunRecorder:
         known = {row["sample_id"] for row in lines if row["step"] == rows[-1]["step"]}
         return [row for row in rows if row["sample_id"] not in known]
 
-    async def save_samples(
-        self, rows: Sequence[Mapping[str, Any]], *groups: Sequence[Sample]
-    ) -> None:
+    async def save_samples(self, rows: Sequence[Mapping[str, Any]], *groups: bytes) -> None:
         """Keep samples of a step that was trained, with their texts.
 
         Waits for: the file system. Unblocked by: its answer.
 
         Args:
             rows: Of all samples of the step.
-            groups: Samples that are kept.
+            groups: Those that are kept, as `data.store.carry` gives them.
 
         Raises:
             ResourceError: If they cannot be written.
         """
-        samples, step = list(itertools.chain.from_iterable(groups)), rows[0]["step"]
+
+        def write() -> None:
+            samples = list(itertools.chain.from_iterable(opened(groups)))
+            table = table_of(rows, samples, self._prompt_column)
+            write_step(self._folder, rows[0]["step"], table)
+
         async with self._saving:  # a buffer that has died may have asked for the same step
             with self._failing():
-                await asyncio.to_thread(
-                    lambda: write_step(
-                        self._folder, step, table_of(rows, samples, self._prompt_column)
-                    )
-                )
+                await asyncio.to_thread(write)
 
     async def save_profile(self, name: str, data: bytes) -> None:
         """Keep a profile of a step; one that cannot be written is missing, and ends nothing.

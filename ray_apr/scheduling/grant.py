@@ -28,7 +28,8 @@ class BatchTicket:
     order: Order | None = None
     """What all ranks do before the batch."""
     refs: tuple[Any, ...] = ()
-    """ObjectRef of each group's samples, in the plan's order."""
+    """Each group's samples as they are carried (`data.store`), in the plan's order; None of those
+    that the rank does not need."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class Grant:
     refs: tuple[Any, ...] = ()
     """Payload of each group."""
     num_samples: int = 0
-    ticket: BatchTicket | None = None
+    plan: BatchPlan | None = None
     """Made when it is first handed out."""
 
     def fill(self, chosen: Sequence[tuple[GroupMeta, Any]]) -> None:

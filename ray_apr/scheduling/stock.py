@@ -267,19 +267,22 @@ class Stock:
             grant.fill([self._planned.pop(group) for group in wanted])
             del self.plan[grant.step]
 
-    def hand_out(self, last_step: int | None = None) -> BatchTicket:
+    def hand_out(self, last_step: int | None = None, rank: int | None = None) -> BatchTicket:
         """The next batch of a reader; without a plan if there is none.
 
         Args:
             last_step: Of its last batch; None before that.
+            rank: Has the payload that its row needs; None has all.
         """
         grant = self.next_batch(last_step)
         if grant is None:
             return BatchTicket()
-        grant.ticket = grant.ticket or BatchTicket(plan=self._plan(grant), refs=grant.refs)
+        plan = grant.plan = grant.plan or self._plan(grant)
         self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
         self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
-        return grant.ticket
+        wanted = range(len(grant.refs)) if rank is None else plan.groups_of(rank)
+        refs = (ref if i in wanted else None for i, ref in enumerate(grant.refs))
+        return BatchTicket(plan=plan, refs=tuple(refs))
 
     def batch_of(self, step: int) -> Grant:
         """The grant of a step, with its batch.

@@ -9,6 +9,7 @@ import pytest
 
 from ray_apr.core.exceptions import EngineUnavailableError, NoEngineError, RolloutError
 from ray_apr.core.metrics import Metrics
+from ray_apr.data.store import opened
 from ray_apr.rollout import engines as engines_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.engines import EngineWatch
@@ -43,7 +44,7 @@ async def batch_of(run, step, last_step, told=()):
             continue
         if ticket.order is None:
             await run.buffer.ack(step)
-            return [sample for group in ticket.refs for sample in group], told
+            return [sample for group in opened(ticket.refs) for sample in group], told
         told += (ticket.order,)
         await run.worker.weight_group_state()
         await run.sync(ticket.order.lost_version)

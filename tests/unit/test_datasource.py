@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
+import ray.cloudpickle
 from ray.exceptions import ObjectLostError
 
 from ray_apr.core.exceptions import ResourceError
@@ -35,7 +36,7 @@ class Buffer:
         self.readers: set[str] = set()
         clock = FakeClock()
         monkeypatch.setattr(module, "Part", lambda name, whom: self)
-        monkeypatch.setattr(module.ray, "get", self.get)
+        monkeypatch.setattr(ray, "get", self.get)
         fake_time = types.SimpleNamespace(monotonic=clock, sleep=clock.advance)
         monkeypatch.setattr(module, "time", fake_time)
 
@@ -48,7 +49,7 @@ class Buffer:
         if self.num_lost:
             self.num_lost -= 1
             raise ObjectLostError("0" * 56, None, "")
-        return ["samples"]
+        return [ray.cloudpickle.dumps("samples")]
 
     def rows(self) -> list[dict]:
         return [row for table in module._read(PartName("b", "ns"), 0, 1.0)

@@ -18,6 +18,7 @@ from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.replay import Epoch, replay
 from ray_apr.data.resumption import Begin, Counters, RolloutProgress
 from ray_apr.data.saved_samples import groups_of
+from ray_apr.data.store import opened
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.scheduler import TurnRules
 from tests.fakes import ScriptedEngine
@@ -363,7 +364,7 @@ async def test_a_death_that_follows_a_capture_at_once_finds_the_step_under_way(f
     async with killed as run:
         await run.run.buffer.ack(2, 3)
         stats = await run.run.buffer.stats()
-        groups = [samples[0].group_id for samples in ticket.refs]
+        groups = [samples[0].group_id for samples in opened(ticket.refs)]
         assert stats.trained_samples == 4 and not set(groups) & set(stats.held_groups)
         summary = await run.run.worker.stop()
         ledger = run.run.worker._before.ledger + summary.ledger + stats.ledger
@@ -380,7 +381,7 @@ async def test_a_buffer_that_dies_gives_the_batch_again_that_it_gave_ahead(folde
         for last_step in (1, 2):
             while (ticket := await buffer.take(0, last_step)) is None:
                 pass
-            taken.append([samples[0].group_id for samples in ticket.refs])
+            taken.append([samples[0].group_id for samples in opened(ticket.refs)])
         await run.write()
     assert killed.begin.replayed.granted == (2, 2)
     assert [list(killed.begin.replayed.plan[step]) for step in (2, 3)] == taken
@@ -389,7 +390,7 @@ async def test_a_buffer_that_dies_gives_the_batch_again_that_it_gave_ahead(folde
         await buffer.ack(2, 3)
         while (ticket := await buffer.take(0, 2)) is None:  # another rank, say
             pass
-        assert [samples[0].group_id for samples in ticket.refs] == taken[1]
+        assert [samples[0].group_id for samples in opened(ticket.refs)] == taken[1]
         assert not set(taken[0]) & set((await buffer.stats()).held_groups)
 
 

@@ -24,6 +24,7 @@ from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.data.kept_samples import is_kept
+from ray_apr.data.store import carry
 from ray_apr.run import trained_samples
 from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.trained_samples import (
@@ -158,14 +159,14 @@ async def test_two_buffers_may_have_the_same_step_written(tmp_path):
     """One that has died had asked for it just before."""
     recorder = RunRecorder(str(tmp_path), 0.0)
     rows = rows_of(3, FIRST, SECOND)
-    await asyncio.gather(*(recorder.save_samples(rows, (FIRST, SECOND)) for _ in range(8)))
+    await asyncio.gather(*(recorder.save_samples(rows, carry((FIRST, SECOND))) for _ in range(8)))
     assert len(read_step(tmp_path, 3)) == 2
 
 
 async def test_the_recorder_writes_some_groups_of_a_step(tmp_path):
     recorder = RunRecorder(str(tmp_path), 0.0)
     other = sample("e0-1-0", 0.0, (4, True, "left out"), group="e0-1")
-    await recorder.save_samples(rows_of(3, FIRST, SECOND, other), (FIRST, SECOND))
+    await recorder.save_samples(rows_of(3, FIRST, SECOND, other), carry((FIRST, SECOND)))
     assert [row["sample_id"] for row in read_step(tmp_path, 3)] == ["e0-0-0", "e0-0-1"]
 
 
@@ -177,7 +178,7 @@ async def test_samples_that_find_no_room_end_the_run_and_leave_no_part(tmp_path,
     recorder = RunRecorder(str(tmp_path), 0.0)
     monkeypatch.setattr(trained_samples.pq, "write_table", full)
     with pytest.raises(ResourceError, match=r"step-000003\.parquet cannot be written.*--resume"):
-        await recorder.save_samples(rows_of(3, FIRST), (FIRST,))
+        await recorder.save_samples(rows_of(3, FIRST), carry((FIRST,)))
     with pytest.raises(ResourceError, match="step-000003"):
         await recorder.record("ended", {"sample_id": "a"})
     assert not any((tmp_path / "samples").iterdir())
