@@ -59,6 +59,10 @@ class ResourceError(APRError, RuntimeError):
     """The cluster or this machine lacks what the configuration asks for."""
 
 
+class FolderTakenError(ResourceError):
+    """Another driver goes on with the run in its folder; this one was cut off or suspended."""
+
+
 class RanksChange(APRError, RuntimeError):
     """The train workers of a run become more or fewer: no failure, its parts begin again."""
 

@@ -31,8 +31,9 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.fs
 
-from ray_apr.core.exceptions import ResourceError, one_line
+from ray_apr.core.exceptions import FolderTakenError, ResourceError, one_line
 from ray_apr.core.sample import Sample, Segment
+from ray_apr.data.fence import Fence
 from ray_apr.data.saved_samples import SCHEMA, samples_table
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,12 @@ class JournalFolder:
     Args:
         filesystem: Of pyarrow.
         path: In it.
+        fence: Of the run; None: whoever wants may write.
     """
 
     filesystem: pyarrow.fs.FileSystem
     path: str
+    fence: Fence | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, where: str, filesystem: pyarrow.fs.FileSystem | None = None) -> JournalFolder:
@@ -118,7 +121,10 @@ class JournalFolder:
 
         Raises:
             OSError: If that cannot be done.
+            FolderTakenError: If the run is another driver's now.
         """
+        if self.fence is not None:
+            self.fence.check_soon()
         self.filesystem.create_dir(self.path)
         name = f"{self.path}/{epoch:06d}-{writer}"
         try:
@@ -300,7 +306,8 @@ class Journal:
         Waits for: the file system. Unblocked by: its answer.
 
         Raises:
-            ResourceError: If it is not, and who reads the journal cannot be told.
+            ResourceError: If it is not, and who reads the journal cannot be told; if the run is
+                another driver's now.
         """
         self.soon()
         if self._writing is not None:
@@ -337,6 +344,9 @@ class Journal:
             try:
                 data = _encoded(header | notes, samples)
                 self._folder.append(epoch, self._writer, self._part, data)
+            except FolderTakenError as error:
+                self._failure = error
+                return
             except OSError as error:
                 self._break(epoch, error)
             self._part += 1

@@ -110,6 +110,7 @@ class Actors:
             str(self._spec.folder),
             started_at,
             self._spec.rollout.prompt_column,
+            self._spec.fences[0],
             part="recorder",
             scheduling_strategy=here,
             max_restarts=-1,

@@ -18,7 +18,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ray_apr.core.exceptions import APRError, TrainError, one_line
+from ray_apr.core.exceptions import APRError, FolderTakenError, TrainError, one_line
 from ray_apr.data.store import of_full_store
 from ray_apr.run.folder import put_text
 
@@ -54,7 +54,10 @@ def of_servers(error: Exception) -> APRError:
 
 
 def write_error_log(file: Path, error: BaseException, cause: BaseException) -> bool:
-    """Write the cause, and below it the tracebacks of all processes; whether that could be done."""
+    """Write the cause, and below it the tracebacks of all processes; whether that could be done,
+    which it may not be in a folder that another driver has."""
+    if isinstance(cause, FolderTakenError):
+        return False
     parts = [f"{type(cause).__name__}: {one_line(cause)}\n", *_tracebacks(error)]
     if cause.__traceback__ is not None and cause is not error:
         parts.append("".join(traceback.format_exception(cause)))

@@ -141,7 +141,7 @@ def run(
                 write_outcome(spec.folder, stopped)
                 raise
 
-        with hold_folder(spec.folder), followed_by(callbacks, spec):
+        with hold_folder(spec.folder, spec.fences), followed_by(callbacks, spec):
             tidy_folder(spec)
             return run_with_restarts(
                 attempt,
@@ -340,7 +340,7 @@ class _Parts:
     def _reason(self, error: Exception) -> APRError:
         """The error of ours behind a failed run; it names the file with the tracebacks."""
         spec = self.spec
-        reason = self._start_error or self.side.first_error()
+        reason = spec.taken_over or self._start_error or self.side.first_error()
         if reason is None and found_no_place(error):
             reason = not_placed(spec.worker_scaling, spec.rollout.engine.start_timeout_s)
         reason = reason or cause_of(error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.core.exceptions import ResourceError, Stopped, one_line
+from ray_apr.core.exceptions import FolderTakenError, ResourceError, Stopped, one_line
 from ray_apr.run.causes import cause_of, write_error_log
 from ray_apr.run.folder import not_written, put_text
 from ray_apr.scheduling.order import prompt_position
@@ -97,11 +97,13 @@ def _engine_figures(engine: ServerStatus) -> dict[str, Any]:
 
 
 def write_final(folder: Path, figures: Mapping[str, Any], error: BaseException | None) -> None:
-    """Write the last counters of a run, and how it ended.
+    """Write the last counters of a run, and how it ended; nothing of one that another driver has.
 
     Raises:
         ResourceError: If they cannot be written, and the run has not failed anyhow.
     """
+    if isinstance(error, FolderTakenError):
+        return
     try:
         write_json(folder / FINAL_FILE, {**figures, **_outcome(error)})
     except ResourceError as full:

@@ -37,7 +37,8 @@ def journal_of(spec: RunSpec) -> JournalFolder | None:
     if "://" not in root and filesystem is None:
         root = str(Path(root).expanduser().resolve())
     try:
-        return JournalFolder.of(f"{root}/{_FOLDER}", filesystem)
+        folder = JournalFolder.of(f"{root}/{_FOLDER}", filesystem)
+        return dataclasses.replace(folder, fence=spec.fences[1])
     except (OSError, ValueError) as error:
         raise ConfigError(
             "rollout.journal.path", root, f"cannot be reached: {one_line(error)}"

@@ -31,6 +31,7 @@ from typing import Any
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.profiles import PROFILES
+from ray_apr.data.fence import Fence
 from ray_apr.data.store import opened
 from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import (
@@ -70,11 +71,19 @@ class RunRecorder:
         folder: The run folder; it exists.
         started_at: Unix time at which the run began.
         prompt_column: Of the run's dataset.
+        fence: Of the folder; None: nobody else takes it.
     """
 
-    def __init__(self, folder: str, started_at: float, prompt_column: str = "prompt") -> None:
+    def __init__(
+        self,
+        folder: str,
+        started_at: float,
+        prompt_column: str = "prompt",
+        fence: Fence | None = None,
+    ) -> None:
         self._folder = Path(folder)
         self._prompt_column = prompt_column
+        self._fence = fence
         paths = {kind: Path(folder) / name for kind, name in ROW_FILES.items()}
         for path in paths.values():
             end_with_a_line(path)
@@ -207,6 +216,8 @@ class RunRecorder:
         if self._failure is not None:
             raise self._failure
         try:
+            if self._fence is not None:
+                self._fence.check_soon()
             yield
         except ResourceError as error:
             self._failure = error

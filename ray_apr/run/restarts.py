@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray_apr.core.exceptions import (
     APRError,
     ConfigError,
+    FolderTakenError,
     LedgerError,
     PrivateNameError,
     RanksChange,
@@ -24,7 +25,7 @@ from ray_apr.core.exceptions import (
 
 _Result = TypeVar("_Result")
 
-_FOR_GOOD = (ConfigError, LedgerError, PrivateNameError, WeightMismatchError)
+_FOR_GOOD = (ConfigError, FolderTakenError, LedgerError, PrivateNameError, WeightMismatchError)
 """Errors that would come again, or that say that figures cannot be trusted."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0

@@ -13,7 +13,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import pyarrow as pa
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.data.fence import Fence
 from ray_apr.data.resumption import (
     LIST_COPY_FILE,
     LIST_FILE,
@@ -239,12 +240,17 @@ def _mend_list(folder: ray.train.Checkpoint) -> None:
 
 
 @contextlib.contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path, fences: Sequence[Fence] = ()) -> Iterator[None]:
     """Hold a run folder, so that no other process writes to it; the system lets it go at the end of
     this one, whatever ends it.
 
+    Args:
+        folder: To be held.
+        fences: Of the run that begins, if one does; for those whom the lock does not keep out.
+
     Raises:
         ConfigError: If another process holds it.
+        ResourceError: If a fence cannot be written.
     """
     with (folder / LOCK_FILE).open("w") as file:
         try:
@@ -255,6 +261,8 @@ def hold_folder(folder: Path) -> Iterator[None]:
             ) from error
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be held, so that no other run may use it: %s", folder, error)
+        for fence in fences:
+            fence.take()
         yield
 
 

@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import inspect
 import math
-from dataclasses import dataclass, replace
+import uuid
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from ray_apr.config import Sections
 from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
 from ray_apr.config.engine import Device
 from ray_apr.config.ranks import RankRange
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, FolderTakenError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
+from ray_apr.data.fence import Fence
 from ray_apr.run.command import Command
 from ray_apr.run.folder import run_folder
 from ray_apr.run.retention import AgedCheckpoints
@@ -53,6 +55,8 @@ class RunSpec(Sections):
     """What the user gives Ray Train; `run_config` is what it gets."""
     checkpoint: ray.train.Checkpoint | None = None
     """What a run begins with that has no checkpoint of its own; None: with the model."""
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    """Name of this start of the run, for its `fences`."""
     command: Command | None = None
     """What the run folder keeps for ``ray-apr resume``; None: the run was begun in Python."""
 
@@ -112,6 +116,23 @@ class RunSpec(Sections):
     def checkpoints_folder(self) -> str:
         """Where the run's own checkpoints are, with Ray Train's list of them."""
         return f"{self.checkpoint_path.rstrip('/')}/{self.name}"
+
+    @property
+    def fences(self) -> tuple[Fence, Fence]:
+        """Of the run folder, and of that of the checkpoints, which may be the same."""
+        kept = ray.train.Checkpoint(self.checkpoints_folder, self.run.storage_filesystem)
+        of_checkpoints = Fence(self.owner, kept.path, kept.filesystem)
+        return Fence(self.owner, str(self.folder)), of_checkpoints
+
+    @property
+    def taken_over(self) -> FolderTakenError | None:
+        """That another driver has taken the run over, if one has."""
+        try:
+            for fence in self.fences:
+                fence.check()
+        except FolderTakenError as error:
+            return error
+        return None
 
     @property
     def remote_storage(self) -> str | None:

@@ -78,6 +78,7 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         wire_dtype=dtype_on(spec.rollout.engine.device, spec.rollout.engine.dtype),
         shares_device=spec.rollout.is_colocated,
         takes_turns=spec.rollout.takes_turns,
+        fence=spec.fences[1],
         buffer=buffer,
         **of_worker,
     )

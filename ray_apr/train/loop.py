@@ -95,7 +95,7 @@ class _TrainLoop:
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
             self._learner.model, self._learner.optimizer, self._control,
-            source=spec.model, step=spec.begin.step,
+            source=spec.model, step=spec.begin.step, fence=spec.fence,
         )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
 

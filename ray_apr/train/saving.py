@@ -35,6 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, StarvedError, TrainError, one_line
+from ray_apr.data.fence import Fence
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, read_rollout
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
@@ -63,6 +64,7 @@ class CheckpointWriter:
         control: Rank 0's line to the other actors; None on other ranks.
         source: Folder or hub id of the model, for its last export.
         step: Steps that the run begins with.
+        fence: Of the folder that has the checkpoints.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class CheckpointWriter:
         *,
         source: str,
         step: int = 0,
+        fence: Fence | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._control = control
         self._source = source
+        self._fence = fence
         self._storage = ray.train.get_context().get_storage()
         # of its own: another thread has it while the loop computes in the others
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
@@ -130,7 +134,8 @@ class CheckpointWriter:
             if is_last:
                 export_hf(folder / HF_FOLDER, self._model, self._source)
 
-        part = _Part(write, self._storage, progress.step)
+        fence = None if self._control is None else self._fence
+        part = _Part(write, self._storage, progress.step, fence)
         self.step, self._under_way = progress.step, part.written
         ray.train.report(
             dict(row),
@@ -217,12 +222,16 @@ class _Part:
         write: Writes it into a folder, together with all ranks.
         storage: Ray Train's.
         step: Of the checkpoint.
+        fence: Of the folder; None on other ranks than the first.
     """
 
-    def __init__(self, write: Callable[[Path], None], storage: Any, step: int) -> None:
+    def __init__(
+        self, write: Callable[[Path], None], storage: Any, step: int, fence: Fence | None
+    ) -> None:
         self._write = write
         self._storage = storage
         self.step = step
+        self._fence = fence
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self.written: Future[str] = Future()
         """Path of the whole checkpoint in the storage."""
@@ -238,7 +247,9 @@ class _Part:
         """
         try:
             kept = self._to_storage(name)
-        except APRError:  # of the rollout side, and says so
+            if self._fence is not None:
+                self._fence.check()  # before Ray Train has it in its list
+        except APRError:  # of the rollout side or the fence, and says so
             raise
         except (Exception, CheckpointException) as error:  # torch's is none
             raise TrainError(

@@ -11,6 +11,7 @@ from typing import Any
 from ray_apr.config import AlgorithmConfig, EvaluationConfig, PartialRolloutConfig, TrainConfig
 from ray_apr.config.common import DType
 from ray_apr.core.messages import SamplingParams
+from ray_apr.data.fence import Fence
 from ray_apr.data.parts import PartName
 from ray_apr.data.resumption import Begin
 
@@ -56,6 +57,8 @@ class WorkerSpec(LearnerSpec):
     """Handle of what writes the run folder."""
     evaluator: Any = None
     """Handle; None where nothing is evaluated."""
+    fence: Fence | None = None
+    """Of the folder of the checkpoints; None: nobody else takes it."""
     gate: Any = None
     """Handle of the `StepGate` whose orders are followed; None: all steps are taken."""
     begin: Begin = field(default_factory=Begin)

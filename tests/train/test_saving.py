@@ -19,7 +19,8 @@ from ray.train import CheckpointUploadMode
 from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.core.exceptions import StarvedError, TrainError
+from ray_apr.core.exceptions import FolderTakenError, StarvedError, TrainError
+from ray_apr.data.fence import Fence
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, Counters, RolloutProgress
 from ray_apr.data.saved_samples import samples_table
 from ray_apr.train import saving
@@ -242,6 +243,19 @@ def test_a_state_that_leaves_the_device_is_written_as_it_was(folder, train):
         found, its_rates = state_of(*restored)
         check_same((found | {"random": expected["random"]}, its_rates), (expected, rates))
     writer.close()
+
+
+def test_no_checkpoint_of_a_run_that_another_driver_has_gets_into_the_list(folder, train):
+    """It could be listed, and the other driver's list was gone."""
+    model, optimizer = build(folder)
+    old, new = [Fence(name, train.storage.experiment_fs_path) for name in ("old", "new")]
+    writer = CheckpointWriter(model, optimizer, Control(), source=str(folder), fence=old)
+    old.take()
+    writer.save({}, Progress(step=1, policy_version=1), name="first")
+    new.take()
+    with pytest.raises(FolderTakenError):
+        writer.save({}, Progress(step=2, policy_version=2), name="second")
+    assert len(train.listed) == 1
 
 
 def test_one_checkpoint_at_a_time_is_under_way(folder, train):
