@@ -179,6 +179,7 @@ class Evaluator:
                 for index in range(self._config.samples)
             )
         )
+        self._scorer.take_spans()  # which nobody shows, and which would grow for ever
         if self._stopping:
             return {}
         if self._no_engine is not None:
