@@ -42,6 +42,7 @@ KINDS = {
     "stream": ("a stream of two items, by `EngineHandle.stream`", 1000),
     "long": ("the same of 500 items", 20),
     "metrics": ("four metrics, as of a sample", 10000),
+    "idle": ("nothing for a second", 60),
 }
 """What a kind is, and how many calls are in a window."""
 _WINDOWS = 6
@@ -145,6 +146,8 @@ class Caller:
         elif kind in ("stream", "long"):
             async for _ in self._engine.stream("items", 500 if kind == "long" else 2):
                 pass
+        elif kind == "idle":
+            await asyncio.sleep(_AT_ONCE)
         else:
             self._metrics.add("apr_rollout_generated_tokens", 22.0)
             self._metrics.observe("apr_rollout_response_tokens", 22)

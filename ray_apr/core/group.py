@@ -11,7 +11,7 @@ from ray_apr.core.sample import FinishReason, Sample, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMeta:
-    """What the buffer knows of a scored sample; the payload stays behind an ObjectRef."""
+    """What the buffer knows of a scored sample; the samples themselves are beside it, pickled."""
 
     sample_id: str
     group_id: str

@@ -3,8 +3,8 @@
 Ray moves objects that nobody reads to the disk, and puts new ones there where that does not help,
 for which it waits some seconds. Only where that disk is full, too, there is no room.
 
-An object that another process keeps beyond the call leaves some hundred bytes with Ray in the one
-that put it, and costs several times the CPU time of a call that has the value (docs/failures.md).
+An object that another process keeps beyond the call leaves 390 bytes with Ray (2.60) in the one
+that put it, and takes four times as long as a call that has the value (docs/failures.md).
 So small values go along with the call (`carry`), and whoever keeps them has their bytes.
 """
 
