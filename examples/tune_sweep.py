@@ -1,4 +1,4 @@
-"""A sweep of two learning rates by Ray Tune, one run after the other.
+"""A sweep of learning rates by Ray Tune, one run after the other.
 
     python examples/tune_sweep.py --steps 20
 
@@ -89,6 +89,7 @@ def compared(rewards: Mapping[float, Sequence[float]], storage: str) -> str:
 def main() -> None:
     """Run the trials, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 1e-5])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
@@ -97,7 +98,7 @@ def main() -> None:
     results = tune.Tuner(
         trial,
         param_space={
-            "lr": tune.grid_search([1e-4, 1e-5]),
+            "lr": tune.grid_search(args.lr),
             "model": str(TINY),
             "steps": args.steps,
             "storage": storage,

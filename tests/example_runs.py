@@ -1,30 +1,60 @@
 """A process that runs examples one after the other, on one cluster.
 
-Run: ``python -m tests.example_runs "NAME ARGUMENTS" ...``, e.g. ``"maths --steps 2"``. Each prints
-what it prints; its seconds are said after it.
+Run: ``python -m tests.example_runs``; each line of its input is an example with its arguments, as
+``maths --steps 1`` or ``calculator/calculator.yaml --set train.steps=1``. What it prints comes out,
+and then a line that begins with `ENDED`.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import shlex
+import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import ray
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ENDED = "=== ended"
+_LIMIT_S = 280.0
+"""Of a run of a YAML file."""
+
+
+def run(call: str, address: str) -> bool:
+    """Run an example on the cluster; whether it came to its good end."""
+    name, *arguments = shlex.split(call)
+    if name.endswith(".yaml"):
+        command = [sys.executable, "-m", "ray_apr", "train", str(EXAMPLES / name), *arguments]
+        env = {**os.environ, "RAY_ADDRESS": address}
+        ended = subprocess.run(
+            command, env=env, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False
+        )
+        return ended.returncode == 0
+    file = EXAMPLES / f"{name}.py"
+    sys.argv, sys.path[0] = [str(file), *arguments], str(file.parent)  # as `python FILE` has them
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except Exception:  # noqa: BLE001  (printed, and the next example runs all the same)
+        traceback.print_exc(file=sys.stdout)
+        return False
+    return True
 
 
 def main() -> None:
-    ray.init(address="local", num_cpus=6, namespace="examples", log_to_driver=False)
-    for call in sys.argv[1:]:
-        name, *arguments = shlex.split(call)
-        file, began_at = EXAMPLES / f"{name}.py", time.monotonic()
-        sys.argv = [str(file), *arguments]
-        runpy.run_path(str(file), run_name="__main__")
-        sys.stdout.write(f"{name} took {time.monotonic() - began_at:.0f} s\n")
+    """Run what the input says."""
+    context = ray.init(
+        address="local", num_cpus=6, namespace="examples", include_dashboard=False,
+        log_to_driver=False,
+    )  # fmt: skip
+    for call in sys.stdin:
+        began_at = time.monotonic()
+        outcome = "well" if run(call, context.address_info["address"]) else "badly"
+        took_s = time.monotonic() - began_at
+        sys.stdout.write(f"{ENDED} {outcome} after {took_s:.0f} s: {call.strip()}\n")
         sys.stdout.flush()
     ray.shutdown()
 

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK = "RAY_APR_TEST_MARK"
@@ -84,3 +86,15 @@ def kill_all(mark: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+@contextmanager
+def marked_processes() -> Iterator[tuple[str, dict[str, str]]]:
+    """(mark, environment); it is an error if a process with the mark outlives the block."""
+    mark, env = marked_environment()
+    try:
+        yield mark, env
+        left = wait_until_none(mark, 30)
+        assert not left, f"processes left behind: {left}"
+    finally:
+        kill_all(mark)

@@ -33,8 +33,6 @@ def make_config() -> APRConfig:
             steps_per_iteration=4,
             train={"micro_batch_tokens": 2048, "num_threads": 1},
         )
-        .learners(num_learners=2)
-        .env_runners(num_env_runners=2)
         .rollouts(
             rollout={
                 "group_size": 8,
@@ -54,7 +52,10 @@ def main() -> None:
     parser.add_argument("--reward", type=float, default=0.8, help="mean reward to stop at")
     parser.add_argument("--iterations", type=int, default=30, help="most iterations of this call")
     args = parser.parse_args()
-    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
+        ignore_reinit_error=True,
+    )  # fmt: skip
     algo = make_config().build_algo() if args.restore is None else APR.from_checkpoint(args.restore)
     try:
         for _ in range(args.iterations):
@@ -69,7 +70,6 @@ def main() -> None:
         print(f"saved to {algo.save_to_path(args.save.resolve())}")
     finally:
         algo.stop()
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -62,11 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-rows", type=int, default=512, help="number of prompts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of both")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows = make_rows(args.num_rows, args.seed)
-    pq.write_table(pa.Table.from_pylist(rows), HERE / "prompts.parquet", compression="zstd")
-    make_model(HERE / "base_model")
+    pq.write_table(pa.Table.from_pylist(rows), args.out / "prompts.parquet", compression="zstd")
+    make_model(args.out / "base_model")
     logger.info("%d prompts of %s", len(rows), " and ".join(TASKS))
 
 

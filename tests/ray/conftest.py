@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import kill_all, marked_environment, wait_until_none
+from tests.processes import marked_processes
 
 
 @pytest.fixture
 def marked():
     """(mark, environment); fails the test if a process with the mark outlives it."""
-    mark, env = marked_environment()
-    try:
-        yield mark, env
-        left = wait_until_none(mark, 30)
-        assert not left, f"processes left behind: {left}"
-    finally:
-        kill_all(mark)
+    with marked_processes() as mark_and_env:
+        yield mark_and_env

@@ -1,10 +1,14 @@
-"""Examples in Python, run as a user would, with few steps."""
+"""Every example on CPU with the smallest settings: one as a user would run it, the others one after
+the other on one cluster (tests/example_runs.py)."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,27 +16,61 @@ import pytest
 
 from ray_apr.cli.main import main
 from ray_apr.run.trained_samples import read_step, saved_steps
+from tests.example_runs import ENDED
+from tests.processes import marked_processes
 from tests.tracked import read_tensorboard
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = (
+    "--set rollout.num_replicas=1 --set scaling.num_workers=1 --set train.batch_size=16 "
+    "--set rollout.max_response_tokens=64"
+)
+"""Settings of a YAML file."""
 
 
-def run(arguments: list[str], env: dict[str, str], folder: Path) -> str:
-    """Run Python in a folder to its good end; returns what it printed."""
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        env=env, capture_output=True, text=True, timeout=400, check=False, cwd=folder,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return ended.stdout
+RunExample = Callable[[str], str]
 
 
-def run_on_one_cluster(calls: list[str], env: dict[str, str], folder: Path) -> str:
-    """Run examples, each ``"NAME ARGUMENTS"``, one after the other (tests/example_runs.py)."""
-    root = str(EXAMPLES.parent)
-    return run(["-m", "tests.example_runs", *calls], {**env, "PYTHONPATH": root}, folder)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples run."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Iterator[RunExample]:
+    """Has an example run to its good end; returns what it printed.
+
+    Waits for: the end of an example. Unblocked by: it, or the limit of its test.
+    """
+    with marked_processes() as (_, env):
+        modules = os.pathsep.join(map(str, (EXAMPLES.parent, EXAMPLES / "arithmetic")))
+        env |= {"PYTHONPATH": modules, "HOME": str(folder)}  # RLlib writes to ~/ray_results
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.example_runs"], env=env, cwd=folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            assert process.stdin is not None and process.stdout is not None
+            calls, lines = process.stdin, process.stdout
+
+            def one(call: str) -> str:
+                calls.write(f"{call}\n")
+                calls.flush()
+                said: list[str] = []
+                for line in lines:
+                    if line.startswith(ENDED):
+                        break
+                    said.append(line)
+                else:
+                    line = "the process of the examples is dead"
+                assert line.startswith(f"{ENDED} well"), "".join(said)[-6000:] + line
+                return "".join(said)
+
+            yield one
+            calls.close()
+            assert process.wait(timeout=60) == 0
 
 
 def final_of(folder: Path) -> tuple[str, int, int]:
@@ -43,9 +81,12 @@ def final_of(folder: Path) -> tuple[str, int, int]:
 
 def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, marked, capsys):
     _, env = marked
-    arguments = [str(EXAMPLES / "single_file.py"), "--steps", "4", "--storage", str(tmp_path)]
-    said = run(arguments, env, tmp_path)
-    assert "step    4/4" in said and "best reward 0." in said
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "single_file.py"), "--steps", "4", "--storage", "."],
+        env=env, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert "step    4/4" in ended.stdout and "best reward 0." in ended.stdout
     folder = tmp_path / "single-file"
     assert final_of(folder) == ("ok", 0, 4)
     assert saved_steps(folder) == [0, 1, 2, 3], "the last step's, too"
@@ -62,58 +103,80 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     assert main(["verify", str(folder)]) == 0
 
 
-@pytest.mark.long
-def test_maths_and_rejection_sampling(tmp_path, marked):
-    _, env = marked
-    calls = ["maths --steps 2 --storage .", "rejection_sampling maths"]
-    said = run_on_one_cluster(calls, env, tmp_path)
-    assert final_of(tmp_path / "maths") == ("ok", 0, 2)
+def test_maths_and_rejection_sampling(run, folder):
+    said = run("maths --steps 1 --storage .")
     assert "with an answer at all" in said
-    samples = [row for step in (0, 1) for row in read_step(tmp_path / "maths", step)]
+    assert final_of(folder / "maths") == ("ok", 0, 1)
+    run("rejection_sampling maths")
+    samples = read_step(folder / "maths", 0)
     right = [row for row in samples if row["reward"] == 1 and row["finish_reason"] == "stop"]
-    chosen = {row["prompt"]: row for row in pq.read_table(tmp_path / "maths/chosen").to_pylist()}
+    chosen = {row["prompt"]: row for row in pq.read_table(folder / "maths/chosen").to_pylist()}
     assert set(chosen) == {row["prompt"] for row in right} != set()
     for row in right:
         assert len(chosen[row["prompt"]]["completion"]) <= len(row["response_text"])
 
 
-@pytest.mark.long
-def test_programs_a_tool_a_judge_and_evaluation_alone(tmp_path, marked):
-    _, env = marked
-    calls = ["programs --steps 2 --storage .", "tool_use --steps 2 --storage .",
-             "llm_judge --steps 2 --storage .", "evaluate --samples 4 --storage ."]  # fmt: skip
-    said = run_on_one_cluster(calls, env, tmp_path)
-    for name in ("programs", "tool-use", "llm-judge"):
-        assert final_of(tmp_path / name) == ("ok", 0, 2)
-    assert "of the programs passed their test" in said
-    turns = [row["num_turns"] for row in read_step(tmp_path / "tool-use", 1)]
+def test_programs(run, folder):
+    assert "of the programs passed their test" in run("programs --steps 1 --storage .")
+    assert final_of(folder / "programs") == ("ok", 0, 1)
+
+
+def test_a_tool(run, folder):
+    assert "calls of the tool a response" in run("tool_use --steps 1 --storage .")
+    assert final_of(folder / "tool-use") == ("ok", 0, 1)
+    turns = [row["num_turns"] for row in read_step(folder / "tool-use", 0)]
     assert max(turns) >= 3, "two columns, and the answer"
-    assert "calls of the tool a response" in said
-    rows = [json.loads(r) for r in (tmp_path / "llm-judge/metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert row["reward_mean"] == pytest.approx(row["reward/judged_mean"])
-        assert 0 < row["reward/judged_mean"] < 1
-    assert "256 responses: mean reward 0." in said and "pass@4 0." in said
-    assert final_of(tmp_path / "evaluate") == ("stopped", 0, 0)
 
 
-@pytest.mark.long
-def test_a_sweep_of_two_learning_rates(tmp_path, marked):
-    _, env = marked
-    arguments = [str(EXAMPLES / "tune_sweep.py"), "--steps", "2", "--storage", "."]
-    said = run(arguments, env, tmp_path)
-    assert "lr 0.0001: reward 0." in said and "lr 1e-05: reward 0." in said
-    assert "best mean of the last steps: lr " in said
-    assert f"compare: ray-apr report {tmp_path.resolve() / 'lr-0.0001'} " in said
-    for name in ("lr-0.0001", "lr-1e-05"):
-        assert final_of(tmp_path / name) == ("ok", 0, 2)
+def test_a_judge(run, folder):
+    run("llm_judge --steps 1 --storage .")
+    assert final_of(folder / "llm-judge") == ("ok", 0, 1)
+    row = json.loads((folder / "llm-judge/metrics.jsonl").read_text())
+    assert row["reward_mean"] == pytest.approx(row["reward/judged_mean"])
+    assert 0 < row["reward/judged_mean"] < 1
 
 
-@pytest.mark.long
-def test_an_algorithm_of_rllib(tmp_path, marked):
-    _, env = marked
-    file = EXAMPLES / "arithmetic" / "rllib_arithmetic.py"
-    env = {**env, "HOME": str(tmp_path)}  # RLlib's own folder, ~/ray_results
-    said = run([str(file), "--iterations", "1", "--save", "saved"], env, tmp_path)
+def test_evaluation_alone(run, folder):
+    said = run("evaluate --samples 2 --storage .")
+    assert "128 responses: mean reward 0." in said and "pass@2 0." in said
+    assert final_of(folder / "evaluate") == ("stopped", 0, 0)
+
+
+def test_a_sweep(run, folder):
+    said = run("tune_sweep --lr 1e-4 --steps 1 --storage .")
+    assert "lr 0.0001: reward 0." in said
+    assert "best mean of the last steps: lr 0.0001" in said
+    assert f"compare: ray-apr report {folder.resolve() / 'lr-0.0001'} " in said
+    assert final_of(folder / "lr-0.0001") == ("ok", 0, 1)
+
+
+def test_a_calculator_and_weights_as_files(run, folder):
+    transport = EXAMPLES / "transports" / "folder.py"
+    run(
+        f"calculator/calculator.yaml {SMALL} --set rollout.max_turns=6 --set train.steps=2 "
+        f"--set run.storage_path={folder} --set run.name=calculator "
+        f"--set train.weight_transport={transport}:FolderSender"
+    )
+    assert final_of(folder / "calculator") == ("ok", 0, 2)
+    final = json.loads((folder / "calculator/final.json").read_text())
+    assert [engine["policy_version"] for engine in final["engines"]] == [1]
+    assert max(row["num_turns"] for row in read_step(folder / "calculator", 0)) >= 2
+
+
+def test_reasoning_gym(run, folder):
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("needs the extra rewards-gym")
+    run("reasoning_gym/make_task --num-rows 8 --out .")
+    run(
+        f"reasoning_gym/reasoning_gym.yaml {SMALL} --set train.steps=1 --set run.name=gym "
+        "--set algorithm.overlong_buffer_tokens=16 "
+        f"--set run.storage_path={folder} "
+        f"--set model={folder}/base_model --set prompts={folder}/prompts.parquet"
+    )
+    assert final_of(folder / "gym") == ("ok", 0, 1)
+
+
+def test_an_algorithm_of_rllib(run, folder):
+    said = run("arithmetic/rllib_arithmetic --iterations 1 --save saved")
     assert "iteration   1,   4 steps: reward 0." in said
-    assert (tmp_path / "saved" / "rllib_checkpoint.json").exists()
+    assert (folder / "saved" / "rllib_checkpoint.json").exists()
