@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +29,51 @@ def failed_line(dropped: Iterable[Mapping[str, Any]], num_tokens: int | None = N
     failed = [row for row in dropped if is_failed(row)]
     if not failed:
         return None
-    share = ""
-    if num_tokens:
-        share = f" ({sum(row.get('num_generated', 0) for row in failed) / num_tokens:.0%} of the "
-        share += "generated tokens)"
-    groups = "1 group was" if len(failed) == 1 else f"{len(failed)} groups were"
+    groups, was = num_groups(failed), "was" if len(failed) == 1 else "were"
     last = failed[-1].get("error") or "not recorded"  # by an older version
-    return f"{groups} dropped as something failed{share}; the last: {last}"
+    share = share_of_tokens(failed, num_tokens)
+    return f"{groups} {was} dropped as something failed{share}; the last: {last}"
+
+
+def num_groups(failed: Collection[Any]) -> str:
+    """How many these are, e.g. 1 group."""
+    return "1 group" if len(failed) == 1 else f"{len(failed):,} groups"
+
+
+def share_of_tokens(failed: Iterable[Mapping[str, Any]], num_tokens: int | None) -> str:
+    """Share of the generated tokens, in brackets; nothing where their number is not known."""
+    if not num_tokens:
+        return ""
+    share = sum(row.get("num_generated", 0) for row in failed) / num_tokens
+    return f" ({share:.0%} of the generated tokens)"
 
 
 class FailedGroups:
-    """Warnings while a run goes on: at the first failure, and each time there are ten times as many
-    as at the last warning.
+    """Failures while a run goes on. Of warnings there is one at the first failure, and one each
+    time there are ten times as many as at the last warning.
 
     Args:
-        folder: Of the run; failures until now are not told.
+        folder: Of the run.
+        tells_old: Tell failures until now, too.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, tells_old: bool = False) -> None:
         self._rows = NewRows(folder / DROPPED_FILE, None)
-        self._rows.new()
+        if not tells_old:
+            self._rows.new()
         self._failed: dict[str, Mapping[str, Any]] = {}
         self._next = 1
 
+    def line(self, num_tokens: int | None = None) -> str | None:
+        """What `failed_line` says of them by now."""
+        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}
+        return failed_line(self._failed.values(), num_tokens)
+
     def warnings(self) -> list[str]:
         """What is to be shown of the failures since the last call."""
-        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}
-        if len(self._failed) < self._next:
+        line = self.line()
+        if line is None or len(self._failed) < self._next:
             return []
         while self._next <= len(self._failed):
             self._next *= _TIMES
-        line = failed_line(self._failed.values())
         return [f"warning: {line} (each is in {DROPPED_FILE})"]

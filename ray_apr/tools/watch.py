@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
+from ray_apr.run.failed_groups import FailedGroups
 from ray_apr.run.folder import holds_run, is_held, last_lines
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
@@ -60,6 +61,7 @@ class Watched:
         self._evaluations = evaluations_of(folder)
         self.evaluation: dict[str, Any] | None = None
         """The last one; None: none has ended."""
+        self.failed = FailedGroups(folder, tells_old=True)
 
     @property
     def num_steps(self) -> int:
@@ -123,9 +125,11 @@ def clock(seconds: float) -> str:
 def view(watched: Watched) -> RenderableType:
     """What a terminal shows."""
     steps, num_steps = list(watched.shown), watched.num_steps
+    last = steps[-1] if steps else {}
+    failed = Text(watched.failed.line(last.get("tokens_generated")) or "", style="red")
     if not steps:
-        return Text(f"{watched.folder.name}: no step yet; engines and train workers start")
-    last = steps[-1]
+        begins = Text(f"{watched.folder.name}: no step yet; engines and train workers start")
+        return Group(begins, failed) if failed else begins
     done = last["step"] + 1
     top = Table.grid(padding=(0, 2))
     top.add_row(
@@ -156,6 +160,8 @@ def view(watched: Watched) -> RenderableType:
         )
         parts.add_row("speed", f"{tokens / max(seconds, 1e-9):,.0f} tokens generated a second")
     parts.add_row("waits for", last.get("waiting_for") or "nothing")
+    if failed:
+        parts.add_row("failures", failed)
     return Group(top, learns, parts)
 
 
@@ -176,7 +182,7 @@ def _shares(shares: Mapping[str, float]) -> Text:
 
 def watch(folder: Path, show: Callable[[str], None], console: Console | None = None) -> str:
     """Show a run until it ends: in a terminal as a view, elsewhere a line for each
-    new step and evaluation.
+    new step and evaluation, and warnings of groups that failed.
 
     Args:
         folder: Of the run.
@@ -203,6 +209,8 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
                 show(step_line(row, num_steps, first))
             for row in watched.new_evaluations():
                 show(evaluation_line(row))
+            for warning in watched.failed.warnings():
+                show(warning)
     final = watched.final()
     if final is None:
         return "no process trains it, and it has not said how it ended"

@@ -104,6 +104,21 @@ def test_a_card_has_the_figures_and_no_path(run_dir):
     assert "base_model, trained by" in card and "/home" not in card and "task.py" not in card
 
 
+def test_a_card_tells_of_groups_that_failed_and_not_their_errors(run_dir):
+    assert "failed" not in model_card(load_run(run_dir))
+    rows = [
+        {"group_id": str(k), "reason": reason, "num_generated": 30, "error": "no /home/me/answers"}
+        for k, reason in enumerate(("failed", "stale", "failed"))
+    ]
+    (run_dir / "dropped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    final = json.loads((run_dir / "final.json").read_text()) | {"tokens_generated": 2000}
+    (run_dir / "final.json").write_text(json.dumps(final))
+    card = model_card(load_run(run_dir))
+    said = "2 groups (3% of the generated tokens)"
+    assert f"| dropped as a generation, step or reward failed | {said} |" in card
+    assert "/home" not in card
+
+
 def test_the_settings_of_a_card_are_those_of_a_run():
     for section, names in model_card_module._SETTINGS.items():
         assert set(names) <= {field.name for field in dataclasses.fields(SECTIONS[section])}

@@ -83,6 +83,24 @@ def test_a_run_without_a_step_says_so(folder):
     assert "my-run: no step yet" in shown(folder)
 
 
+def fail(folder: Path, number: int, reason: str = "failed") -> None:
+    add_row(
+        folder / "dropped.jsonl",
+        {"group_id": f"g{number}", "reason": reason, "num_generated": 400, "error": "no answer"},
+    )
+
+
+def test_a_view_says_how_many_groups_failed_and_why(folder):
+    fail(folder, 0, "filtered")
+    assert "failures" not in shown(folder)
+    fail(folder, 1)
+    said = "1 group was dropped as something failed (10% of the generated tokens); the last: no "
+    assert f"failures   {said}" in shown(folder)
+    (folder / "metrics.jsonl").unlink()
+    text = " ".join(shown(folder).split())
+    assert "no step yet" in text and "something failed; the last: no answer" in text
+
+
 def test_bars_and_clocks():
     assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
     assert sparkline([2.0, 2.0]) == "▁▁"
@@ -102,12 +120,15 @@ def end_soon(folder: Path, held: hold_folder) -> threading.Timer:
 
 def test_where_there_is_no_terminal_each_step_and_evaluation_is_a_line(folder):
     add_row(folder / "evaluations.jsonl", evaluation_row(2))
+    fail(folder, 1)
     held = hold_folder(folder)
     held.__enter__()
     end_soon(folder, held)
     lines: list[str] = []
     said = watch(folder, lines.append, Console(file=io.StringIO()))
-    evaluated = [lines.pop(5)]  # what was there at the first look
+    warned = lines.pop(6)  # what was there at the first look
+    assert warned.startswith("warning: 1 group was dropped as something failed; the last: no answ")
+    evaluated = [lines.pop(5)]
     assert [line[:9] for line in lines] == [f"step    {k}" for k in range(1, 7)]
     assert said == "failed: 6 steps; no room"
     assert evaluated == ["held-out prompts, version 2 │ 0.750, pass@1 0.500 │ 1 failed"]
