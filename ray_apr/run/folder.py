@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 
 _PIECE = 1 << 16
+RESUMES_FILE = "resumes.jsonl"
+"""File of the run folder with a row each time that the run was gone on with."""
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
 

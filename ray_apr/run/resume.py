@@ -36,7 +36,7 @@ from ray_apr.data.resumption import (
 )
 from ray_apr.data.saved_samples import read_samples
 from ray_apr.run.failed_groups import DROPPED_FILE
-from ray_apr.run.folder import LOCK_FILE, add_row, holds_run, last_row, read_rows
+from ray_apr.run.folder import LOCK_FILE, RESUMES_FILE, add_row, holds_run, last_row, read_rows
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
 
@@ -46,7 +46,6 @@ from ray_apr.run.trained_samples import drop_from
 
 logger = logging.getLogger(__name__)
 
-RESUMES_FILE = "resumes.jsonl"
 _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 

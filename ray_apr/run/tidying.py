@@ -6,11 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ray_apr.run.draining import NOTICES_FILE
-from ray_apr.run.folder import came_to_nothing
+from ray_apr.run.folder import RESUMES_FILE, came_to_nothing
 from ray_apr.run.journals import journal_of
 from ray_apr.run.ranks import RANKS_FILE
 from ray_apr.run.recorder import ROW_FILES
-from ray_apr.run.resume import RESUMES_FILE, last_step, remove_end
+from ray_apr.run.resume import last_step, remove_end
 from ray_apr.run.scale_requests import ENGINES_FILE, forget
 from ray_apr.run.side import RESTARTS_FILE
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.failed_groups import FailedGroups
-from ray_apr.run.folder import holds_run, is_held, last_lines
+from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
 
@@ -58,6 +58,9 @@ class Watched:
         self._steps = NewRows(folder / "metrics.jsonl", "step", -1)
         self.shown: deque[dict[str, Any]] = deque(maxlen=_NUM_SHOWN)
         """The last steps."""
+        self._resumes = NewRows(folder / RESUMES_FILE, None)
+        self._resumed_at: list[int] = []
+        self._firsts: dict[int, Mapping[str, Any]] = {}
         self._evaluations = evaluations_of(folder)
         self.evaluation: dict[str, Any] | None = None
         """The last one; None: none has ended."""
@@ -75,8 +78,16 @@ class Watched:
         if not holds_run(self.folder):
             return ()
         rows = self._steps.new()
+        self._resumed_at += [row["step"] for row in self._resumes.new()]
         self.shown.extend(rows)
+        for row in rows:
+            self.first_of(row)
         return rows
+
+    def first_of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Row of the first step beside this one, between which the run was not gone on with."""
+        part = sum(step <= row["step"] for step in self._resumed_at)
+        return self._firsts.setdefault(part, row)
 
     def new_evaluations(self) -> Sequence[dict[str, Any]]:
         """Rows of evaluations since the last call."""
@@ -154,9 +165,10 @@ def view(watched: Watched) -> RenderableType:
         f"most {last['staleness_max']}"
     )
     parts.add_row("buffer", buffer)
-    if len(steps) > 1:
+    of_part = [row for row in steps if row["step"] >= watched.first_of(last)["step"]]
+    if len(of_part) > 1:
         tokens, seconds = (
-            last.get(n, 0) - steps[0].get(n, 0) for n in ("tokens_generated", "time_s")
+            last.get(n, 0) - of_part[0].get(n, 0) for n in ("tokens_generated", "time_s")
         )
         parts.add_row("speed", f"{tokens / max(seconds, 1e-9):,.0f} tokens generated a second")
     parts.add_row("waits for", last.get("waiting_for") or "nothing")
@@ -202,11 +214,10 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
                 watched.new_evaluations()
                 live.update(view(watched), refresh=True)
     else:
-        first = None
         for rows in _looks(watched):
-            num_steps, first = watched.num_steps, first or next(iter(rows), None)
+            num_steps = watched.num_steps
             for row in rows:
-                show(step_line(row, num_steps, first))
+                show(step_line(row, num_steps, watched.first_of(row)))
             for row in watched.new_evaluations():
                 show(evaluation_line(row))
             for warning in watched.failed.warnings():

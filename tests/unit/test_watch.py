@@ -83,6 +83,36 @@ def test_a_run_without_a_step_says_so(folder):
     assert "my-run: no step yet" in shown(folder)
 
 
+def go_on(folder: Path, at: int) -> None:
+    """The run goes on after 500 s."""
+    add_row(folder / "resumes.jsonl", {"time_s": 108.0, "step": at})
+    for number in range(5, 8):
+        later = {"time_s": 600.0 + 4 * number, "tokens_generated": 4000 + 1000 * number}
+        add_row(folder / "metrics.jsonl", step(number, **later))
+
+
+@pytest.mark.parametrize("at", [5, 3])  # with every step, or after two that were trained again
+def test_speed_leaves_out_the_time_until_a_run_was_gone_on_with(folder, at):
+    """known fault: a line of a run that was gone on with counted the time between, too."""
+    watched = Watched(folder)
+    watched.new_steps()
+    go_on(folder, at)
+    rows = watched.new_steps()
+    assert [watched.first_of(row)["step"] for row in rows] == [5, 5, 5]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(view(watched))
+    assert "250 tokens generated a second" in console.file.getvalue()
+
+
+def test_lines_of_a_run_that_was_gone_on_with_have_the_speed_of_their_part(folder):
+    go_on(folder, 5)
+    lines: list[str] = []
+    watch(folder, lines.append, Console(file=io.StringIO()))
+    speeds = [re.search(r"[\d,]+ tok/s", line) for line in lines]
+    told = [None if speed is None else speed[0] for speed in speeds]
+    assert told == [None, *["500 tok/s"] * 4, None, "250 tok/s", "250 tok/s"]
+
+
 def fail(folder: Path, number: int, reason: str = "failed") -> None:
     add_row(
         folder / "dropped.jsonl",
