@@ -113,7 +113,7 @@ def with_inner(cls: type, name: str) -> Iterator[Reader]:
 
 
 def _dataclass_of(hint: Any) -> type | None:
-    is_of_several = get_origin(hint) in (Union, types.UnionType, tuple)
+    is_of_several = get_origin(hint) in (Union, types.UnionType, tuple, Mapping)
     options = get_args(hint) if is_of_several else (hint,)
     classes = (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one))
     return next(classes, None)
@@ -246,7 +246,7 @@ def in_words(hint: Any) -> str:
     if origin is Callable:
         return "`file.py:name`"
     if origin is not None and issubclass(origin, Mapping):
-        return "a mapping"
+        return "a mapping" if _dataclass_of(hint) is None else "names, each with a section"
     names = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
     return "`null`" if hint is type(None) else names.get(hint, "a section")
 
@@ -291,7 +291,8 @@ def section_of(cls: type, name: str) -> str:
             kind = kind.replace("section", f"[section](#{_anchor(key)})")
         bound = rules.bounds.get(field.name)
         kind = kind.replace("number", f"number {bound}", 1) if bound else kind
-        default = "" if inner is not None and "null" not in kind else default_of(field)
+        is_section = inner is not None and "null" not in kind and "names" not in kind
+        default = "" if is_section else default_of(field)
         lines.append(_row((f"`{field.name}`", kind, default, _marked(told.get(field.name, "")))))
     return "".join(lines) + _rules(rules.rules, f"{name}.") + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,9 @@ def _evaluation(settings: RunSettings) -> str:
     if held_out is None or config is None:
         return "none"
     own = "".join(f", {s} scored by {c}" for s, c in settings.evaluation_rewards.items())
+    for suite, drawn in config.suites.items():
+        given = [f"{k} {v}" for k, v in dataclasses.asdict(drawn).items() if v is not None]
+        own += f", {suite} with {' and '.join(given)}" if given else ""
     return f"{held_out}, every {config.every} versions, {config.samples} samples a prompt{own}"
 
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from ray_apr.cli.prompt_files import PromptFile, PromptsSettings, Suites, prompts_of, suites_of
 from ray_apr.cli.push import check_repo
@@ -267,6 +267,8 @@ def _places() -> dict[str, list[str]]:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             yield f"{section}.{field.name}"
+            if get_origin(hints[field.name]) is Mapping:  # of names that the user gives
+                continue
             for hint in (hints[field.name], *get_args(hints[field.name])):
                 if isinstance(hint, type) and dataclasses.is_dataclass(hint):
                     yield from walk(f"{section}.{field.name}", hint)
@@ -383,10 +385,12 @@ def _evaluation(
     if given is None:
         raise ConfigError("evaluation.prompts", None, "is missing; name the held-out prompts' file")
     rewards = as_mapping("evaluation.rewards", section.pop("rewards", None))
+    suites = as_mapping("evaluation.suites", section.pop("suites", None))
     config: EvaluationConfig = section_of("evaluation", EvaluationConfig, section)
     held_out = suites_of(given, base_dir, column, config.suite_column or _SUITE)
     if isinstance(held_out, Suites):
         config = dataclasses.replace(config, suite_column=held_out.column)
+    config = dataclasses.replace(config, suites=suites)
     dataclasses.replace(config, rewards=dict.fromkeys(rewards, _of_user))  # which checks the names
     for suite, spec in rewards.items():
         name = f"evaluation.rewards.{suite}"

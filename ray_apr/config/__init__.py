@@ -10,7 +10,7 @@ from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.autoscaling import AutoscalingConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
-from ray_apr.config.evaluation import EvaluationConfig
+from ray_apr.config.evaluation import EvaluationConfig, SuiteConfig
 from ray_apr.config.http import HttpConfig
 from ray_apr.config.journal import JournalConfig
 from ray_apr.config.partial_rollout import KVCache, Mode, OnStale, PartialRolloutConfig
@@ -41,6 +41,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "Sections",
+    "SuiteConfig",
     "TrackersConfig",
     "TrainConfig",
     "check_attestation",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ray_apr.config.algorithm import AlgorithmConfig
-from ray_apr.config.evaluation import EvaluationConfig
+from ray_apr.config.evaluation import EvaluationConfig, SuiteConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.prompts import PromptsConfig
 from ray_apr.config.ranks import RankRange
@@ -92,13 +92,24 @@ class Sections:
             resources,
             "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
         )
-        longest = None if self.evaluation is None else self.evaluation.max_response_tokens
+        self._check_longest(self.evaluation, "evaluation")
+        for suite, drawn in ({} if self.evaluation is None else self.evaluation.suites).items():
+            self._check_longest(drawn, f"evaluation.suites.{suite}")
+
+    def _check_longest(self, drawn: SuiteConfig | None, s: str) -> None:
+        """Check that responses to held-out prompts have room.
+
+        Raises:
+            ConfigError: If they have not.
+        """
+        longest = None if drawn is None else drawn.max_response_tokens
+        most = self.rollout.max_response_tokens
         require(
-            (longest or 0) <= rollout.max_response_tokens,
-            "evaluation.max_response_tokens",
+            (longest or 0) <= most,
+            f"{s}.max_response_tokens",
             longest,
-            f"must be at most rollout.max_response_tokens = {rollout.max_response_tokens}, beside "
-            "which every prompt is known to fit",
+            f"must be at most rollout.max_response_tokens = {most}, beside which every prompt is "
+            "known to fit",
         )
 
     def _check_elastic(self, ranks: RankRange) -> None:

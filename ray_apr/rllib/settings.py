@@ -344,6 +344,10 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     if _is_set(config, "evaluation_duration") and not is_env:
         found["samples"] = ("evaluation_duration", _samples(config))
     evaluation: EvaluationConfig = _section(EvaluationConfig, "evaluation_settings", given, found)
+    if "samples" in found:
+        own = [suite for suite, drawn in evaluation.suites.items() if drawn.samples is not None]
+        remedy = f"is for all suites, and {', '.join(own)} have samples of their own; leave one out"
+        require(not own, "evaluation_duration", config.evaluation_duration, remedy)
     if is_env:
         duration = config.evaluation_duration
         remedy = f"must be a multiple of evaluation_settings.samples = {evaluation.samples}"

@@ -80,10 +80,14 @@ class Evaluator:
         self._rollout = rollout
         self._turns = turns
         self._config = config
-        self._prompts = make_prompts()
+        self._asked = [
+            (prompt, index)
+            for prompt in make_prompts()
+            for index in range(config.of_row(prompt.row).samples)
+        ]
+        """Of each sample of an evaluation its prompt, and its number among those of it."""
         column = config.suite_column
-        of_prompt = [] if column is None else [str(p.row[column]) for p in self._prompts]
-        self._suites = [name for name in of_prompt for _ in range(config.samples)]
+        self._suites = [] if column is None else [str(p.row[column]) for p, _ in self._asked]
         """Of each sample of an evaluation."""
         self._tokenizer = load_tokenizer(model)
         self._make_client = make_client
@@ -101,19 +105,8 @@ class Evaluator:
         """When an engine ended a call last."""
         self._no_engine: EngineUnavailableError | None = None
         """What a call met with last, where none has answered for too long."""
-        self._max_response_tokens = config.max_response_tokens or rollout.max_response_tokens
         self._num_ended = 0
         """Calls and responses that have ended."""
-        greedy = config.temperature == 0
-        self._sampling = SamplingParams(
-            temperature=1.0 if greedy else config.temperature,
-            top_p=config.top_p,
-            top_k=1 if greedy else 0,
-            stop_token_ids=rollout.sampling.stop_token_ids,
-            stop_strings=rollout.sampling.stop_strings,
-            min_tokens=min(rollout.sampling.min_tokens, self._max_response_tokens),
-            origin=Origin.EVALUATION,
-        )
 
     async def start(self, policy_version: int) -> None:
         """Connect to the servers, which run, and evaluate the base model if that is asked for and
@@ -175,8 +168,7 @@ class Evaluator:
         samples = await asyncio.gather(
             *(
                 self._evaluate_one(self._new_sample(policy_version, prompt, index), slots)
-                for prompt in self._prompts
-                for index in range(self._config.samples)
+                for prompt, index in self._asked
             )
         )
         self._scorer.take_spans()  # which nobody shows, and which would grow for ever
@@ -234,7 +226,25 @@ class Evaluator:
             sample_id=f"{group_id}-{index}",
             group_id=group_id,
             prompt=prompt,
-            max_response_tokens=self._max_response_tokens,
+            max_response_tokens=self._budget_of(prompt),
+        )
+
+    def _budget_of(self, prompt: Prompt) -> int:
+        most = self._config.of_row(prompt.row).max_response_tokens
+        return most or self._rollout.max_response_tokens
+
+    def _sampling_of(self, sample: Sample) -> SamplingParams:
+        """How a response is drawn."""
+        config, of_run = self._config.of_row(sample.row), self._rollout.sampling
+        greedy = config.temperature == 0
+        return SamplingParams(
+            temperature=1.0 if greedy else config.temperature,
+            top_p=config.top_p,
+            top_k=1 if greedy else 0,
+            stop_token_ids=of_run.stop_token_ids,
+            stop_strings=of_run.stop_strings,
+            min_tokens=min(of_run.min_tokens, sample.max_response_tokens),
+            origin=Origin.EVALUATION,
         )
 
     async def _evaluate_one(self, sample: Sample, slots: asyncio.Semaphore) -> Sample | None:
@@ -290,12 +300,13 @@ class Evaluator:
         engine, or `stop`.
         """
         failures, deaths, waits_since = 0, 0, None
+        sampling = self._sampling_of(sample)
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._is_ending:
             self._num_calls += 1
             try:
                 generation = await self._client.generate(
-                    GenerateRequest.of_sample(sample, self._sampling, number=self._num_calls)
+                    GenerateRequest.of_sample(sample, sampling, number=self._num_calls)
                 )
             except EngineUnavailableError as error:  # no fault of the sample, unless it kills them
                 deaths += isinstance(error, EngineDiedError)
@@ -324,7 +335,8 @@ class Evaluator:
 
 
 def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dict[str, Any]:
-    """Means over the samples, and pass@k for k = 1, 2, 4, ... up to the samples of a prompt.
+    """Means over the samples, and pass@k for k = 1, 2, 4, ... up to the samples of a prompt, where
+    suites have other numbers of them up to the fewest.
 
     pass@k is the unbiased estimate of 2107.03374, eq. 1, over prompts without a failed sample.
 
@@ -335,11 +347,16 @@ def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dic
     scored = [s for s in samples if s is not None]
     rewards = [s.reward for s in scored if s.reward is not None]
     passed: dict[str, list[bool]] = {}
+    asked: dict[str, int] = {}
     for sample in scored:
         has_passed = sample.reward is not None and sample.reward >= config.pass_threshold
-        passed.setdefault(sample.group_id, []).append(has_passed)
-    whole = [p for p in passed.values() if len(p) == config.samples]
-    ks = [2**i for i in range(config.samples.bit_length()) if 2**i <= config.samples]
+        of_group = passed.setdefault(sample.group_id, [])
+        of_group.append(has_passed)
+        if len(of_group) == 1:
+            asked[sample.group_id] = config.of_row(sample.row).samples
+    whole = [p for group, p in passed.items() if len(p) == asked[group]]
+    fewest = min(map(len, whole), default=0)
+    ks = [2**i for i in range(fewest.bit_length())]
     versions = [v for s in scored for v in s.token_versions]
     return {
         "num_samples": len(scored),
@@ -349,8 +366,7 @@ def summarize(samples: Sequence[Sample | None], config: EvaluationConfig) -> dic
         "reward_max": max(rewards, default=None),
         "num_turns": sum(max(1, s.num_turns) for s in scored),
         "pass_at_k": {
-            str(k): statistics.fmean(pass_at_k(len(p), sum(p), k) for p in whole)
-            for k in (ks if whole else ())
+            str(k): statistics.fmean(pass_at_k(len(p), sum(p), k) for p in whole) for k in ks
         },
         "response_tokens_mean": statistics.fmean(s.num_tokens for s in scored) if scored else 0.0,
         "num_tokens": sum(s.num_tokens for s in scored),

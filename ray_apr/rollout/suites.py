@@ -12,19 +12,20 @@ from ray_apr.core.user import RewardFunction
 
 
 def check_suites(names: Iterable[Any], config: EvaluationConfig) -> None:
-    """Check that there is a suite for each reward of a suite.
+    """Check that there is a suite for all that the settings have of one.
 
     Args:
         names: What the prompts have in ``evaluation.suite_column``.
-        config: Rewards of suites.
+        config: Settings and rewards of suites.
 
     Raises:
         ConfigError: If there is none of that name.
     """
     known = dict.fromkeys(map(str, names))
-    for suite in config.rewards:
-        remedy = f"is no suite of the held-out prompts, which are {', '.join(known)}; name another"
-        require(suite in known, "evaluation.rewards", suite, remedy)
+    remedy = f"is no suite of the held-out prompts, which are {', '.join(known)}; name another"
+    for field in ("suites", "rewards"):
+        for suite in getattr(config, field):
+            require(suite in known, f"evaluation.{field}", suite, remedy)
 
 
 def reward_of_suites(

@@ -140,6 +140,33 @@ async def test_each_suite_has_figures_of_its_own(make):
     assert [s["suite"] for s in kept["evaluation_sample"]] == ["1", "2", "3"]
 
 
+async def test_a_suite_has_its_own_number_of_samples_temperature_and_budget(make):
+    asked = {}
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request):
+            asked[request.sample_id] = request
+            return await super().generate(request)
+
+    suites = {
+        "1": {"samples": 4, "temperature": 0.7, "top_p": 0.9},
+        "2": {"max_response_tokens": 3},
+    }
+    engine, rewards = Engine(default_length=5, auto=1), {"1-0": 0.0, "1-1": 0.0}
+    evaluator, kept = make(engine, rewards, at_start=False, suite_column="answer", suites=suites)
+    await evaluator.start(0)
+    row = await evaluator.evaluate(0)
+    drawn = {i: asked[f"evaluation-0-{i}-0"].sampling for i in range(4)}
+    assert [(s.temperature, s.top_p, s.top_k) for s in drawn.values()] == [
+        (1.0, 1.0, 1), (0.7, 0.9, 0), (1.0, 1.0, 1), (1.0, 1.0, 1)
+    ]  # fmt: skip
+    assert [row["suites"][name]["num_samples"] for name in "0123"] == [1, 4, 1, 1]
+    assert [s["suite"] for s in kept["evaluation_sample"]] == ["0", "1", "1", "1", "1", "2", "3"]
+    assert row["suites"]["1"]["pass_at_k"] == {"1": 0.5, "2": pytest.approx(5 / 6), "4": 1.0}
+    assert row["num_samples"] == 7 and row["pass_at_k"] == {"1": pytest.approx(3.5 / 4)}
+    assert (row["suites"]["2"]["num_tokens"], row["suites"]["3"]["num_tokens"]) == (3, 5)
+
+
 async def test_a_suite_is_scored_by_its_own_reward(make):
     async def own(sample):
         return 0.25

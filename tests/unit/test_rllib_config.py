@@ -119,6 +119,9 @@ def test_the_duration_of_an_evaluation_is_that_of_all_its_prompts():
     found = evaluated(evaluation_interval=1, evaluation_duration=8, evaluation_settings=sampled)
     assert found is not None
     assert (found.samples, found.every, found.at_start) == (4, 4, True)
+    own = {"temperature": 1.0, "suite_column": "prompt", "suites": {"2": {"samples": 2}}}
+    with pytest.raises(ConfigError, match=r"evaluation_duration = 8: .* 2 have samples of their"):
+        evaluated(evaluation_interval=1, evaluation_duration=8, evaluation_settings=own)
     with pytest.raises(ConfigError, match=r"evaluation_duration = 7: .* the 2 evaluation prompts"):
         evaluated(evaluation_interval=1, evaluation_duration=7, evaluation_settings=sampled)
 

@@ -166,9 +166,11 @@ SUITES = [{"prompt": [1], "suite": "easy"}, {"prompt": [2], "suite": "hard"}]
         ({"suite_column": "task"}, "evaluation.suite_column", "no such column"),
         ({"rewards": {"none": own_reward}}, "evaluation.rewards", "which are easy, hard"),
         ({"rewards": {"hard": own_reward}}, None, ""),
+        ({"suites": {"none": {"samples": 1}}}, "evaluation.suites", "which are easy, hard"),
+        ({"suites": {"hard": {"samples": 2, "temperature": 1.0}}}, None, ""),
     ],
 )
-def test_rewards_are_of_suites_that_there_are(model, evaluation, field, remedy):
+def test_settings_and_rewards_are_of_suites_that_there_are(model, evaluation, field, remedy):
     config = EvaluationConfig(**{"suite_column": "suite"} | evaluation)
     given = {"evaluation_prompts": PromptRows(SUITES), "evaluation_config": config}
     if field is None:
@@ -195,7 +197,10 @@ def test_the_run_folder_names_the_rewards_of_suites_and_the_trainer_gets_none(mo
             return 1.0
 
     rewards = {"hard": Reward(), "easy": own_reward}
-    spec = run_spec(evaluation=EvaluationConfig(suite_column="suite", rewards=rewards))
+    suites = {"hard": {"top_p": 0.5}}
+    config = EvaluationConfig(suite_column="suite", suites=suites, rewards=rewards)
+    spec = run_spec(evaluation=config)
+    assert spec.describe()["evaluation"]["suites"]["hard"]["top_p"] == 0.5
     named = spec.describe()["evaluation"]["rewards"]
     assert named["easy"] == f"{__name__}:own_reward" and named["hard"].endswith("Reward")
     workers = []

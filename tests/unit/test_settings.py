@@ -238,6 +238,17 @@ def test_a_suite_has_a_reward_of_its_own(folder: Path) -> None:
     assert config.suite_column == "suite" and config.rewards["more"](None) == 0.5
 
 
+def test_a_suite_has_settings_of_its_own(folder: Path) -> None:
+    text = "evaluation={prompts: [prompts.jsonl, more.jsonl], top_p: 0.9}"
+    more = ["evaluation.suites.more.samples=8", "evaluation.suites.more.temperature=0.7"]
+    settings = load_settings(folder / "run.yaml", [text, *more])
+    said = "1 samples a prompt, more with samples 8 and temperature 0.7"
+    assert make_plan(settings)["run"]["evaluation"].endswith(said)
+    config = trainer_arguments(settings)["evaluation_config"]
+    drawn = [config.of_row({"suite": name}) for name in ("prompts", "more")]
+    assert [(of.samples, of.temperature, of.top_p) for of in drawn] == [(1, 0, 0.9), (8, 0.7, 0.9)]
+
+
 @pytest.mark.parametrize("second", ["b.parquet", "b.jsonl"])
 def test_parquet_files_go_together_with_files_of_any_kind(folder: Path, second) -> None:
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), folder / "a.parquet")
@@ -376,6 +387,25 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
             "evaluation={prompts: [prompts.json], rewards: 'task.py:reward'}",
             "evaluation.rewards",
             "must be a section",
+        ),
+        ("evaluation={prompts: prompts.json, suites: {a: {}}}", "evaluation.suites", "need suites"),
+        *(
+            (f"evaluation={{prompts: [prompts.json], suites: {given}}}", f"evaluation.{key}", said)
+            for given, key, said in (
+                ("{prompts: 8}", "suites.prompts", "mapping of settings"),
+                ("{prompts: {samples: 0}}", "suites.prompts.samples", "at least 1"),
+                ("{prompts: {sample: 4}}", "suites.prompts.sample", "did you mean"),
+                ("{prompts: {samples: 4}}", "suites.prompts.samples", "temperature above 0"),
+                ("{prompts: {temperature: hot}}", "suites.prompts.temperature", "finite number"),
+                ("{prompts: {temperature: 0.001}}", "suites.prompts.temperature", "at least 0.01"),
+                ("{prompts: {top_p: 2}}", "suites.prompts.top_p", r"in \(0, 1\]"),
+                (
+                    "{prompts: {max_response_tokens: 100000}}",
+                    "suites.prompts.max_response_tokens",
+                    "at most rollout.max_response_tokens",
+                ),
+                ("[prompts]", "suites", "must be a section"),
+            )
         ),
         ("evaluation={prompts: []}", "evaluation.prompts", "at least one"),
         ("evaluation={prompts: prompts.json, suite_column: ''}", "evaluation.suite_column", "name"),
