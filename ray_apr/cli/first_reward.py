@@ -1,4 +1,4 @@
-"""A dry run's look at the reward: one call, in this process, that starts nothing.
+"""A dry run's look at each reward: one call, in this process, that starts nothing.
 
 The call is ended before it starts a process, opens a connection or asks a judge: what it would have
 said is unknown then, and no error.
@@ -11,9 +11,10 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line
@@ -24,6 +25,9 @@ from ray_apr.data.rows import PromptRows
 from ray_apr.rewards.judge import ASKS
 from ray_apr.rollout.scoring import checked_reward
 from ray_apr.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from ray_apr.cli.settings import RunSettings
 
 _ANSWER = "answer"
 """Column whose text is taken for the response."""
@@ -47,49 +51,98 @@ class _WithheldError(RuntimeError):
     """What a call was about to do is not done in a dry run."""
 
 
-def call_reward(
-    name: str | None, prompts: PromptRows, spec: RunSpec, tell: Callable[[str], None]
-) -> list[str]:
-    """Call the reward for the first prompt, where the model's tokenizer is here.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A reward, and the prompt that it is called for."""
+
+    setting: str
+    name: str
+    """As the settings have it."""
+    reward: RewardFunction
+    row: Mapping[str, Any]
+    """Of the prompt."""
+    place: str
+    """Where a person finds it."""
+
+
+def rewards_of(
+    settings: RunSettings, rows: Mapping[str, PromptRows], spec: RunSpec
+) -> Iterator[Called]:
+    """The reward of a run and those of its suites, each with the first prompt that it is for.
 
     Args:
-        name: Of the reward, as the settings have it; None: the environment gives the rewards.
-        prompts: Of the run, at least one.
+        settings: Of the run.
+        rows: Prompts, by their setting.
         spec: Of the run.
-        tell: Gets what the reward gave, or why it was not called.
+    """
+    if settings.reward is not None and spec.reward is not None:
+        yield Called(
+            setting="reward",
+            name=settings.reward,
+            reward=spec.reward,
+            row=rows["prompts"].row(0),
+            place=rows["prompts"].place(0) or "prompts[0]",
+        )
+    evaluation = spec.evaluation
+    if evaluation is None or not evaluation.rewards or evaluation.suite_column is None:
+        return
+    held_out = rows["evaluation.prompts"]
+    suites = [str(suite) for suite in held_out.column(evaluation.suite_column)]
+    for suite, reward in evaluation.rewards.items():
+        index = suites.index(suite)
+        yield Called(
+            setting=f"evaluation.rewards.{suite}",
+            name=settings.evaluation_rewards[suite],
+            reward=reward,
+            row=held_out.row(index),
+            place=held_out.place(index) or f"evaluation.prompts[{index}]",
+        )
+
+
+def call_rewards(
+    rewards: Iterable[Called], spec: RunSpec, tell: Callable[[str], None]
+) -> list[str]:
+    """Call each reward once, where the model's tokenizer is here.
+
+    Args:
+        rewards: What is called; none where the environment gives the rewards.
+        spec: Of the run.
+        tell: Gets what a reward gave, or why it was not called.
 
     Returns:
         Warnings: a reward that is slow.
 
     Raises:
-        ConfigError: If it raised, or gave no finite number.
+        ConfigError: If one raised, or gave no finite number.
     """
-    if name is None or spec.reward is None:
-        return []
-    if spec.environment is not None:
-        tell(f"reward: {name} is not called by a dry run, as it reads what an environment said")
-        return []
     try:
         tokenizer = load_tokenizer(spec.model, is_here=True)
     except (OSError, ValueError):  # a warning of its own has said so
         return []
-    sample = _first_sample(prompts, tokenizer, spec.rollout)
-    call = _Call(spec.reward, sample)
-    limit_s = min(_LIMIT_S, spec.rollout.reward.timeout_s)
-    call.run(limit_s)
-    place = prompts.place(0) or "prompts[0]"
-    shown = f"response {(sample.response_text or '')[:_MOST_SHOWN]!r} to {place}"
-    if call.would is not None:
-        tell(f"reward: {name} is not called by a dry run, as it {call.would}")
-    elif call.error is not None:
-        remedy = f"{_said(call.error)}, for the {shown}; correct the function, or the row"
-        raise ConfigError("reward", name, remedy) from call.error
-    elif call.result is None:
-        return [f"reward: {name} gave nothing for the {shown} in {limit_s:g} s; it was left alone"]
-    else:
-        parts = "".join(f", {part} {value:g}" for part, value in call.result.metrics.items())
-        tell(f"reward: {name} gives {call.result.reward:g}{parts} for the {shown}")
-    return []
+    warnings = []
+    for called in rewards:
+        said = f"{called.setting}: {called.name}"
+        if spec.environment is not None:
+            tell(f"{said} is not called by a dry run, as it reads what an environment said")
+            continue
+        sample = _first_sample(called.row, tokenizer, spec.rollout)
+        call = _Call(called.reward, sample)
+        limit_s = min(_LIMIT_S, spec.rollout.reward.timeout_s)
+        call.run(limit_s)
+        shown = f"response {(sample.response_text or '')[:_MOST_SHOWN]!r} to {called.place}"
+        if call.would is not None:
+            tell(f"{said} is not called by a dry run, as it {call.would}")
+        elif call.error is not None:
+            remedy = f"{_said(call.error)}, for the {shown}; correct the function, or the row"
+            raise ConfigError(called.setting, called.name, remedy) from call.error
+        elif call.result is None:
+            warnings.append(
+                f"{said} gave nothing for the {shown} in {limit_s:g} s; it was left alone"
+            )
+        else:
+            parts = "".join(f", {part} {value:g}" for part, value in call.result.metrics.items())
+            tell(f"{said} gives {call.result.reward:g}{parts} for the {shown}")
+    return warnings
 
 
 class _Call:
@@ -131,9 +184,9 @@ class _Call:
             raise _WithheldError(f"no dry run {self.would}")
 
 
-def _first_sample(prompts: PromptRows, tokenizer: Any, rollout: RolloutConfig) -> Sample:
-    """The first prompt, answered with the text of its row's answer; without one, with nothing."""
-    row, most = prompts.first(), rollout.max_response_tokens
+def _first_sample(row: Mapping[str, Any], tokenizer: Any, rollout: RolloutConfig) -> Sample:
+    """A prompt, answered with the text of its row's answer; without one, with nothing."""
+    most = rollout.max_response_tokens
     answer = row.get(_ANSWER)
     text = str(answer) if isinstance(answer, str | int | float) else ""
     ids = tuple(encode_prompt(tokenizer, text))[:most] if text else ()

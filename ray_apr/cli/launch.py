@@ -43,13 +43,13 @@ _TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
 def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
-    """Check what a run would check, all of its prompts, and one call of its reward; start nothing.
+    """Check what a run would check, all of its prompts, and one call of each reward; start nothing.
 
     A cluster that the run would join is joined for a moment, to ask what it has.
 
     Args:
         settings: Of the run.
-        tell: Gets what follows from the prompts, and what the reward gave.
+        tell: Gets what follows from the prompts, and what each reward gave.
 
     Returns:
         Warnings: what could not be looked at here, prompts that are left out, characters that the
@@ -58,14 +58,15 @@ def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
     Raises:
         ConfigError: What the run would refuse.
     """
-    from ray_apr.cli.first_reward import call_reward
+    from ray_apr.cli.first_reward import call_rewards, rewards_of
 
     files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
     trainer.check_cluster(_resources_of_cluster(settings))
-    warnings = _preview(rows, trainer.spec, tell)
-    return warnings + call_reward(settings.reward, rows["prompts"], trainer.spec, tell)
+    spec = trainer.spec
+    warnings = _preview(rows, spec, tell)
+    return warnings + call_rewards(rewards_of(settings, rows, spec), spec, tell)
 
 
 def _preview(

@@ -77,11 +77,11 @@ class PromptRows:
             return rows
         return list(self._rows[start:stop])
 
-    def first(self) -> Mapping[str, Any]:
-        """The first row, as a run has it: with None for columns that only others have."""
+    def row(self, index: int) -> Mapping[str, Any]:
+        """A row as a run has it: with None for columns that only others have."""
         if isinstance(self._rows, pa.Table):
-            return self.slice(0, 1)[0]
-        return dict.fromkeys(name for row in self._rows for name in row) | dict(self._rows[0])
+            return self.slice(index, index + 1)[0]
+        return dict.fromkeys(name for row in self._rows for name in row) | dict(self._rows[index])
 
     def column(self, name: str) -> list[Any]:
         """Values of a column; None where a row has none."""

@@ -11,12 +11,14 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
 from ray_apr.cli import first_reward
-from ray_apr.cli.first_reward import call_reward
+from ray_apr.cli.first_reward import call_rewards, rewards_of
+from ray_apr.config import EvaluationConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, RewardResult
 from ray_apr.data.rows import Origin, PromptRows
@@ -32,8 +34,11 @@ JUDGE = llm_judge("{response}", base_url="http://127.0.0.1:9", model="m", api_ke
 def call(reward, rows=ROWS, **spec):
     """What is told, and the warnings."""
     told: list[str] = []
-    spec = run_spec(model=MODEL, reward=reward, **spec)
-    warnings = call_reward("task.py:reward", PromptRows(rows, LINES), spec, told.append)
+    spec = run_spec(**{"model": MODEL, "reward": reward} | spec)
+    settings = SimpleNamespace(reward="task.py:reward", evaluation_rewards={"hard": "own.py:own"})
+    held_out = PromptRows([{"suite": name, "prompt": "1+1="} for name in ("easy", "hard", "hard")])
+    prompts = {"prompts": PromptRows(rows, LINES), "evaluation.prompts": held_out}
+    warnings = call_rewards(rewards_of(settings, prompts, spec), spec, told.append)
     return told, warnings
 
 
@@ -137,6 +142,21 @@ def test_without_a_reward_or_beside_an_environment_nothing_is_called():
     assert told == [
         "reward: task.py:reward is not called by a dry run, as it reads what an environment said"
     ]
-    assert call_reward(None, PromptRows(ROWS), run_spec(environment=Echo()), told.append) == []
-    spec = run_spec(model="owner/not-here", reward=lambda sample: 1 / 0)
-    assert call_reward("task.py:reward", PromptRows(ROWS), spec, told.append) == []
+    assert call(None, environment=Echo()) == ([], [])
+    assert call(lambda sample: 1 / 0, model="owner/not-here") == ([], [])
+
+
+def test_the_reward_of_a_suite_is_called_for_its_first_prompt():
+    def evaluated(own):
+        config = EvaluationConfig(suite_column="suite", rewards={"hard": own})
+        return call(lambda sample: 1.0, evaluation=config)
+
+    (_, told), warnings = evaluated(lambda sample: 0.5 * (sample.row["suite"] == "hard"))
+    name = "evaluation.rewards.hard"
+    assert (told, warnings) == (
+        f"{name}: own.py:own gives 0.5 for the response '' to evaluation.prompts[1]",
+        [],
+    )
+    with pytest.raises(ConfigError, match="ZeroDivisionError") as refused:
+        evaluated(lambda sample: 1 / 0)
+    assert refused.value.field == name
