@@ -68,3 +68,24 @@ def test_without_a_cluster_the_assumed_one_is_a_line(tmp_path, capsys):
     cluster.write_text(json.dumps({"gpus": 4}))
     assert main(["simulate", str(trace), "--cluster", str(cluster)]) == 0
     assert "assumed" not in capsys.readouterr().out
+
+
+def test_a_run_is_simulated_in_place_of_a_trace(tmp_path, capsys):
+    folder = write(simulated(SLOW)[0], tmp_path)
+    assert main(["simulate", "--run", str(folder), "--mode", "sync"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("cluster: that of the run") and "lengths are those of the samples" in told
+    )
+    assert main(["simulate", "--run", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mode"] == "apr"
+
+
+def test_without_a_trace_it_is_said_where_one_is_to_be_had(capsys):
+    """known fault: that a run's folder has the lengths was known to nobody who had only that."""
+    for command in ("simulate", "tune"):
+        assert main([command]) == 2
+        said = capsys.readouterr().err
+        assert "error: --trace = None: is missing; give a file" in said
+        assert "a row for each sample (prompt_id, " in said
+        assert "or by --run the folder of a run that has trained" in said

@@ -11,7 +11,7 @@ _COLUMNS = "prompt_id, sample_index, prompt_tokens, response_tokens, reward_s"
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``simulate`` takes."""
-    _add_common(parser, default="16 GPUs")
+    _add_common(parser)
     parser.add_argument("trace_file", metavar="TRACE", nargs="?", type=Path, help="as --trace")
     parser.add_argument(
         "--mode", default="apr", metavar="NAME", help=f"preset: {MODES}; default: apr"
@@ -33,11 +33,8 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``tune`` takes."""
-    _add_common(parser, default="that of the run of --run, else 16 GPUs")
+    _add_common(parser)
     parser.add_argument("trace_file", metavar="TRACE", nargs="?", type=Path, help="as --trace")
-    parser.add_argument(
-        "--run", type=Path, metavar="RUN_DIR", help="take the lengths that a run has measured"
-    )
     parser.add_argument(
         "--max-staleness",
         type=int,
@@ -52,7 +49,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser, *, default: str) -> None:
+def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         type=Path,
@@ -60,11 +57,17 @@ def _add_common(parser: argparse.ArgumentParser, *, default: str) -> None:
         help=f"Parquet or JSON lines, plain or gzipped, a row for each sample: {_COLUMNS}",
     )
     parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="RUN_DIR",
+        help="instead of a trace: the lengths that a run has measured",
+    )
+    parser.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
         help="JSON: engines, trainer, batch, steps, ... (docs/simulator.md has the keys); "
-        f"default: {default}",
+        "default: that of the run of --run, else 16 GPUs",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="order of the prompts")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")

@@ -18,7 +18,7 @@ from ray_apr.tools.simulator.cluster import ClusterConfig
 from ray_apr.tools.simulator.measured import RUN_NOTE, trace_of
 from ray_apr.tools.simulator.of_run import cluster_of, steps_to_simulate
 from ray_apr.tools.simulator.study import study
-from ray_apr.tools.simulator.trace import Trace
+from ray_apr.tools.simulator.trace import COLUMNS, Trace
 from ray_apr.tools.simulator.tuner import Tuner
 
 _SECTION = "partial_rollout"
@@ -31,13 +31,12 @@ def simulate(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: If an argument or a file is wrong.
     """
-    cluster = read_cluster(args.cluster)
-    told = [assumed(cluster)] if args.cluster is None else []
+    trace, cluster, notes = read_given(args)
     if args.placement is not None:
         cluster = dataclasses.replace(cluster, placement=args.placement)
     config = read_config(args.mode, args.overrides)
-    result = study(read_trace(args), cluster, config, seed=args.seed).to_dict()
-    return json.dumps(result) if args.json else "\n".join([*told, _table(result)])
+    result = study(trace, cluster, config, seed=args.seed).to_dict()
+    return json.dumps(result) if args.json else "\n".join([*notes, _table(result)])
 
 
 def tune(args: argparse.Namespace) -> str:
@@ -46,25 +45,31 @@ def tune(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: If an argument or a file is wrong.
     """
-    notes: tuple[str, ...] = ()
-    cluster = read_cluster(args.cluster)
-    if args.run is None:
-        trace = read_trace(args)
-    elif args.trace is None and args.trace_file is None:
-        run = load_run(args.run)
-        trace, notes = trace_of(run), (RUN_NOTE,)
-        if args.cluster is None:
-            cluster, told = cluster_to_tune(run)
-            notes = (told, *notes)
-    else:
-        raise ConfigError("--run", str(args.run), "a trace is given too; give one of them")
-    if args.cluster is None and args.run is None:
-        notes = (assumed(cluster),)
+    trace, cluster, notes = read_given(args)
     bound = _DEFAULT_BOUND if args.max_staleness is None else args.max_staleness
     tuning = Tuner(trace, cluster, max_staleness=bound, seed=args.seed).run(args.mode)
     if args.json:
         return json.dumps(tuning_to_dict(tuning, notes))
     return tuning_text(tuning, notes)
+
+
+def read_given(args: argparse.Namespace) -> tuple[Trace, ClusterConfig, tuple[str, ...]]:
+    """Trace and cluster, and what is to be said of where they are from.
+
+    Raises:
+        ConfigError: If no trace is given, or two are, or a file is wrong.
+    """
+    cluster = read_cluster(args.cluster)
+    if args.run is None:
+        return read_trace(args), cluster, () if args.cluster is not None else (assumed(cluster),)
+    if args.trace is not None or args.trace_file is not None:
+        raise ConfigError("--run", str(args.run), "a trace is given too; give one of them")
+    run = load_run(args.run)
+    trace, notes = trace_of(run), (RUN_NOTE,)
+    if args.cluster is not None:
+        return trace, cluster, notes
+    cluster, told = cluster_to_tune(run)
+    return trace, cluster, (told, *notes)
 
 
 def cluster_to_tune(run: RunData) -> tuple[ClusterConfig, str]:
@@ -101,7 +106,11 @@ def read_trace(args: argparse.Namespace) -> Trace:
         raise ConfigError("--trace", str(args.trace), f"{args.trace_file} is given too; give one")
     path = args.trace or args.trace_file
     if path is None:
-        raise ConfigError("--trace", None, "is missing; give a file, Parquet or JSON lines")
+        remedy = (
+            "is missing; give a file, Parquet or JSON lines, with a row for each sample "
+            f"({', '.join(COLUMNS)}), or by --run the folder of a run that has trained"
+        )
+        raise ConfigError("--trace", None, remedy)
     return Trace.from_file(path)
 
 
