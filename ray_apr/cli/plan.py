@@ -1,4 +1,4 @@
-"""What a run of some settings would do; nothing is read and nothing is started for it."""
+"""What a run of some settings would do; nothing is started for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.launch import joined_address
+from ray_apr.run.model import num_parameters
 from ray_apr.run.room import resources_of_engine
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _UNCOUNTED = "counted with the prompts"
 def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
     """Return what a run of these settings would do, section -> name -> value.
 
-    Pure: no file is read and nothing is started.
+    Of files only the headers of the model's weights are read.
     """
     rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
     batch_size, num_steps = settings.step_size, settings.with_steps().train.steps
@@ -31,6 +32,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "mode": settings.mode,
             "run folder": str(settings.run_dir),
             "model": settings.model,
+            "parameters": _parameters(settings),
             "prompts": str(settings.prompts),
             "first prompts only": _first_prompts(settings.prompts),
             "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],
@@ -38,6 +40,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "group filter": settings.group_filter or "none: every scored group is trained",
             "environment": settings.environment or "none: every response is one turn",
             "objective": _objective(settings),
+            "learning rate": _learning_rate(train),
             "evaluation": _evaluation(settings),
             "seed": train.seed,
         },
@@ -95,6 +98,19 @@ def _objective(settings: RunSettings) -> str:
     algorithm, code = settings.algorithm, settings.objective
     loss, advantage = (code.get(k, getattr(algorithm, k)) for k in ("loss", "advantage"))
     return f"{loss} loss of {advantage} advantages, {algorithm.aggregation}"
+
+
+def _parameters(settings: RunSettings) -> str:
+    number, lora = num_parameters(settings.model), settings.train.lora
+    told = "not known here, as its weights are no files of a folder"
+    if number is not None:
+        told = f"{number:,}"
+    return told if lora is None else f"{told}; adapters of rank {lora.rank} are trained"
+
+
+def _learning_rate(train: TrainConfig) -> str:
+    warmup = f" after a warm-up of {train.warmup_steps} steps" if train.warmup_steps else ""
+    return f"{train.learning_rate:g}, {train.lr_schedule}{warmup}"
 
 
 def _resources(settings: RunSettings) -> dict[str, Any]:

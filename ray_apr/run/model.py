@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from ray_apr.core.exceptions import ConfigError, all_lines
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """``owner/name``."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes of a header, as safetensors itself limits it."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -52,6 +56,25 @@ def context_of(model: str) -> int | None:
     folder = Path(model)
     context = read_config(model, folder).get("max_position_embeddings") if folder.is_dir() else None
     return int(context) if context else None
+
+
+def num_parameters(model: str) -> int | None:
+    """Parameters of a model, from the headers of its weights; None where its weights are not in a
+    folder, or not in files of safetensors.
+
+    Args:
+        model: Folder or hub id.
+    """
+    shapes = []
+    for file in Path(model).glob("*.safetensors"):
+        try:
+            with file.open("rb") as weights:
+                length = int.from_bytes(weights.read(8), "little")
+                header = json.loads(weights.read(min(length, _LONGEST_HEADER)))
+            shapes += [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # who loads it says what is wrong with it
+    return sum(map(math.prod, shapes)) if shapes else None
 
 
 def check_hub_model(model: str, *, is_here: bool = False) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ray_apr.cli.launch import trainer_arguments
 from ray_apr.cli.plan import make_plan
@@ -19,6 +21,7 @@ from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.settings import load_settings
 from ray_apr.cli.user_files import load_environment, load_function, read_json_rows
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.model import num_parameters
 from tests.schedules import Driven
 
 BASE = """\
@@ -165,6 +168,28 @@ prompts:
     plan = make_plan(load_settings(folder / "run.yaml"))
     assert plan["run"]["prompts"].endswith("prompts.json (weight 1)")
     assert plan["run"]["first prompts only"] == "all, 1"
+
+
+def test_the_plan_names_the_model_s_size_and_the_learning_rate() -> None:
+    file = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.yaml"
+    plan = make_plan(load_settings(file))["run"]
+    assert (plan["parameters"], plan["learning rate"]) == ("593,408", "0.0001, constant")
+    others = ["train.lora={rank: 4}", "train.lr_schedule=cosine", "train.warmup_steps=5"]
+    plan = make_plan(load_settings(file, [*others, "train.steps=20"]))["run"]
+    assert plan["parameters"] == "593,408; adapters of rank 4 are trained"
+    assert plan["learning rate"] == "0.0001, cosine after a warm-up of 5 steps"
+
+
+def test_parameters_of_weights_that_are_not_here_or_broken_are_not_known(tmp_path: Path) -> None:
+    assert num_parameters("owner/name") is None
+    assert num_parameters(str(tmp_path)) is None
+    for broken in (b"", b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]"):
+        (tmp_path / "model.safetensors").write_bytes(broken)
+        assert num_parameters(str(tmp_path)) is None
+    for number in (1, 2):  # as a large model has them
+        save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / f"{number}.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    assert num_parameters(str(tmp_path)) == 34
 
 
 def test_several_files_without_weights_are_one_dataset(folder: Path) -> None:
