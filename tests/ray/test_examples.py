@@ -1,5 +1,6 @@
-"""Every example on CPU with the smallest settings: one as a user would run it, the others one after
-the other on one cluster (tests/example_runs.py)."""
+"""Examples on CPU with the smallest settings: one as a user would run it, the others one after the
+other on one cluster (tests/example_runs.py). Each takes 40 s of two cores, nearly all of them to
+start the processes of its run; long tests are those of which other tests have most."""
 
 from __future__ import annotations
 
@@ -48,6 +49,7 @@ def run(folder: Path) -> Iterator[RunExample]:
     with marked_processes() as (_, env):
         modules = os.pathsep.join(map(str, (EXAMPLES.parent, EXAMPLES / "arithmetic")))
         env |= {"PYTHONPATH": modules, "HOME": str(folder)}  # RLlib writes to ~/ray_results
+        env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
         with subprocess.Popen(
             [sys.executable, "-m", "tests.example_runs"], env=env, cwd=folder, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -116,11 +118,13 @@ def test_maths_and_rejection_sampling(run, folder):
         assert len(chosen[row["prompt"]]["completion"]) <= len(row["response_text"])
 
 
+@pytest.mark.long
 def test_programs(run, folder):
     assert "of the programs passed their test" in run("programs --steps 1 --storage .")
     assert final_of(folder / "programs") == ("ok", 0, 1)
 
 
+@pytest.mark.long
 def test_a_tool(run, folder):
     assert "calls of the tool a response" in run("tool_use --steps 1 --storage .")
     assert final_of(folder / "tool-use") == ("ok", 0, 1)
@@ -136,6 +140,7 @@ def test_a_judge(run, folder):
     assert 0 < row["reward/judged_mean"] < 1
 
 
+@pytest.mark.long
 def test_evaluation_alone(run, folder):
     said = run("evaluate --samples 2 --storage .")
     assert "128 responses: mean reward 0." in said and "pass@2 0." in said
