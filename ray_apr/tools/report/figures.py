@@ -61,7 +61,7 @@ def figure(
         layout={
             "template": go.layout.Template(),
             "height": height,
-            "margin": {"l": 60, "r": 16, "t": 30, "b": 44},
+            "margin": {"l": 60, "r": 16, "t": 46, "b": 44},  # legend below the buttons
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"color": SOFT, "family": "system-ui, sans-serif"},
