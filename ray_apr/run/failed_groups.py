@@ -45,7 +45,8 @@ def share_of_tokens(failed: Iterable[Mapping[str, Any]], num_tokens: int | None)
     if not num_tokens:
         return ""
     share = sum(row.get("num_generated", 0) for row in failed) / num_tokens
-    return f" ({share:.0%} of the generated tokens)"
+    told = "less than 1%" if 0 < share < 0.01 else f"{share:.0%}"
+    return f" ({told} of the generated tokens)"
 
 
 class FailedGroups:

@@ -126,6 +126,8 @@ def test_a_view_says_how_many_groups_failed_and_why(folder):
     fail(folder, 1)
     said = "1 group was dropped as something failed (10% of the generated tokens); the last: no "
     assert f"failures   {said}" in shown(folder)
+    add_row(folder / "metrics.jsonl", step(5, tokens_generated=400_000))
+    assert "(less than 1% of the generated tokens)" in shown(folder)
     (folder / "metrics.jsonl").unlink()
     text = " ".join(shown(folder).split())
     assert "no step yet" in text and "something failed; the last: no answer" in text
