@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
@@ -20,17 +18,12 @@ from ray_apr.core.exceptions import (
     RolloutError,
 )
 from ray_apr.core.messages import Origin
-from ray_apr.core.sample import Prompt, Sample
+from ray_apr.core.sample import Prompt
 from ray_apr.core.user import RewardResult, Step
-from ray_apr.data.prompts import TOKEN_IDS
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
-from ray_apr.rollout.scoring import RewardWorker
-from ray_apr.rollout.suites import reward_of_suites
-from ray_apr.run import actors
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
-from tests.run_specs import run_spec
 
 PROMPTS = [Prompt(prompt_id=str(i), token_ids=(1, 2, 3), row={"answer": i}) for i in range(4)]
 
@@ -165,38 +158,6 @@ async def test_a_suite_has_its_own_number_of_samples_temperature_and_budget(make
     assert row["suites"]["1"]["pass_at_k"] == {"1": 0.5, "2": pytest.approx(5 / 6), "4": 1.0}
     assert row["num_samples"] == 7 and row["pass_at_k"] == {"1": pytest.approx(3.5 / 4)}
     assert (row["suites"]["2"]["num_tokens"], row["suites"]["3"]["num_tokens"]) == (3, 5)
-
-
-async def test_a_suite_is_scored_by_its_own_reward(make):
-    async def own(sample):
-        return 0.25
-
-    config = EvaluationConfig(suite_column="answer", rewards={"1": own, "2": lambda _: 0.5})
-    score = reward_of_suites(lambda _: 1.0, config)
-    worker = RewardWorker(score, 1)
-    for prompt, expected in zip(PROMPTS, (1.0, 0.25, 0.5, 1.0), strict=True):
-        sample = Sample(sample_id="0", group_id="0", prompt=prompt, max_response_tokens=8)
-        assert (await worker.call("score", sample, 5.0)).reward == expected
-    without = EvaluationConfig(suite_column="answer")
-    assert reward_of_suites(score, without) is score
-
-
-def test_suites_of_a_dataset_are_looked_at_once_they_are_here(monkeypatch):
-    """Rows of a file are looked at when the trainer is made."""
-    table = pa.table({TOKEN_IDS: [[1], [2]], "level": [1, 2]})
-    monkeypatch.setattr(actors, "_fetched", lambda tables: tables)
-    made = []
-    for rewards in ({"1": len}, {"3": len}):
-        config = EvaluationConfig(suite_column="level", rewards=rewards)
-        parts = actors.Actors(run_spec(evaluation=config, reward=len))
-        monkeypatch.setattr(parts, "_encode", lambda *_, **__: SimpleNamespace(tables=[table]))
-        monkeypatch.setattr(parts, "make", lambda *_, **given: made.append(given))
-        if "3" in rewards:
-            with pytest.raises(ConfigError, match=r"evaluation.rewards = '3'.*which are 1, 2;"):
-                parts.make_evaluator(None, None)
-        else:
-            parts.make_evaluator(None, None)
-    assert len(made) == 1 and len(made[0]["make_prompts"]()) == 2
 
 
 async def test_it_asks_greedily_and_apart_from_the_run(make):
