@@ -21,7 +21,8 @@ from ray_apr.core.messages import Origin
 from ray_apr.core.sample import Prompt
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout import evaluation as module
-from ray_apr.rollout.evaluation import Evaluator, pass_at_k, summarize
+from ray_apr.rollout.evaluated import pass_at_k, summarize
+from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 

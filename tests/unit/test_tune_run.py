@@ -50,7 +50,10 @@ def test_the_split_of_a_runs_machine_is_searched_over_few_steps(monkeypatch):
 def test_a_run_that_cannot_tell_its_machine_says_what_is_assumed():
     run, _ = simulated(SLOW)
     short = dataclasses.replace(run, steps=run.steps[:5])
-    for other, why in ((short, r"too short to simulate"), (run_of(placement="colocated"), "turns")):
+    for other, why in (
+        (short, r"too short to simulate"),
+        (run_of(placement="colocated"), "on the same GPUs"),
+    ):
         cluster, told = cluster_to_tune(other)
         assert cluster.gpus == 16
         assert told.startswith("cluster: assumed, as --cluster FILE is not given: 16 GPUs")
