@@ -29,7 +29,7 @@ from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
-from ray_apr.run.room import engines_that_fit, num_that_fit, resources_of_engine, without
+from ray_apr.run.room import engines_that_fit, num_beside_prompts, resources_of_engine, without
 from ray_apr.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def choose_ranks(spec: RunSpec) -> RunSpec:
     deadline, room = time.monotonic() + _SETTLE_S, 0
     while room < ranks.most and time.monotonic() < deadline:
         left = without(free_by_node(), resources_of_engine(spec.rollout), spec.rollout.num_replicas)
-        room = num_that_fit(left, worker, ranks.most)
+        room = num_beside_prompts(left, worker, ranks.most)
         if room < ranks.most:
             time.sleep(_LOOK_S)
     counts = ranks.counts(spec.train)
@@ -187,7 +187,7 @@ class RankWatch(Watch):
         return super().pause_s if self._since is not None or not interval_s else float(interval_s)
 
     def _room_now(self, most: int) -> int:
-        return num_that_fit(free_by_node(), resources_of_worker(self._spec.scaling), most)
+        return num_beside_prompts(free_by_node(), resources_of_worker(self._spec.scaling), most)
 
     def wanted(self) -> int:
         """Train workers that the run could have now; never fewer than it has."""

@@ -57,6 +57,25 @@ def without(
     return left
 
 
+def num_beside_prompts(
+    free: Sequence[Mapping[str, float]], wanted: Mapping[str, float], most: int
+) -> int:
+    """As `num_that_fit`, beside the task of Ray Data that encodes the prompts with one CPU, on the
+    node where that leaves the most room.
+
+    Example:
+        >>> num_beside_prompts([{"CPU": 2.0}, {"CPU": 3.0}], {"CPU": 2.0}, 9)
+        2
+    """
+    encodes = {"CPU": 1.0}
+    left = [
+        [*free[:i], *without([node], encodes, 1), *free[i + 1 :]]
+        for i, node in enumerate(free)
+        if count_places([node], encodes)
+    ]
+    return max((num_that_fit(nodes, wanted, most) for nodes in left), default=0)
+
+
 def num_elsewhere(number: int, num_leaving: int, room: int, counts: Sequence[int]) -> int | None:
     """How many train workers a run can have without those that have to leave; None: not even the
     least number.

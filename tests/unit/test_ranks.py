@@ -117,6 +117,18 @@ def test_a_run_has_as_many_engines_as_the_nodes_that_stay_have_room_for(monkeypa
     assert module.choose_ranks(spec).rollout.num_replicas == 4
 
 
+@pytest.mark.parametrize(("cpus", "number"), [(3.0, 1), (4.0, 2), (2.0, 1), (9.0, 2)])
+def test_one_cpu_is_left_for_the_task_that_encodes_the_prompts(monkeypatch, cpus, number):
+    """known fault: train workers took the last CPU, which the check at the start refuses."""
+    for name in ("size_by_node", "free_by_node"):
+        monkeypatch.setattr(module, name, lambda: [{"CPU": cpus}])
+    monkeypatch.setattr(module, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    engine = EngineConfig(num_cpus_per_replica=1)
+    spec = elastic(1, 2, rollout=RolloutConfig(num_replicas=1, engine=engine))
+    assert module.choose_ranks(spec).scaling.num_workers == number
+
+
 def test_dead_and_drained_nodes_have_no_room(monkeypatch):
     cpus = {"small": 1.0, "drained": 8.0, "dead": 8.0, "big": 4.0}
     state = types.SimpleNamespace(
