@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ray_apr.config.algorithm import AlgorithmConfig
-from ray_apr.config.evaluation import EvaluationConfig, SuiteConfig
+from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.prompts import PromptsConfig
 from ray_apr.config.ranks import RankRange
@@ -92,25 +92,31 @@ class Sections:
             resources,
             "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
         )
-        self._check_longest(self.evaluation, "evaluation")
-        for suite, drawn in ({} if self.evaluation is None else self.evaluation.suites).items():
-            self._check_longest(drawn, f"evaluation.suites.{suite}")
+        self._check_longest()
 
-    def _check_longest(self, drawn: SuiteConfig | None, s: str) -> None:
+    def _check_longest(self) -> None:
         """Check that responses to held-out prompts have room.
 
         Raises:
             ConfigError: If they have not.
         """
-        longest = None if drawn is None else drawn.max_response_tokens
+        if self.evaluation is None:
+            return
         most = self.rollout.max_response_tokens
         require(
-            (longest or 0) <= most,
-            f"{s}.max_response_tokens",
-            longest,
+            (self.evaluation.max_response_tokens or 0) <= most,
+            "evaluation.max_response_tokens",
+            self.evaluation.max_response_tokens,
             f"must be at most rollout.max_response_tokens = {most}, beside which every prompt is "
             "known to fit",
         )
+        for suite, drawn in self.evaluation.suites.items():
+            require(
+                (drawn.max_response_tokens or 0) <= most,
+                f"evaluation.suites.{suite}.max_response_tokens",
+                drawn.max_response_tokens,
+                f"must be at most rollout.max_response_tokens = {most}, as all responses",
+            )
 
     def _check_elastic(self, ranks: RankRange) -> None:
         """Check what a number of train workers that changes needs.
