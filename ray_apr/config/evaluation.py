@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ray_apr.config.common import LEAST_TEMPERATURE
@@ -145,7 +146,7 @@ class EvaluationConfig(SuiteConfig):
             require(isinstance(suite, str), f"{s}.{suite}", suite, remedy)
 
     def _drawn(self, suite: str) -> dict[str, Any]:
-        own = self.suites.get(suite, SuiteConfig())
+        own = self.suites[suite]
         names = [f.name for f in dataclasses.fields(SuiteConfig)]
         of_both = ((name, getattr(own, name), getattr(self, name)) for name in names)
         return {name: other if given is None else given for name, given, other in of_both}
@@ -156,10 +157,17 @@ class EvaluationConfig(SuiteConfig):
         Args:
             row: Of the dataset.
         """
-        if not self.suites or self.suite_column is None:
+        if self.suite_column is None or not self._of_suite:
             return self
-        drawn = self._drawn(str(row[self.suite_column]))
-        return dataclasses.replace(self, **drawn, suites={})
+        return self._of_suite.get(str(row[self.suite_column]), self)
+
+    @cached_property
+    def _of_suite(self) -> dict[str, EvaluationConfig]:
+        """What `of_row` gives: made once, as it is asked for each response."""
+        return {
+            suite: dataclasses.replace(self, **self._drawn(suite), suites={})
+            for suite in self.suites
+        }
 
     def is_due(self, policy_version: int, last_version: int | None = None) -> bool:
         """Whether a version is evaluated: the first one at or past a multiple of `every`.

@@ -67,14 +67,18 @@ class FailedGroups:
 
     def line(self, num_tokens: int | None = None) -> str | None:
         """What `failed_line` says of them by now."""
-        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}
+        self._read()
         return failed_line(self._failed.values(), num_tokens)
 
     def warnings(self) -> list[str]:
         """What is to be shown of the failures since the last call."""
-        line = self.line()
-        if line is None or len(self._failed) < self._next:
+        self._read()
+        if len(self._failed) < self._next:
             return []
         while self._next <= len(self._failed):
             self._next *= _TIMES
+        line = failed_line(self._failed.values())
         return [f"warning: {line} (each is in {DROPPED_FILE})"]
+
+    def _read(self) -> None:
+        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}

@@ -280,7 +280,7 @@ class Stock:
         plan = grant.plan = grant.plan or self._plan(grant)
         self._handed_out.update({g.group_id: len(g.samples) for g in grant.groups})
         self._read_ahead_max = max(self._read_ahead_max, sum(self._handed_out.values()))
-        wanted = range(len(grant.refs)) if rank is None else plan.groups_of(rank)
+        wanted = set(range(len(grant.refs)) if rank is None else plan.groups_of(rank))
         refs = (ref if i in wanted else None for i, ref in enumerate(grant.refs))
         return BatchTicket(plan=plan, refs=tuple(refs))
 
