@@ -59,6 +59,12 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
         limit = TRAIN.micro_batch_tokens
         warm_up(model, CPU, limit, packed=True, entropy_gradients=False, sampling=sampling)
         assert len(as_on_a_gpu) == 2, "layers and head, each once"
+        inputs = [
+            n.meta["example_value"]
+            for g in as_on_a_gpu
+            for n in g.graph.find_nodes(op="placeholder")
+        ]
+        assert torch.float64 not in {getattr(given, "dtype", None) for given in inputs}, "constants"
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
             empty = logprobs._empty_micro_batch(True, sampling)

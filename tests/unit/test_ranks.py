@@ -127,6 +127,8 @@ def test_one_cpu_is_left_for_the_task_that_encodes_the_prompts(monkeypatch, cpus
     engine = EngineConfig(num_cpus_per_replica=1)
     spec = elastic(1, 2, rollout=RolloutConfig(num_replicas=1, engine=engine))
     assert module.choose_ranks(spec).scaling.num_workers == number
+    watch = module.RankWatch(spec, last_step=lambda: 0, fail=pytest.fail)
+    assert watch._room_now(9) == cpus - 1, "so that it asks for no more than would be chosen"
 
 
 def test_dead_and_drained_nodes_have_no_room(monkeypatch):
