@@ -177,6 +177,13 @@ class AlgorithmConfig:
         """Whether the model that the run begins with is asked for its log-probs."""
         return self.kl_coef > 0
 
+    def freezes_policy(self, mini_batches: int) -> bool:
+        """Whether an update of so many mini-batches begins with passes of the policy that have no
+        gradients; see `train.objective.frozen_policies`."""
+        in_reward = self.needs_reference and self.kl_in == "reward"
+        is_forward = self.proximal == "forward"
+        return is_forward and (mini_batches > 1 or self.importance_normalize or in_reward)
+
     def __post_init__(self) -> None:
         s = "algorithm"
         literals = {"advantage": Estimator, "loss": Loss}

@@ -76,14 +76,26 @@ class Learner:
                 self.reference.requires_grad_(False)
         if train.compiles(device.type):
             with span("compile"):
-                warm_up(
-                    self.model,
-                    device,
-                    train.micro_batch_tokens,
-                    packed=train.packs(device.type),
-                    entropy_gradients=spec.algorithm.entropy_coef > 0,
-                    sampling=self._sampling,
-                )
+                self._warm_up(device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Compile the passes of a step, those without gradients where a step has any."""
+        train, algorithm = self._spec.train, self._spec.algorithm
+        passes = [(self.model, True)]
+        if algorithm.freezes_policy(train.mini_batches):
+            passes.append((self.model, False))
+        if self.reference is not None:
+            passes.append((self.reference, False))
+        for model, gradients in passes:
+            warm_up(
+                model,
+                device,
+                train.micro_batch_tokens,
+                packed=train.packs(device.type),
+                entropy_gradients=gradients and algorithm.entropy_coef > 0,
+                sampling=self._sampling,
+                gradients=gradients,
+            )
 
     def restore(self, checkpoint: ray.train.Checkpoint | None) -> Progress:
         """Take up the state of a checkpoint; all ranks together.

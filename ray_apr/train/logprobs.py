@@ -284,6 +284,7 @@ def warm_up(
     packed: bool,
     entropy_gradients: bool,
     sampling: SamplingParams = _PLAIN,
+    gradients: bool = True,
 ) -> None:
     """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
 
@@ -298,6 +299,7 @@ def warm_up(
         packed: Whether micro-batches will be packed.
         entropy_gradients: As `response_logprobs` will be called.
         sampling: As micro-batches will have it.
+        gradients: Whether there is a backward pass; without one it is other code.
     """
     config: Any = model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
@@ -327,6 +329,10 @@ def warm_up(
         )
         parts.append(part)
     for part in (*parts, _empty_micro_batch(packed, sampling)):
-        logprobs, _ = response_logprobs(model, part.to(device), entropy_gradients=entropy_gradients)
-        logprobs.sum().backward()
+        with torch.set_grad_enabled(gradients):
+            logprobs, _ = response_logprobs(
+                model, part.to(device), entropy_gradients=entropy_gradients
+            )
+        if gradients:
+            logprobs.sum().backward()
     model.zero_grad(set_to_none=True)

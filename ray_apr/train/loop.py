@@ -117,10 +117,6 @@ class _TrainLoop:
             ranks=self._ranks,
         )
         shares_device = self._spec.shares_device
-        check = WeightCheck(model, train) if train.weight_check_every else None
-        if check is not None and train.compiles(weights.device.type):
-            with self._starting("compile"):
-                check.warm_up()
         return WeightPublisher(
             make_sender(train.weight_transport, weights, shares_device=shares_device),
             self._control,
@@ -129,7 +125,7 @@ class _TrainLoop:
             timeout_s=train.weight_sync_timeout_s,
             after_gather=self._residency.leave,
             meet=(lambda: dist.barrier(self._ranks)) if partial_rollout.drain else None,
-            check=check,
+            check=WeightCheck(model, train) if train.weight_check_every else None,
         )
 
     def run(self) -> None:

@@ -103,12 +103,6 @@ class WeightCheck:
         self._unchecked: dict[str, int] = {}
         """Checks in a row that a replica of the group has missed."""
 
-    def warm_up(self) -> None:
-        """Compile what `record` runs, which without gradients is other code than a step's; a
-        collective of all train workers."""
-        with torch.no_grad():
-            response_logprobs(self._model, self._batch)
-
     def record(self, policy_version: int) -> None:
         """Score and probe the model as it is, if the next sync is due for a check; a collective of
         all train workers."""
@@ -118,7 +112,8 @@ class WeightCheck:
         if not self._is_due(number):
             return
         found: dict[str, torch.Tensor] = {}
-        with Span() as recorded, torch.no_grad(), self._probing(found):
+        as_written = torch.compiler.set_stance("force_eager")  # few tokens are not worth 3 to 10 s
+        with Span() as recorded, torch.no_grad(), as_written, self._probing(found):
             logprobs_NT, _ = response_logprobs(self._model, self._batch)
             logprobs = logprobs_NT[self._batch.sample_index.argsort()].tolist()
         self._record = _Record(policy_version, logprobs, found, recorded.duration_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -11,7 +13,9 @@ from ray_apr.core.messages import SamplingParams
 from ray_apr.train import attention, fsdp, head, logprobs
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.learner import Learner
 from ray_apr.train.logprobs import warm_up
+from ray_apr.train.spec import LearnerSpec
 from ray_apr.train.step import train_step
 from ray_apr.train.weight_check import WeightCheck
 from tests.tiny_model import make_tiny_model
@@ -75,18 +79,42 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
                 train_step(model, optimizer, row, AlgorithmConfig(), TRAIN, sampling=sampling)
 
 
-def test_after_its_warm_up_a_weight_check_compiles_nothing(tmp_path, as_on_a_gpu):
-    """known fault: the trainer compiled for 9 s in its first sync."""
+def test_a_weight_check_compiles_nothing(tmp_path, as_on_a_gpu):
+    """known fault: the trainer compiled for 9 s in its first sync, then for 3 to 10 s before."""
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     with process_group(tmp_path):
-        model = build_model(str(folder), TRAIN, CPU)
-        limit = TRAIN.micro_batch_tokens
-        warm_up(model, CPU, limit, packed=True, entropy_gradients=False)
-        check = WeightCheck(model, TRAIN)
-        check.warm_up()
+        check = WeightCheck(build_model(str(folder), TRAIN, CPU), TRAIN)
+        check.record(1)
+    assert check._record is not None and not as_on_a_gpu
+
+
+@pytest.mark.parametrize(
+    "train, algorithm",
+    [
+        (replace(TRAIN, mini_batches=2), AlgorithmConfig()),
+        (TRAIN, AlgorithmConfig(importance_normalize=True)),
+        (TRAIN, AlgorithmConfig(kl_coef=0.1)),
+        (TRAIN, AlgorithmConfig(kl_coef=0.1, kl_in="reward")),
+    ],
+)
+def test_a_learner_compiles_the_passes_without_gradients_where_a_step_has_some(
+    tmp_path, as_on_a_gpu, train, algorithm
+):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    spec = LearnerSpec(
+        model=str(folder), train=train, algorithm=algorithm, sampling=SamplingParams(),
+        max_response_tokens=64, num_replicas=1,
+    )  # fmt: skip
+    with process_group(tmp_path):
+        learner = Learner(spec, CPU)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            check.record(1)
-        assert check._record is not None
+            num_graphs = len(as_on_a_gpu)
+            (row,) = make_batches(
+                make_samples(), step=0, micro_batch_tokens=96, packed=True,
+                mini_batches=train.mini_batches,
+            )  # fmt: skip
+            learner.train(row)
+    assert len(as_on_a_gpu) == num_graphs
 
 
 def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():

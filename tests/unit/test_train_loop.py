@@ -188,28 +188,3 @@ def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     loop._follow_orders()
     assert turns == ["trainer's", ("engines'", 2)]
     assert loop._reports == [({}, True, "saved")]
-
-
-@pytest.mark.parametrize("compiles", [True, False])
-def test_what_a_weight_check_runs_is_compiled_before_the_first_batch(monkeypatch, compiles):
-    """A run compiled for 9 s in its first sync."""
-    done, told = [], []
-    check = types.SimpleNamespace(warm_up=lambda: done.append("compile"))
-    for name in ("GatheredWeights", "WeightPublisher", "make_sender"):
-        monkeypatch.setattr(loop_module, name, lambda *_, **__: types.SimpleNamespace(device=CPU))
-    monkeypatch.setattr(loop_module, "WeightCheck", lambda *_: check)
-    monkeypatch.setattr(loop_module, "compute_device", lambda _: None)
-    loop = object.__new__(loop_module._TrainLoop)
-    loop._train = TrainConfig(learning_rate=1e-3, compile=compiles)
-    loop._learner = types.SimpleNamespace(model=None)
-    loop._residency, loop._ranks = AlwaysThere(), None
-    loop._control = types.SimpleNamespace(record_span=lambda what, *_: done.append(what))
-    loop._spec = types.SimpleNamespace(
-        partial_rollout=types.SimpleNamespace(sync_every=1, overlap_sync=False, drain=False),
-        wire_dtype="float32",
-        shares_device=False,
-        recorder=recorder(told),
-    )
-    loop._make_publisher()
-    assert done == (["compile", "compile"] if compiles else [])
-    assert told == (["compile"] if compiles else [])
