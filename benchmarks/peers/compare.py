@@ -256,6 +256,7 @@ def figures(runs: list[dict[str, Any]], rewards: list[float]) -> dict[str, Any]:
                 "start_s": statistics.median(run["start_s"] for run in whole),
                 "seconds": statistics.median(run["steps"][-1]["time_s"] for run in whole),
                 "step_s": statistics.median(s for run in whole for s in step_seconds(run)),
+                "tokens_per_s": statistics.median(tokens_per_s(run) for run in whole),
                 "reward_last": statistics.median(curve(run)[-1] for run in whole),
                 "seconds_to_reward": {
                     str(goal): [seconds_to(goal, run) for run in whole] for goal in rewards
@@ -269,6 +270,13 @@ def step_seconds(run: dict[str, Any]) -> list[float]:
     """Seconds from the end of a step to the next one's, after the first two steps."""
     ends = [step["time_s"] for step in run["steps"]]
     return [after - before for before, after in itertools.pairwise(ends[1:])]
+
+
+def tokens_per_s(run: dict[str, Any]) -> float:
+    """Trained tokens of responses in a second, from the end of the first step on."""
+    first, *later = run["steps"]
+    seconds = later[-1]["time_s"] - first["time_s"]
+    return float(sum(step["num_tokens"] for step in later) / seconds)
 
 
 def curve(run: dict[str, Any]) -> list[float]:

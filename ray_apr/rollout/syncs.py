@@ -14,6 +14,7 @@ Invariants, kept by `WeightSyncs`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ _BETWEEN_SYNCS_S = 300.0
 """Longest that engines which come or go wait for the end of a sync."""
 _CHANGE_S = 60.0
 """Longest that they hold the next sync back: the trainer waits a little longer."""
+_LOOK_S = 2.0
+"""An answer whether the engines run comes within this time."""
 _NOTHING = SyncTimes(pause_s=0, receive_s=0, resume_s=0, stopped_s=0)
 
 
@@ -76,6 +79,15 @@ class WeightSyncs:
         """
         await self._engines_run.wait()
         return self._client
+
+    async def engines_run(self) -> bool:
+        """Whether the engines run.
+
+        Waits for: their start. Unblocked by: that, or `_LOOK_S`.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engines_run.wait(), _LOOK_S)
+        return self._engines_run.is_set()
 
     def _close_syncs(self) -> None:
         """Wait for no request any more."""

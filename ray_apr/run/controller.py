@@ -10,10 +10,11 @@
                              └────────── grant, ack ──────────────┘
 
 Servers and train workers start at the same time; the trainer's first grant simply waits in the
-buffer. Whatever fails, on whichever side, ends the run with its own error, whose traceback is in
-the run folder, and `_Parts.close` leaves nothing behind; where it may, the run goes on by itself
-(`run.restarts`). If this process is killed, Ray ends the actors and the trainer, and the servers'
-lease (`serve.lease`) the servers.
+buffer. Where they share GPUs, the model is loaded once the engines run. Whatever fails, on
+whichever side, ends the run with its own error, whose traceback is in the run folder, and
+`_Parts.close` leaves nothing behind; where it may, the run goes on by itself (`run.restarts`). If
+this process is killed, Ray ends the actors and the trainer, and the servers' lease (`serve.lease`)
+the servers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import ray.train
 from ray.exceptions import RayError
 
 from ray_apr.core.clock import unix_s
-from ray_apr.core.exceptions import APRError, ResourceError, Stopped, one_line
+from ray_apr.core.exceptions import APRError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
@@ -68,7 +69,7 @@ from ray_apr.run.stopping import StopSignals
 from ray_apr.run.tidying import tidy_folder
 from ray_apr.run.training import begin_imports, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
-from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
+from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers, wait_until_placed
 from ray_apr.serve.lease import start_lease, wait_for_lease
 from ray_apr.serve.spec import EngineSpec
 
@@ -248,21 +249,18 @@ class _Parts:
                 self._take_away()
 
     def fit(self) -> ray.train.Result:
-        """Train, while the servers may still be starting, unless they share the trainer's GPUs:
-        an engine measures what is free when it starts.
+        """Train, while the servers may still be starting; where they share the trainer's GPUs,
+        once they have their shares of these.
 
         Waits for: the train workers. Unblocked by: their end, or the failure of any part, which the
         buffer tells them.
         """
         try:
-            if self.spec.rollout.is_colocated:
-                limit_s = 2 * self.spec.rollout.engine.start_timeout_s + 3 * _CALL_TIMEOUT_S
-                self._servers.join(timeout=limit_s)
-                if self._servers.is_alive():
-                    raise ResourceError(f"the rollout servers did not start within {limit_s:g} s")
+            rollout, limit_s = self.spec.rollout, self.spec.rollout.engine.start_timeout_s
+            if rollout.is_colocated:
+                wait_until_placed(self.spec.name, rollout.num_replicas, limit_s, self._servers)
                 if self._start_error is not None:
                     raise self._start_error
-            limit_s = self.spec.rollout.engine.start_timeout_s
             watched = watched_ranks(self.spec, self.side.fail)
             own = self._actors.name_of("recorder")
             drained = NodeWatch(self.spec, self.side, own, self._started_at, self._show)

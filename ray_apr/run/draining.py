@@ -26,6 +26,7 @@ from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
 from ray_apr.run.room import num_elsewhere, num_that_fit
 from ray_apr.run.watch import CALL_TIMEOUT_S, Watch
+from ray_apr.serve.builder import engines_of
 
 if TYPE_CHECKING:
     from ray_apr.run.side import RolloutSide
@@ -70,10 +71,8 @@ def parts_on(
         if a["ActorClassName"] == "TrainController" and _place(a["OwnerAddress"]) == driver
     }
     here = [a for a in actors if a["Address"]["NodeID"] == node]
-    replica = f"SERVE_REPLICA::{app}#"
-    engines = [a["Name"].split("#")[1] for a in here if a["Name"].startswith(replica)]
     return PartsOfNode(
-        engines=tuple(sorted(name for name in engines if name.startswith("engine-"))),
+        engines=engines_of(app, here),
         num_train_workers=sum(
             a["ActorClassName"] == "RayTrainWorker" and _place(a["OwnerAddress"]) in trainers
             for a in here

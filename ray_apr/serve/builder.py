@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -25,7 +25,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from ray_apr.compat.ray import kept_deployment
+from ray_apr.compat.ray import kept_deployment, living_actors
 from ray_apr.config import RolloutConfig
 from ray_apr.config.common import dtype_on
 from ray_apr.config.engine import Device
@@ -225,6 +225,44 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
             )
         if cancelled.wait(_POLL_S):
             raise ResourceError("the start of the rollout servers was cancelled")
+
+
+def wait_until_placed(
+    app_name: str, num_engines: int, timeout_s: float, starter: threading.Thread
+) -> None:
+    """Wait until each replica has a process, and with it its share of a GPU: train workers that
+    asked for the rest before could get two shares of one GPU.
+
+    Waits for: those processes. Unblocked by: these, the end of `starter`, or `timeout_s`.
+
+    Args:
+        app_name: Name of the Serve application.
+        num_engines: Its replicas.
+        timeout_s: Longest wait.
+        starter: Starts the application.
+
+    Raises:
+        ResourceError: If they have none within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while starter.is_alive():
+        engines = engines_of(app_name, living_actors())
+        if len(engines) >= num_engines:
+            return
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"the rollout servers have {len(engines)} of {num_engines} processes after "
+                f"{timeout_s:g} s (rollout.engine.start_timeout_s); does the cluster hold what "
+                "they ask for?"
+            )
+        time.sleep(_POLL_S)
+
+
+def engines_of(app_name: str, actors: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of the engines whose replicas are among these rows of Ray's table of actors."""
+    replica = f"SERVE_REPLICA::{app_name}#"
+    names = [a["Name"].split("#")[1] for a in actors if a["Name"].startswith(replica)]
+    return tuple(sorted(name for name in names if name.startswith("engine-")))
 
 
 def _status_of(app_name: str) -> ApplicationStatusOverview | None:

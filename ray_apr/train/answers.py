@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from ray_apr.core.exceptions import APRError, StarvedError, one_line
 from ray_apr.data.parts import DEATHS, Living, Part
+
+if TYPE_CHECKING:
+    from ray_apr.core.messages import WeightGroupState
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,53 @@ def failure_of(buffer: Part) -> APRError | None:
             buffer.pass_over(living)  # the next one is asked the next time
         return None
     return failure
+
+
+def until_engines_run(workers: Part, buffer: Part, limit_s: float) -> None:
+    """Return once the run's engines have started.
+
+    Waits for: their start. Unblocked by: that, a failure of the run, or `limit_s`.
+
+    Args:
+        workers: The rollout worker, whichever lives.
+        buffer: Knows whether the run has failed.
+        limit_s: Longest wait.
+
+    Raises:
+        StarvedError: If they have not started within `limit_s`.
+        APRError: What the run has failed of.
+    """
+    deadline = time.monotonic() + limit_s
+    what = ", which is to say whether the engines run"
+    while not workers.ask("engines_run", limit_s=CALL_TIMEOUT_S, what=what):
+        failure = failure_of(buffer)
+        if failure is not None:
+            raise failure
+        if time.monotonic() > deadline:
+            raise StarvedError(f"the trainer waited {limit_s:g} s for the engines to start")
+
+
+def group_state_of(workers: Part, buffer: Part, limit_s: float) -> WeightGroupState:
+    """Who is there to get weights, once anybody is.
+
+    Waits for: engines, where none runs. Unblocked by: one that runs, the rollout worker, which
+    has a limit for that, or a failure of the run.
+
+    Args:
+        workers: The rollout worker, whichever lives.
+        buffer: Knows whether the run has failed.
+        limit_s: Longest wait for an answer.
+    """
+    what = ", whose servers are to say who is there"
+    while True:
+        state: WeightGroupState | None = workers.ask(
+            "weight_group_state", limit_s=limit_s, what=what
+        )
+        if state is not None:
+            return state
+        failure = failure_of(buffer)
+        if failure is not None:
+            raise failure
 
 
 def captured_of(workers: Part, worker: Living, asked: Any) -> tuple[Any, Any]:

@@ -25,14 +25,22 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.core.metrics import Metrics
 from ray_apr.data.parts import DEATHS, Living, Part
 from ray_apr.data.resumption import Begin, RolloutProgress
-from ray_apr.train.answers import CALL_TIMEOUT_S, answer_of, captured_of, failure_of, has_failed
+from ray_apr.train.answers import (
+    CALL_TIMEOUT_S,
+    answer_of,
+    captured_of,
+    failure_of,
+    group_state_of,
+    has_failed,
+    until_engines_run,
+)
 from ray_apr.train.once import once
 from ray_apr.train.shown import show_step
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ray_apr.core.messages import WeightGroupState, WeightScores
+    from ray_apr.core.messages import WeightScores
     from ray_apr.weights.check import Probes
     from ray_apr.weights.transports.base import WeightSender
 
@@ -113,6 +121,10 @@ class RunControl:
         try ended by the limit, and one that had to wait for engines."""
         return self._sync_timeout_s + CALL_TIMEOUT_S + self._start_timeout_s
 
+    def wait_for_engines(self) -> None:
+        """Return once the engines run; see `until_engines_run`."""
+        until_engines_run(self._worker, self._buffer, self._start_timeout_s)
+
     def grant(self, step: int, policy_version: int) -> None:
         """Let the buffer choose the batch of `step`."""
         what = f", to take the grant of step {step}"
@@ -170,7 +182,7 @@ class RunControl:
 
     def is_group_whole(self) -> bool:
         """Whether the engine workers that run are those that have joined the weight group."""
-        return self._group_state(_SERVERS_TIMEOUT_S).is_whole
+        return group_state_of(self._worker, self._buffer, _SERVERS_TIMEOUT_S).is_whole
 
     def connect(self, sender: WeightSender, *, timeout_s: float) -> None:
         """Form a weight group of the sender and all engine workers that run.
@@ -180,7 +192,7 @@ class RunControl:
             timeout_s: Limit for the servers to be there, for the members to meet, and later for one
                 collective call.
         """
-        state = self._group_state(timeout_s)
+        state = group_state_of(self._worker, self._buffer, timeout_s)
         host = ray.util.get_node_ip_address()
         endpoint = sender.open(state.num_workers, host=host, timeout_s=timeout_s)
         pickled = ray.cloudpickle.dumps(endpoint)  # by value where it is of a file of the user's
@@ -292,23 +304,6 @@ class RunControl:
                 self.is_draining = True
         finally:
             self.is_draining = False
-
-    def _group_state(self, timeout_s: float) -> WeightGroupState:
-        """Who is there, once anybody is.
-
-        Waits for: engines, where none runs. Unblocked by: one that runs, the rollout worker, which
-        has a limit for that, or a failure of the run.
-        """
-        what = ", whose servers are to say who is there"
-        while True:
-            state: WeightGroupState | None = self._worker.ask(
-                "weight_group_state", limit_s=timeout_s, what=what
-            )
-            if state is not None:
-                return state
-            failure = failure_of(self._buffer)
-            if failure is not None:
-                raise failure
 
     def _of_sync(
         self,

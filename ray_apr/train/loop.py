@@ -86,11 +86,12 @@ class _TrainLoop:
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
         self._control = _make_control(spec) if self._rank == 0 else None
-        # loads beside the engines' start, unless they share the device
-        self._learner = Learner(spec, ray.train.torch.get_device(), self._starting)
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
+        if spec.shares_device:  # an engine measures what is free when it starts
+            self._wait_for_engines()
+        self._learner = Learner(spec, ray.train.torch.get_device(), self._starting)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
@@ -98,6 +99,13 @@ class _TrainLoop:
             source=spec.model, step=spec.begin.step, fence=spec.fence,
         )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
+
+    def _wait_for_engines(self) -> None:
+        """Return once the engines run, on all ranks."""
+        if self._control is not None:
+            self._say_start("wait for the rollout servers")
+            self._control.wait_for_engines()
+        dist.barrier(self._ranks)
 
     def _make_residency(self) -> Residency:
         if not self._spec.takes_turns:

@@ -7,14 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_apr.core.exceptions import EngineUnavailableError, NoEngineError, RolloutError
+from ray_apr.core.exceptions import (
+    APRError,
+    EngineUnavailableError,
+    NoEngineError,
+    RolloutError,
+)
 from ray_apr.core.metrics import Metrics
 from ray_apr.data.store import opened
 from ray_apr.rollout import engines as engines_module
+from ray_apr.rollout import syncs as syncs_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.scheduling.orders import Order
-from ray_apr.train import control as control_module
+from ray_apr.train import answers as answers_module
 from ray_apr.train.control import RunControl
 from tests.fakes import MortalEngines, ScriptedEngine
 from tests.rollout_run import Handle, Recorder, running, until, without_ray
@@ -189,10 +195,42 @@ def test_rank_0_asks_again_who_is_there_unless_the_run_has_failed(monkeypatch, h
     answers = [None, None, SimpleNamespace(is_whole=True)]
     worker = SimpleNamespace(ask=lambda verb, **_: answers.pop(0))
     failure = RolloutError("no judge") if has_failed else None
-    monkeypatch.setattr(control_module, "failure_of", lambda buffer: failure)
+    monkeypatch.setattr(answers_module, "failure_of", lambda buffer: failure)
     control = RunControl(buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0)
     if has_failed:
         with pytest.raises(RolloutError, match="no judge"):
             control.is_group_whole()
     else:
         assert control.is_group_whole() and not answers
+
+
+@pytest.mark.parametrize("ends", ["engines run", "run has failed", "time is over"])
+def test_rank_0_waits_for_engines_that_share_its_gpu(monkeypatch, ends):
+    answers = [False, False, ends == "engines run"]
+    worker = SimpleNamespace(ask=lambda verb, **_: answers.pop(0))
+    failures = [None, RolloutError("no model") if ends == "run has failed" else None, None]
+    monkeypatch.setattr(answers_module, "failure_of", lambda buffer: failures.pop(0))
+    clock = iter(range(0, 9, 2))
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: next(clock))
+    control = RunControl(
+        buffer=None, worker=worker, recorder=None, sync_timeout_s=5.0, start_timeout_s=5.0
+    )
+    if ends == "engines run":
+        control.wait_for_engines()
+        assert not answers
+    else:
+        of = {"run has failed": "no model", "time is over": "waited 5 s for the engines to start"}
+        with pytest.raises(APRError, match=of[ends]):
+            control.wait_for_engines()
+
+
+async def test_a_worker_says_when_its_engines_run(monkeypatch):
+    monkeypatch.setattr(syncs_module, "_LOOK_S", 0.01)
+    syncs = object.__new__(syncs_module.WeightSyncs)
+    syncs._engines_run = asyncio.Event()
+    assert not await syncs.engines_run()
+    monkeypatch.setattr(syncs_module, "_LOOK_S", 20.0)
+    asked = asyncio.create_task(syncs.engines_run())
+    await asyncio.sleep(0)
+    syncs._engines_run.set()
+    assert await asked

@@ -85,18 +85,53 @@ def test_the_start_of_servers_ends_with_its_run(monkeypatch):
         builder._wait_until_running("run", 60.0, cancelled)
 
 
-def test_engines_that_share_the_trainers_gpus_have_a_limit_to_start(monkeypatch, tmp_path):
-    monkeypatch.setattr(controller, "_CALL_TIMEOUT_S", 0.01)
-    engine = EngineConfig(placement="colocated", start_timeout_s=0.01)
+def colocated_parts(monkeypatch, *, start_timeout_s=0.01):
+    """Parts of a run whose servers start for as long as it is not told to close."""
     parts = object.__new__(controller._Parts)
-    parts.spec = run_spec(rollout=RolloutConfig(engine=engine))
+    engine = EngineConfig(placement="colocated", start_timeout_s=start_timeout_s)
+    parts.spec = run_spec(rollout=RolloutConfig(num_replicas=2, engine=engine))
     parts._closing, parts._start_error = threading.Event(), None
     parts._servers = threading.Thread(target=parts._closing.wait, args=(30,), daemon=True)
     parts._servers.start()
     monkeypatch.setattr(parts, "_reason", lambda error: error, raising=False)
-    with pytest.raises(ResourceError, match=r"servers did not start within 0\.05 s"):
+    return parts
+
+
+def replicas(app, *engines):
+    """Rows of Ray's table of actors."""
+    return [{"Name": f"SERVE_REPLICA::{app}#{engine}#abc"} for engine in engines]
+
+
+def test_engines_that_share_the_trainers_gpus_have_a_limit_to_get_theirs(monkeypatch):
+    parts = colocated_parts(monkeypatch)
+    there = [*replicas("another", "engine-0", "engine-1"), {"Name": ""}]
+    there += replicas(parts.spec.name, "engine-1", "ingress")
+    monkeypatch.setattr(builder, "living_actors", lambda: there)
+    monkeypatch.setattr(builder, "_POLL_S", 0.01)
+    with pytest.raises(ResourceError, match=r"1 of 2 processes after 0\.01 s .* cluster hold"):
         parts.fit()
     assert parts._closing.is_set(), "what starts them is told"
+
+
+@pytest.mark.parametrize("names", [["engine-0", "engine-1"], []])
+def test_train_workers_start_once_such_engines_have_their_gpus_or_cannot(monkeypatch, names):
+    parts = colocated_parts(monkeypatch, start_timeout_s=20)
+    monkeypatch.setattr(builder, "living_actors", lambda: replicas(parts.spec.name, *names))
+    monkeypatch.setattr(builder, "_POLL_S", 0.01)
+
+    class Placed(Exception):
+        """As far as a test needs it."""
+
+    def start(*_):
+        raise Placed
+
+    monkeypatch.setattr(controller, "watched_ranks", start)
+    parts._side = SimpleNamespace(fail=None)
+    if not names:
+        parts._start_error = ResourceError("no such model")
+        threading.Timer(0.05, parts._closing.set).start()
+    with pytest.raises(Placed if names else ResourceError):
+        parts.fit()
 
 
 def test_servers_of_a_killed_driver_are_waited_for_and_then_named(monkeypatch):

@@ -16,7 +16,6 @@ from ray_apr.train.residency import AlwaysThere
 from ray_apr.train.step import check_batch
 from tests.train_batches import make_batches, make_samples
 
-CPU = types.SimpleNamespace(type="cpu")
 PROGRESS = Progress(step=4, policy_version=3)
 
 
@@ -188,3 +187,35 @@ def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     loop._follow_orders()
     assert turns == ["trainer's", ("engines'", 2)]
     assert loop._reports == [({}, True, "saved")]
+
+
+@pytest.mark.parametrize("shares_device", [True, False])
+def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share(
+    monkeypatch, shares_device
+):
+    """An engine measures what is free when it starts; the processes of both start together."""
+    done, told = [], []
+
+    class Loaded(Exception):
+        """As far as a test needs it."""
+
+    def load(*_):
+        done.append("load")
+        raise Loaded
+
+    context = types.SimpleNamespace(get_world_rank=lambda: 0)
+    control = types.SimpleNamespace(wait_for_engines=lambda: done.append("engines"))
+    monkeypatch.setattr(loop_module.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(loop_module, "_make_control", lambda _: control)
+    monkeypatch.setattr(loop_module, "_wait_limit_s", lambda _: 5.0)
+    monkeypatch.setattr(loop_module.dist, "new_group", lambda **_: "ranks")
+    monkeypatch.setattr(loop_module.dist, "barrier", done.append)
+    monkeypatch.setattr(loop_module.ray.train.torch, "get_device", lambda: None)
+    monkeypatch.setattr(loop_module, "Learner", load)
+    spec = types.SimpleNamespace(
+        train=None, started_at=0.0, gate=None, shares_device=shares_device, recorder=recorder(told)
+    )
+    with pytest.raises(Loaded):
+        loop_module._TrainLoop(spec)
+    assert done == (["engines", "ranks", "load"] if shares_device else ["load"])
+    assert told == (["wait for the rollout servers"] if shares_device else [])
