@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from ray_apr.core.exceptions import ResourceError
@@ -43,6 +45,7 @@ def run_checks() -> Iterator[Check]:
     yield check_shared_memory(Path("/dev/shm"))
     yield check_cpu_build(installed_version)
     yield check_plugin()
+    yield check_bytecode(find_spec)
     for package in ("ray", "torch", "vllm"):
         yield check_import(package)
     yield check_gpus()
@@ -148,6 +151,33 @@ def check_plugin() -> Check:
         ok=missing is None,
         seen="registered" if missing is None else "not registered: engines cannot receive weights",
         remedy=missing or "",
+    )
+
+
+def check_bytecode(find: Callable[[str], ModuleSpec | None]) -> Check:
+    """Python keeps what it has compiled of the large packages: each process of a run imports them.
+
+    Args:
+        find: Finds a package, as `importlib.util.find_spec` does.
+    """
+    missing = []
+    for package in ("torch", "transformers", "ray", "vllm"):
+        spec = find(package)
+        if spec is None or spec.origin is None:  # its own check says so
+            continue
+        compiled = Path(cache_from_source(spec.origin))
+        is_written = not sys.dont_write_bytecode and os.access(
+            next(folder for folder in compiled.parents if folder.exists()), os.W_OK
+        )
+        if not (compiled.exists() or is_written):
+            missing.append(package)
+    return Check(
+        name="bytecode",
+        ok=not missing,
+        seen=f"not kept for {', '.join(missing)}" if missing else "kept",
+        remedy="each process of a run compiles them anew, which doubles the time of its imports: "
+        "unset PYTHONDONTWRITEBYTECODE, and where the packages' folder cannot be written set "
+        "PYTHONPYCACHEPREFIX to one that can, on all nodes",
     )
 
 

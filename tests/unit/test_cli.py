@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -329,6 +330,27 @@ def test_doctor_finds_a_cuda_torchvision_beside_a_cpu_torch(
     assert doctor.check_cpu_build({"torch": "2.13.0+cpu"}.get).ok
     assert doctor.check_cpu_build({**wrong, "torch": "2.13.0"}.get).ok
     assert doctor.check_cpu_build({}.get).ok
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "is_written", "ok"),
+    [(True, False, True), (False, True, True), (False, False, False)],
+)
+def test_doctor_knows_a_python_that_compiles_packages_in_each_process(
+    monkeypatch, tmp_path, is_kept, is_written, ok
+) -> None:
+    monkeypatch.setattr(doctor.sys, "pycache_prefix", None)
+    monkeypatch.setattr(doctor.sys, "dont_write_bytecode", not is_written)
+    origin = tmp_path / "torch.py"
+    kept = Path(doctor.cache_from_source(origin))
+    if is_kept:
+        kept.parent.mkdir()
+        kept.touch()
+    spec = SimpleNamespace(origin=str(origin))
+    check = doctor.check_bytecode({"torch": spec, "vllm": None}.get)
+    assert check.ok == ok
+    assert check.seen == ("kept" if ok else "not kept for torch")
+    assert "PYTHONPYCACHEPREFIX" in check.remedy
 
 
 def test_doctor_measures_memory() -> None:
