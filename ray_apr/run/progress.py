@@ -74,6 +74,8 @@ def follow_progress(
             if steps:
                 since = time.monotonic()
             else:
+                if seen >= num_steps:  # whatever the rollout side waits for, nobody does any more
+                    status.pop("waiting_for", None)
                 show(status_line(status, time.monotonic() - since))
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
@@ -120,10 +122,10 @@ def status_line(status: Mapping[str, Any], waited_s: float) -> str:
     """What a run is waiting for that shows no step.
 
     Args:
-        status: What the rollout worker told last, and what the parts do that start.
+        status: What the rollout worker told last, and what the parts do that start or end.
         waited_s: Seconds since the last step, or since the start.
     """
-    parts = [f"{part} {doing}" for part, doing in status.get("starting", {}).items()]
+    parts = [f"{part} {doing}" for part, doing in status.get("doing", {}).items()]
     waiting_for = "; ".join(filter(None, (", ".join(parts), status.get("waiting_for"))))
     return f"… waiting for {waited_s:.0f} s: {waiting_for or 'the parts of the run'}"
 
@@ -136,6 +138,6 @@ def starts(recorder: Any, part: str) -> Iterator[None]:
         recorder: Handle of the `RunRecorder` actor.
         part: Its name for a person, of several: "rollout servers".
     """
-    recorder.record.remote("starting", {"part": part, "doing": "start"})
+    recorder.record.remote("doing", {"part": part, "doing": "start"})
     yield
-    recorder.record.remote("starting", {"part": part, "doing": ""})
+    recorder.record.remote("doing", {"part": part, "doing": ""})

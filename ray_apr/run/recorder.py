@@ -106,7 +106,7 @@ class RunRecorder:
         """Those that were not shown yet."""
         self._failure: ResourceError | None = None
         self._status: dict[str, Any] = {}
-        self._starting: dict[str, str] = {}
+        self._doing: dict[str, str] = {}
         """Parts of the run that start -> what they do."""
         self._new_step = asyncio.Condition()
         self._saving = asyncio.Lock()
@@ -117,7 +117,7 @@ class RunRecorder:
         await self.record_many(kind, [row])
 
     async def record_many(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take rows of one kind: one of `ROW_FILES`, "status", or "starting", which is shown alone.
+        """Take rows of one kind: one of `ROW_FILES`, "status", or "doing", which is shown alone.
 
         Spans of the timeline come in Unix seconds and are written relative to the run's begin.
 
@@ -127,8 +127,8 @@ class RunRecorder:
         if kind == "status":
             self._status = dict(rows[-1])
             return
-        if kind == "starting":
-            self._starting |= {row["part"]: row["doing"] for row in rows}
+        if kind == "doing":
+            self._doing |= {row["part"]: row["doing"] for row in rows}
             return
         if kind in self._last_step and rows:
             step = rows[-1]["step"]
@@ -234,11 +234,12 @@ class RunRecorder:
         those before are not kept any longer.
 
         Returns:
-            The new rows, none at the limit, and the latest status with the parts that start.
+            The new rows, none at the limit, and the latest status with what the parts do that start
+            or end.
         """
         rows = await self._follow(num_seen, timeout_s)
-        starting = {part: doing for part, doing in self._starting.items() if doing}
-        return rows, {**self._status, "starting": starting}
+        doing = {part: what for part, what in self._doing.items() if what}
+        return rows, {**self._status, "doing": doing}
 
     async def _follow(self, num_seen: int, timeout_s: float) -> list[dict[str, Any]]:
         async with self._new_step:

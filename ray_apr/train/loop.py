@@ -103,7 +103,7 @@ class _TrainLoop:
     def _wait_for_engines(self) -> None:
         """Return once the engines run, on all ranks."""
         if self._control is not None:
-            self._say_start("wait for the rollout servers")
+            self._say("wait for the rollout servers")
             self._control.wait_for_engines()
         dist.barrier(self._ranks)
 
@@ -138,7 +138,7 @@ class _TrainLoop:
 
     def run(self) -> None:
         """Train all steps that are left."""
-        self._say_start("")
+        self._say("")
         if self._progress.step >= self._train.num_steps:
             return
         if self._progress.policy_version > 0 or self._residency.takes_turns:
@@ -260,6 +260,8 @@ class _TrainLoop:
     def _report(self, row: Mapping[str, Any], *, is_last: bool) -> None:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
         every = self._train.checkpoint_every
+        if is_last:
+            self._say("write the last checkpoint")
         if is_last or (every and self._progress.step % every == 0):
             self._checkpoint(row, is_last=is_last)
         elif self._progress.step % self._train.report_every == 0:
@@ -283,14 +285,15 @@ class _TrainLoop:
     @contextmanager
     def _starting(self, what: str) -> Iterator[None]:
         """Time a part of the start, and say that it has begun."""
-        self._say_start({"load": "load the model"}.get(what, what))
+        self._say({"load": "load the model"}.get(what, what))
         with self._span(what):
             yield
 
-    def _say_start(self, doing: str) -> None:
+    def _say(self, doing: str) -> None:
+        """Have the lines of a run that shows no step say what train workers do."""
         if self._control is not None:
             row = {"part": "train workers", "doing": doing}
-            self._spec.recorder.record.remote("starting", row)
+            self._spec.recorder.record.remote("doing", row)
 
 
 def _wait_limit_s(spec: WorkerSpec) -> float:

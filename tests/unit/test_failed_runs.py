@@ -297,11 +297,14 @@ def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_pa
     row |= {"response_tokens_mean": 3.0, "response_tokens_max": 4, "trainer_wait_s": 1.0}
     row |= {"trainer_step_s": 1.0, "weight_sync_s": 1.0}
     answers = iter([
-        ([], {"starting": {"rollout servers": "start", "train workers": "compile"}}),
+        ([], {"doing": {"rollout servers": "start", "train workers": "compile"}}),
         ([row], {}),
         ([], {"waiting_for": "a reward"}),
+        ([row | {"step": 1}], {}),
+        ([], {"waiting_for": "a trainer", "doing": {"train workers": "write the last checkpoint"}}),
     ])  # fmt: skip
-    clock, shown, is_over = iter([100.0, 110.2, 125.0, 135.4]), [], threading.Event()
+    clock = iter([100.0, 110.2, 125.0, 135.4, 140.0, 150.4])
+    shown, is_over = [], threading.Event()
 
     def answer(*_, **__):
         try:
@@ -312,13 +315,14 @@ def test_a_run_without_a_new_step_says_for_how_long_it_waits(monkeypatch, tmp_pa
 
     monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    with progress.follow_progress(Handle(follow=None), tmp_path, 8, shown.append):
+    with progress.follow_progress(Handle(follow=None), tmp_path, 2, shown.append):
         assert is_over.wait(30)
-    assert [shown[0], shown[2]] == [
+    assert [shown[0], shown[2], shown[4]] == [
         "… waiting for 10 s: rollout servers start, train workers compile",
         "… waiting for 10 s: a reward",
+        "… waiting for 10 s: train workers write the last checkpoint",
     ]
-    assert shown[1].startswith("step    1/8")
+    assert shown[1].startswith("step    1/2")
 
 
 @pytest.mark.parametrize(

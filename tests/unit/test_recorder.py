@@ -127,13 +127,13 @@ async def test_steps_that_were_shown_are_not_kept(tmp_path: Path) -> None:
 async def test_what_starts_is_told_until_it_has_started(tmp_path: Path) -> None:
     recorder = RunRecorder(str(tmp_path), 0.0)
     for doing in ("start", "load the model", ""):
-        await recorder.record("starting", {"part": "train workers", "doing": doing})
+        await recorder.record("doing", {"part": "train workers", "doing": doing})
         await recorder.record("status", {"waiting_for": "a reward"})
         _, status = await recorder.follow(0, 0.01)
         told = {"train workers": doing} if doing else {}
-        assert status == {"waiting_for": "a reward", "starting": told}
+        assert status == {"waiting_for": "a reward", "doing": told}
     await recorder.record("step", {"step": 0})
-    assert "starting" not in read_rows(tmp_path / "metrics.jsonl")[0]
+    assert "doing" not in read_rows(tmp_path / "metrics.jsonl")[0]
 
 
 async def test_steps_that_a_dead_recorder_wrote_are_shown_by_the_next_one(tmp_path: Path) -> None:

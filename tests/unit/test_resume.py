@@ -117,7 +117,7 @@ async def test_the_end_of_a_recorder_ends_the_calls_of_those_who_follow(tmp_path
     following = asyncio.create_task(recorder.follow(0, 60.0))
     await asyncio.sleep(0)
     await recorder.close()
-    assert await asyncio.wait_for(following, 5.0) == ([], {"starting": {}})
+    assert await asyncio.wait_for(following, 5.0) == ([], {"doing": {}})
 
 
 async def test_a_recorder_that_begins_again_writes_no_row_twice(tmp_path):
