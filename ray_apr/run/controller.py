@@ -119,9 +119,9 @@ def run(
         spec = asked = with_counted_steps(spec, prompts, show)
 
         def attempt() -> ray.train.Result:
+            asked.check_owner()
             spec = choose_ranks(as_scaled(asked, since=began_at))
-            # as the processes read it that begin from here on
-            begin, started_at = find_begin(spec), time.time()
+            begin, started_at = find_begin(spec), time.time()  # as processes read it from here on
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)

@@ -151,6 +151,7 @@ class NodeWatch(Watch):
             "num_train_workers": parts.num_train_workers,
             "others": list(parts.others),
         }
+        self._spec.check_owner()
         add_row(self._spec.folder / NOTICES_FILE, row)
         self._told.add(node)
         when = "" if left_s is None else f", gone in {left_s:g} s"

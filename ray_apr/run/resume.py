@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import pyarrow as pa
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
-from ray_apr.data.fence import Fence
+from ray_apr.data.fence import LEFT_S, Fence
 from ray_apr.data.resumption import (
     LIST_COPY_FILE,
     LIST_FILE,
@@ -243,6 +244,8 @@ def hold_folder(folder: Path, fences: Sequence[Fence] = ()) -> Iterator[None]:
     """Hold a run folder, so that no other process writes to it; the system lets it go at the end of
     this one, whatever ends it.
 
+    Waits for: what the machine that had it may still write. Unblocked by: the clock.
+
     Args:
         folder: To be held.
         fences: Of the run that begins, if one does; for those whom the lock does not keep out.
@@ -260,8 +263,8 @@ def hold_folder(folder: Path, fences: Sequence[Fence] = ()) -> Iterator[None]:
             ) from error
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be held, so that no other run may use it: %s", folder, error)
-        for fence in fences:
-            fence.take()
+        if any([fence.take() for fence in fences]):  # all of them
+            time.sleep(LEFT_S)
         yield
 
 

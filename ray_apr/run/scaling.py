@@ -112,8 +112,9 @@ class EngineScaling:
                     return
                 if self._autoscaler is not None:
                     self._autoscaler.heard(given)
+                self._spec.check_owner()
                 answer(self._spec.folder, given)
-            except OSError as error:  # of the folder; the command has a limit of its own
+            except (OSError, ResourceError) as error:  # the command has a limit of its own
                 logger.warning("requests for engines cannot be read or answered: %s", error)
 
     def serve(self, request: ScaleRequest) -> ScaleAnswer:

@@ -222,6 +222,7 @@ class RolloutSide:
         logger.warning("the %s; it begins again", died)
         self._closing.wait(_FIRST_PAUSE_S * (2 ** (self._in_a_row - 1) - 1))
         _end(self.worker, self.buffer)
+        self._spec.check_owner()
         try:
             begin = find_side_begin(self._spec, self._began)
         except ResourceError as error:  # Ray Train writes its list or removes a checkpoint just now

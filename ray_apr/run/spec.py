@@ -124,12 +124,20 @@ class RunSpec(Sections):
         of_checkpoints = Fence(self.owner, kept.path, kept.filesystem)
         return Fence(self.owner, str(self.folder)), of_checkpoints
 
+    def check_owner(self) -> None:
+        """Look whether the run is this driver's still, before it writes.
+
+        Raises:
+            FolderTakenError: If another one has taken it over.
+        """
+        for fence in self.fences:
+            fence.check()
+
     @property
     def taken_over(self) -> FolderTakenError | None:
         """That another driver has taken the run over, if one has."""
         try:
-            for fence in self.fences:
-                fence.check()
+            self.check_owner()
         except FolderTakenError as error:
             return error
         return None

@@ -12,7 +12,8 @@ from ray.exceptions import RpcError
 
 from ray_apr.config import RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
-from ray_apr.core.exceptions import RanksChange, TrainError
+from ray_apr.core.exceptions import FolderTakenError, RanksChange, TrainError
+from ray_apr.data.fence import Fence
 from ray_apr.run import draining as module
 from ray_apr.run import watch
 from ray_apr.run.draining import NodeWatch, PartsOfNode, parts_on
@@ -132,6 +133,15 @@ def test_each_node_is_told_once_and_only_where_the_run_has_parts(monkeypatch, tm
         "node n1 is drained, gone in 100 s; it has engine-1, train workers: 1",
         "node n2 is drained; it has RolloutWorker",
     ]
+
+
+def test_a_run_that_is_another_driver_s_is_told_of_no_node(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    cluster.drained = {"n1": 0.0}
+    Fence("another", str(tmp_path)).take()
+    with pytest.raises(FolderTakenError):
+        cluster.watch.look()
+    assert not (tmp_path / "notices.jsonl").exists() and not cluster.said
 
 
 def test_train_workers_leave_with_a_checkpoint_that_is_durable(monkeypatch, tmp_path):

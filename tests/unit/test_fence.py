@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import ray.train
 
-from ray_apr.core.exceptions import FolderTakenError
+from ray_apr.core.exceptions import FolderTakenError, TrainError
 from ray_apr.data import fence as module
-from ray_apr.data.fence import LOOK_S, OWNER_FILE, Fence
+from ray_apr.data.fence import LEFT_S, LOOK_S, OWNER_FILE, Fence
 from ray_apr.data.journal import Journal, JournalFolder
+from ray_apr.run import controller, resume
 from ray_apr.run.causes import write_error_log
 from ray_apr.run.final import write_final
 from ray_apr.run.folder import read_rows
@@ -58,12 +59,17 @@ def test_the_last_one_has_the_folder_and_the_one_before_hears_who_that_is(old, n
     assert [file.name for file in tmp_path.iterdir()] == [OWNER_FILE]
 
 
-def test_it_looks_every_few_seconds_and_again_and_again_once_it_is_lost(old, new, clock):
+@pytest.mark.parametrize(("look_s", "pause_s"), [(0.001, 0.1), (0.5, LOOK_S)])
+def test_looks_take_a_hundredth_of_the_time_and_go_on_once_it_is_lost(
+    old, new, clock, monkeypatch, look_s, pause_s
+):
+    found = Fence._found
+    monkeypatch.setattr(Fence, "_found", lambda fence: (clock.advance(look_s), found(fence))[1])
     old.check_soon()
     new.take()
-    clock.advance(LOOK_S - 0.1)
+    clock.advance(0.95 * pause_s - look_s)
     old.check_soon()
-    clock.advance(0.2)
+    clock.advance(0.1 * pause_s)
     for _ in range(2):
         with pytest.raises(FolderTakenError):
             old.check_soon()
@@ -90,7 +96,6 @@ async def test_a_journal_gets_no_frame_of_one_that_has_lost_the_run(old, new, tm
     journal.note(position=1)
     await journal.flush()
     new.take()
-    clock.advance(LOOK_S)
     for position in (2, 3):
         journal.note(position=position)
         with pytest.raises(FolderTakenError):
@@ -104,7 +109,6 @@ async def test_a_run_folder_gets_no_row_of_one_that_has_lost_it(old, new, tmp_pa
     recorder = RunRecorder(str(tmp_path), 0.0, fence=old)
     await recorder.record("step", {"step": 0})
     new.take()
-    clock.advance(LOOK_S)
     for step in (1, 2):
         with pytest.raises(FolderTakenError):
             await recorder.record("step", {"step": step})
@@ -130,6 +134,47 @@ def test_it_does_not_begin_again_by_itself():
             attempt, max_failures=-1, num_steps=9, last_step=int, show=print, sleep=tries.append
         )
     assert tries == [1]
+
+
+@pytest.mark.parametrize(("machine", "waits"), [("this", []), ("another", [LEFT_S])])
+def test_who_takes_a_folder_from_another_machine_waits_for_its_last_write(
+    tmp_path, monkeypatch, machine, waits
+):
+    waited = []
+    monkeypatch.setattr(resume, "time", SimpleNamespace(sleep=waited.append))
+    fences = [Fence("old", str(tmp_path / name)) for name in ("run", "kept")]
+    for fence in fences:
+        assert not fence.take(), "nobody had it"
+    if machine == "another":
+        file = tmp_path / "run" / OWNER_FILE
+        file.write_text(file.read_text().replace(module._machine(), "another"))
+    with hold_folder(tmp_path, [Fence("new", str(tmp_path / name)) for name in ("run", "kept")]):
+        assert waited == waits
+
+
+def test_a_run_that_was_taken_over_in_its_pause_does_not_begin_again(tmp_path, monkeypatch):
+    begun = []
+
+    def choose_ranks(spec):
+        begun.append(spec)
+        raise TrainError("a train worker died")
+
+    failures = ray.train.FailureConfig(max_failures=1)
+    run = ray.train.RunConfig(name="a-run", storage_path=str(tmp_path), failure_config=failures)
+    spec = run_spec(run=run)
+    monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(controller.ray, "cluster_resources", dict)
+    for name in ("check_hub_model", "make_run_folder", "tidy_folder"):
+        monkeypatch.setattr(controller, name, lambda given: None)
+    spec.folder.mkdir()
+    monkeypatch.setattr(controller, "with_counted_steps", lambda spec, prompts, show: spec)
+    monkeypatch.setattr(controller, "choose_ranks", choose_ranks)
+    monkeypatch.setattr(controller, "last_step", lambda spec: 0)
+    take = Fence("another", str(spec.folder)).take
+    monkeypatch.setattr(controller.time, "sleep", lambda seconds: take())
+    with pytest.raises(FolderTakenError):
+        controller.run(spec, None)
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])

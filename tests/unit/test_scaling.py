@@ -19,6 +19,7 @@ from ray_apr.core.exceptions import (
     ResourceError,
     StarvedError,
 )
+from ray_apr.data.fence import Fence
 from ray_apr.run import scale_requests
 from ray_apr.run.resume import hold_folder
 from ray_apr.run.scale_requests import (
@@ -170,6 +171,23 @@ def test_nothing_is_undone_of_what_is_taken_away():
     given = cluster.serve(4)
     assert (given.outcome, given.reason) == ("refused", "the run ends")
     assert cluster.done == UP[:2]
+
+
+def test_a_driver_that_has_lost_the_run_answers_nobody(folder, monkeypatch):
+    cluster = Cluster()
+    monkeypatch.setattr(type(cluster.scaling._spec), "folder", folder)
+    monkeypatch.setattr("ray_apr.run.scaling._LOOK_S", 0.01)
+    asked = [ScaleRequest(request_id="7-a", replicas=2), ScaleRequest(request_id="7-b", replicas=2)]
+
+    def take_next(folder):
+        if len(asked) == 1:
+            cluster.closing.set()
+        return asked.pop()
+
+    monkeypatch.setattr("ray_apr.run.scaling.take", take_next)
+    Fence("another", str(folder)).take()
+    cluster.scaling.follow()
+    assert not asked and not (folder / "engines.jsonl").exists()
 
 
 @pytest.mark.parametrize(("by", "num_left"), [("command", 1), ("autoscaling", 0)])

@@ -14,12 +14,14 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import (
     APRError,
     ConfigError,
+    FolderTakenError,
     ResourceError,
     RolloutError,
     StarvedError,
     TrainError,
 )
 from ray_apr.data import parts as parts_module
+from ray_apr.data.fence import Fence
 from ray_apr.data.parts import Living, Part, PartName
 from ray_apr.data.resumption import Begin, Counters
 from ray_apr.run import side as side_module
@@ -350,6 +352,16 @@ def test_a_side_that_cannot_begin_again_says_why(monkeypatch, tmp_path):
     cluster.pairs[0][1].die()
     cluster.until(lambda: cluster.failed_buffers and cluster.failed_buffers[-1].failure)
     assert "cannot be reached" in str(cluster.failed_buffers[-1].failure)
+    cluster.end()
+
+
+def test_in_a_run_that_is_another_driver_s_nothing_begins_again(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    Fence("another", str(tmp_path)).take()
+    cluster.pairs[0][1].die()
+    cluster.until(lambda: cluster.side.failure is not None)
+    assert isinstance(cluster.side.failure, FolderTakenError) and len(cluster.pairs) == 1
+    assert not (tmp_path / "restarts.jsonl").exists()
     cluster.end()
 
 
