@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from ray_apr.config import RolloutConfig
@@ -100,9 +100,6 @@ class SlowLLM:
     async def resume_generation(self) -> None:
         self._is_paused = False
 
-    async def check_health(self) -> None:
-        pass
-
     def shutdown(self) -> None:
         self.ticks.cancel()
 
@@ -171,7 +168,7 @@ class Replica:
 
 
 class Serve:
-    """Deployments of one replica each, killed if it is not healthy three times in a row."""
+    """Deployments of one replica, killed if it is not healthy three times in a row, or dead."""
 
     def __init__(self, config: RolloutConfig, **engines) -> None:
         self._config, self._engines = config, engines
@@ -198,6 +195,8 @@ class Serve:
                     replica.unhealthy_at.clear()
                 except EngineUnavailableError:
                     replica.unhealthy_at.append(asyncio.get_running_loop().time())
+                except RayActorError:
+                    replica.died.set()
                 if len(replica.unhealthy_at) == MAX_UNHEALTHY:
                     replica.died.set()
 

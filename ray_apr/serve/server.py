@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from ray_apr.compat.ray import drained_nodes
-from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import APRError, EngineDiedError, EngineUnavailableError, RolloutError
 from ray_apr.core.messages import (
     GenerateRequest,
     Generation,
@@ -221,10 +221,18 @@ class RolloutServer:
         return await self._engine.probe_weights(token_ids)
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Serve replaces the replica when this raises: of an engine that is dead at once.
+
+        Raises:
+            RayActorError: If it is. Serve takes it for the end of this process, which it acts upon
+                at the first time; of any other error it waits for the third in a row.
+        """
         if self._watch is not None and self._watch.done():
             self._watch.result()
-        await self._engine.check_health()
+        try:
+            await self._engine.check_health()
+        except EngineDiedError as error:
+            raise RayActorError(self._engine.replica_id, str(error)) from error
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)  # missing if the constructor failed early

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RpcError
+from ray.exceptions import RayActorError, RayTaskError, RpcError
 
 from ray_apr.config import BufferConfig, RolloutConfig
+from ray_apr.core.exceptions import EngineDiedError, EngineUnavailableError
 from ray_apr.rollout import worker as worker_module
 from ray_apr.serve import server as module
 from ray_apr.serve.server import RolloutServer
@@ -112,6 +114,24 @@ async def test_a_server_sees_that_its_node_is_drained(monkeypatch):
     server._calls, server._is_leaving = set(), False
     await asyncio.wait_for(server._watch_node(), 5)
     assert server._is_leaving and not answers
+
+
+@pytest.mark.parametrize(
+    ("error", "is_replaced_at_once"),
+    [(EngineDiedError("its core is dead"), True), (EngineUnavailableError("it stalls"), False)],
+)
+async def test_serve_takes_a_server_whose_engine_is_dead_for_dead(error, is_replaced_at_once):
+    async def check_health():
+        raise error
+
+    server = RolloutServer.__new__(RolloutServer)
+    server._watch, server._engine = None, SimpleNamespace(check_health=check_health, replica_id="r")
+    with pytest.raises((RayActorError, EngineUnavailableError)) as raised:
+        await server.check_health()
+    there = RayTaskError("check_health", "Traceback", pickle.loads(pickle.dumps(raised.value)))
+    got = there.as_instanceof_cause()
+    assert isinstance(got, RayActorError) == is_replaced_at_once
+    assert str(error) in str(got.cause)
 
 
 async def test_a_server_that_cannot_look_any_more_is_replaced(monkeypatch):

@@ -105,6 +105,14 @@ async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
     assert "s#0" in engine._core.llm.aborted
 
 
+async def test_who_asks_for_the_health_of_a_dead_core_needs_no_vllm_to_hear_of_it(engine):
+    """known fault: Serve's controller imported vLLM to read its error, and stood for 8 s."""
+    await engine.check_health()
+    engine._core.llm.errored = True
+    with pytest.raises(EngineDiedError, match="the core is dead"):
+        await engine.check_health()
+
+
 @pytest.mark.parametrize("verb", ["pause", "resume", "wake"])
 async def test_a_core_that_hangs_without_dying_counts_as_dead(engine, monkeypatch, verb):
     """known fault: the pause waited without end, and everything else behind it."""

@@ -367,10 +367,9 @@ class VLLMEngine:
 
     async def check_health(self) -> None:
         """Raise if the engine is dead, or has stalled."""
-        self._core.check_answers()
+        self._core.check_alive()
         if self._stall.is_stalled:
             raise EngineUnavailableError(self._stalled())
-        await self._core.llm.check_health()
 
     def _stalled(self) -> str:
         limit_s = self._stall.limit_s

@@ -55,7 +55,7 @@ VLLM = PrivateNames(
     },
     members={
         "AsyncLLM": "add_request(request_id,prompt,params,priority) abort pause_generation("
-        "mode,clear_cache) resume_generation sleep(level) wake_up(tags) check_health shutdown "
+        "mode,clear_cache) resume_generation sleep(level) wake_up(tags) shutdown "
         "init_weight_transfer_engine start_weight_update update_weights finish_weight_update "
         "engine_core model_config from_engine_args(engine_args,stat_loggers) "
         "collective_rpc(method,args) output_handler errored dead_error tokenizer",
