@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _DEATH = "The actor is dead because"
 """How Ray begins the line that says why an actor died."""
+_NOT_MADE = "The actor died because of an error raised in its creation task"
+"""How it begins the text, a whole traceback, of an actor that never was."""
 
 
 def cause_of(error: BaseException) -> APRError:
@@ -44,7 +46,9 @@ def cause_of(error: BaseException) -> APRError:
 
 def death_of(error: RayError) -> str:
     """Why an actor died, in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith(_NOT_MADE):
+        return f"{_NOT_MADE}: {lines[-1]}"
     return next((line for line in lines if line.startswith(_DEATH)), one_line(error))
 
 
