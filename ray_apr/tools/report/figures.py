@@ -15,6 +15,8 @@ import plotly.graph_objects as go
 
 SERIES = ("#3b78e7", "#e07b18", "#2b9a66", "#8452cf", "#8f7f55")
 """Colours of what has none of its own, in order; seen on light and on dark."""
+_MOST_TICKS = 8
+"""Of a narrow chart, one at each whole number."""
 BAD = "#d93f49"
 SOFT = "#7a8798"
 _LINE = "rgba(128,140,155,0.25)"
@@ -70,7 +72,7 @@ def figure(
             "hovermode": "x unified",
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _LINE, "activecolor": SOFT},
             "hoverlabel": {"bgcolor": "#1c2430", "font": {"color": "#e6eaf0"}},
-            "xaxis": {**axis, "title": {"text": x_label}},
+            "xaxis": {**axis, "title": {"text": x_label}, **_whole(traces)},
             "yaxis": {**axis, "title": {"text": y_label}},
         },
     )
@@ -80,6 +82,14 @@ def figure(
         f'<div class="plot" style="height:{height}px"></div>'
         f'<script type="application/json">{drawn.to_json()}</script></figure>'
     )
+
+
+def _whole(traces: Sequence[Any]) -> dict[str, Any]:
+    """What keeps a short axis of whole numbers, such as steps, free of fractions."""
+    xs = [x for trace in traces for x in trace.x or ()]
+    if not xs or not all(isinstance(x, int) for x in xs) or max(xs) - min(xs) > _MOST_TICKS:
+        return {}
+    return {"dtick": 1, "range": [min(xs) - 0.5, max(xs) + 0.5]}
 
 
 def empty(title: str, why: str) -> str:
