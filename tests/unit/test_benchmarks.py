@@ -1,0 +1,235 @@
+"""What the benchmarks make of what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.killed_parts import KINDS
+from tests.traces import make_trace
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+@pytest.fixture
+def benchmark_named(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports one of them by its name."""
+    for folder in ("benchmarks/peers", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    return importlib.import_module
+
+
+@pytest.fixture
+def compare(benchmark_named: Any) -> ModuleType:
+    return benchmark_named("compare")
+
+
+# -- beside a peer ---------------------------------------------------------------------------------
+
+
+def peer_run(*ends: float, system: str = "trl", rewards: tuple[float, ...] = ()) -> dict[str, Any]:
+    """A run whose steps ended at these times after its first generation."""
+    steps = [
+        {"time_s": end, "reward_mean": reward, "num_tokens": 10}
+        for end, reward in zip(ends, rewards or [0.5] * len(ends), strict=True)
+    ]
+    return {"system": system, "repeat": 0, "start_s": 30.0, "steps": steps}
+
+
+def test_a_steps_seconds_leave_the_first_two_steps_out(compare):
+    """Both sides compile in them, and engines fill."""
+    assert compare.step_seconds(peer_run(50.0, 60.0, 63.0, 67.0)) == [3.0, 4.0]
+
+
+def test_a_curve_is_the_mean_of_the_last_four_rewards(compare):
+    run = peer_run(1, 2, 3, 4, 5, rewards=(0.0, 1.0, 0.5, 0.5, 1.0))
+    assert compare.curve(run) == pytest.approx([0.0, 0.5, 0.5, 0.5, 0.75])
+
+
+def test_a_goal_is_reached_at_the_end_of_the_step_whose_curve_has_it(compare):
+    run = peer_run(1, 2, 3, 4, 5, rewards=(0.0, 1.0, 0.5, 0.5, 1.0))
+    assert compare.seconds_to(0.5, run) == 2
+    assert compare.seconds_to(0.7, run) == 5
+    assert compare.seconds_to(0.8, run) is None
+
+
+def test_systems_have_medians_of_their_own_runs_and_count_failures(compare):
+    runs = [
+        peer_run(10, 12, 14, 16),
+        peer_run(10, 12, 15, 18),
+        {"system": "trl", "repeat": 2, "failed": "TimeoutExpired", "log": ""},
+        {"system": "apr", "repeat": 0, "failed": "CalledProcessError", "log": ""},
+    ]
+    found = compare.figures(runs, [0.4, 0.6])
+    assert found == {
+        "trl": {
+            "runs": 2, "failed": 1, "start_s": 30.0, "seconds": 17, "step_s": 2.5,
+            "reward_last": 0.5, "seconds_to_reward": {"0.4": [10, 10], "0.6": [None, None]},
+        },
+        "apr": {"runs": 0, "failed": 1},
+    }  # fmt: skip
+
+
+def peer_task(compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """The replay's task for a trace of 48 prompts, and its prompts."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {
+            "prompt_id": group.prompt_id, "sample_index": index,
+            "prompt_tokens": group.prompt_tokens, "response_tokens": sample.response_tokens,
+        }
+        for group in make_trace(48, seed=3).groups for index, sample in enumerate(group.samples)
+    ]  # fmt: skip
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    contexts: list[int] = []
+
+    def make_model(shape: str, folder: Path, *, context: int) -> Path:
+        contexts.append(context)
+        return folder
+
+    monkeypatch.setattr(compare.gpu_models, "make_model", make_model)
+    args = {
+        "task": "replay", "trace": trace, "scale": 1.0, "group_size": 4, "reward_seconds": 0.0,
+        "batch_prompts": 4, "steps": 2, "shape": "tiny", "gpus": 2, "learning_rate": 1e-4,
+        "trl_memory": 0.4, "trl_rows": 2, "trl_liger": False, **options,
+    }  # fmt: skip
+    task = compare.replay_task(tmp_path, argparse.Namespace(**args))
+    return task, pq.read_table(tmp_path / "prompts.parquet").to_pylist(), contexts[0]
+
+
+def test_a_replay_asks_for_the_lengths_of_the_trace(compare, tmp_path, monkeypatch):
+    task, prompts, context = peer_task(compare, tmp_path, monkeypatch)
+    groups = make_trace(48, seed=3).groups[:32]  # of two steps, and of six to run ahead
+    sizes = [[group.sample(i).response_tokens for i in range(4)] for group in groups]
+    assert [row["lengths"] for row in prompts] == sizes
+    assert len({row["prompt"] for row in prompts}) == 32
+    longest = max(map(max, sizes))
+    assert task["max_response_tokens"] == longest
+    assert task["max_model_len"] == max(len(row["prompt"]) for row in prompts) + longest + 1
+    assert context == max(1024, task["max_model_len"])
+
+
+def test_a_replay_is_scaled_to_whole_tokens(compare, tmp_path, monkeypatch):
+    _, whole, _ = peer_task(compare, tmp_path, monkeypatch)
+    _, half, _ = peer_task(compare, tmp_path, monkeypatch, scale=0.5)
+    for before, after in zip(whole, half, strict=True):
+        assert after["lengths"] == [max(1, round(0.5 * n)) for n in before["lengths"]]
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+
+def mode_run(mode: str, *ends: float) -> dict[str, Any]:
+    steps = [{"time_s": 5.0 + end, "num_tokens": 100} for end in ends]
+    return {"mode": mode, "seconds": ends[-1], "steps": steps}
+
+
+def test_modes_are_compared_with_the_synchronous_one(benchmark_named):
+    modes = benchmark_named("modes")
+    runs = [
+        mode_run("sync:turns", 4, 8, 12), mode_run("sync:turns", 4, 9, 14),
+        mode_run("apr", 3, 5, 7),
+    ]  # fmt: skip
+    found = modes.figures(runs)
+    assert modes.baseline(found) == "sync:turns"
+    assert found["sync:turns"]["median_s"] == 13 and found["sync:turns"]["sync_over_this"] == 1
+    apr = found["apr"]
+    assert (apr["median_s"], apr["runs"]) == (7, 1)
+    assert apr["sync_over_this"] == pytest.approx(13 / 7)
+    assert (apr["later_step_s"], apr["later_tokens_per_s"]) == (2, 50)
+    assert apr["later_sync_over_this"] == pytest.approx(4.5 / 2)
+
+
+def test_without_a_synchronous_mode_nothing_is_compared(benchmark_named):
+    modes = benchmark_named("modes")
+    found = modes.figures([mode_run("apr", 3, 5, 7), mode_run("stream", 3, 6, 9)])
+    assert modes.baseline(found) == ""
+    assert {row["sync_over_this"] for row in found.values()} == {None}
+
+
+def test_settings_of_a_mode_are_its_own(benchmark_named):
+    modes = benchmark_named("modes")
+    args = argparse.Namespace(set=["apr.max_staleness=2", "stream.admission=batch"])
+    assert modes.mode_config("apr", args).max_staleness == 2
+    assert modes.mode_config("stream", args).admission == "batch"
+    assert modes.mode_config("sync:awake", args).overlap_sync is False
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+FILES = sorted(path.name for path in RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n.startswith(("modes-", "learning-"))])
+def test_ratios_of_modes_follow_from_their_runs(benchmark_named, name):
+    result = json.loads((RESULTS / name).read_text())
+    found = benchmark_named("modes").figures(result["runs"])
+    for mode, row in result["modes"].items():  # that of an older file has fewer figures
+        known = found[mode].keys() & row.keys()
+        assert {key: found[mode][key] for key in known} == {key: row[key] for key in known}
+        assert known >= {"median_s", "runs"}
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("kills-")])
+def test_costs_of_deaths_follow_from_their_runs(benchmark_named, name):
+    result = json.loads((RESULTS / name).read_text())
+    found = benchmark_named("kills").summary(result["runs"])
+    assert {key: result[key] for key in found} == found
+    assert set(found["lost_s"]) <= set(KINDS)
+
+
+def test_figures_of_a_peer_follow_from_its_runs(compare):
+    result = json.loads((RESULTS / "peers-arithmetic-1xh100-trl.json").read_text())
+    assert compare.figures(result["runs"], [0.5, 0.6, 0.7, 0.8]) == result["systems"]
+
+
+# -- small ones ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("others", "left"),
+    [
+        ([], [(0, 10)]),
+        ([(2, 4)], [(0, 2), (4, 10)]),
+        ([(-5, 1), (9, 20)], [(1, 9)]),
+        ([(2, 4), (3, 6)], [(0, 2), (6, 10)]),
+        ([(-1, 11)], []),
+        ([(20, 30)], [(0, 10)]),
+    ],
+)
+def test_what_is_left_of_a_span(benchmark_named, others, left):
+    assert benchmark_named("churn").without((0, 10), others) == left
+
+
+def test_every_kind_is_killed_as_often_as_the_others(benchmark_named):
+    order = benchmark_named("kills").order(5, list(KINDS))
+    for _ in range(3):
+        assert sorted(next(order) for _ in KINDS) == sorted(KINDS)
+
+
+def test_a_table_has_the_mean_and_the_spread_of_seeds(benchmark_named):
+    ablation = benchmark_named("ablation")
+    name = next(iter(ablation.OBJECTIVES))
+    runs = [
+        {"objective": name, "staleness": age, "held_out": [0.1, end]}
+        for age, end in ((0, 0.5), (0, 0.75), (4, 0.25))
+    ]
+    lines = ablation.table(runs).splitlines()
+    assert lines[0] == "| objective | staleness 0 | staleness 4 |"
+    assert f"| {name} | 0.625 (0.500 to 0.750) | 0.250 |" in lines
+
+
+def test_a_token_and_a_step_are_fitted_whatever_one_slow_step_took(benchmark_named):
+    calibrate = benchmark_named("calibrate")
+    points = [(100, 2.0), (200, 3.0), (300, 4.0), (400, 50.0), (500, 6.0)]
+    assert calibrate._fitted(points) == pytest.approx((0.01, 1.0))
+    assert calibrate._fitted([(100, 2.0), (200, 4.0)]) == pytest.approx((0.02, 0.0))
