@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -301,8 +300,8 @@ class Scorer:
 def _start_worker(
     reward: RewardFunction | None, config: RolloutConfig, environment: Environment | None
 ) -> Any:
-    threads = min(config.reward.concurrency, 32 + (os.cpu_count() or 1))
+    at_once = config.reward.concurrency
     actor: Any = ray.remote(
-        num_cpus=config.reward.num_cpus_per_worker, max_concurrency=config.reward.concurrency + 8
+        num_cpus=config.reward.num_cpus_per_worker, max_concurrency=at_once + 8
     )(RewardWorker)
-    return actor.remote(reward, threads, environment)
+    return actor.remote(reward, at_once, environment)

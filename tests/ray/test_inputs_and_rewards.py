@@ -295,6 +295,21 @@ def test_one_call_that_never_returns_costs_neither_the_others_nor_the_run():
     assert [r.reward for r in results[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_as_many_plain_functions_run_at_once_as_the_setting_says(tmp_path):
+    """known fault: a worker had at most 32 threads more than cores, whatever the setting."""
+    at_once = 40 + (os.cpu_count() or 1)
+
+    def reward(sample):
+        (tmp_path / str(sample.row["number"])).touch()
+        until = time.monotonic() + 20
+        while len(os.listdir(tmp_path)) < at_once and time.monotonic() < until:
+            time.sleep(0.05)
+        return float(len(os.listdir(tmp_path)))
+
+    results = asyncio.run(score_all(reward, at_once, concurrency=at_once))
+    assert [r.reward for r in results] == [at_once] * at_once
+
+
 def test_a_worker_that_dies_is_replaced_and_its_calls_are_made_again(tmp_path):
     died = tmp_path / "died"
 
