@@ -238,6 +238,8 @@ class ServerStatus:
     busy_s: float
     """Time with at least one request running and the engine not paused."""
     paused_s: float
+    request_s: float = 0.0
+    """Seconds of all requests together within `busy_s`."""
     num_queued: int = 0
     """Of the requests, those that wait inside of the engine for a place or for KV entries."""
     kv_usage: float = 0.0

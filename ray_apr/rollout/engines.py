@@ -85,8 +85,6 @@ class EngineWatch:
         """Engines that have left, and whose last figures are known."""
         self.version_found = 0
         """Newest policy version of those that were taken over."""
-        self._request_s = 0.0
-        """Seconds of all requests in engines."""
         self._states: frozenset[tuple[str, int, bool]] = frozenset()
         self._is_silent = False
         self._start_limit_s = start_limit_s
@@ -118,7 +116,8 @@ class EngineWatch:
         return {
             "engines_busy_s": round(sum(status.busy_s for status in statuses), 3),
             "engines_idle_s": round(sum(status.idle_s for status in statuses), 3),
-            "engines_request_s": round(self._request_s, 3),
+            "engines_request_s": round(sum(status.request_s for status in statuses), 3),
+            "engines_tokens": self.tokens_made,
         }
 
     @property
@@ -275,9 +274,6 @@ class EngineWatch:
         """
         spans: list[dict[str, Any]] = []
         for status in statuses:
-            before = self._statuses.get(status.replica_id)
-            since = status.uptime_s if before is None else status.uptime_s - before.uptime_s
-            self._request_s += status.num_running * max(0.0, since)
             made = status.tokens_generated - self._before[status.replica_id]
             self._statuses[status.replica_id] = replace(status, spans=(), tokens_generated=made)
             self._metrics.set(

@@ -24,3 +24,23 @@ def test_the_start_is_a_span_and_in_no_sum(monkeypatch):
     )
     assert activity.seconds == {"idle": 1.0, "generate": 2.0, "paused": 0.5}
     assert activity.uptime_s == 3.5
+
+
+def test_the_time_of_requests_is_that_of_each_of_them_while_the_engine_generates(monkeypatch):
+    """known fault: their number at each look, once a second, was taken for that of the second. Of
+    short bursts of requests most seconds had none."""
+    clock = [0.0]
+    monkeypatch.setattr("ray_apr.serve.vllm.activity.unix_s", lambda: clock[0])
+    activity = Activity()
+    for at, num_running in ((1.0, 2), (1.25, 3), (1.5, 0), (4.0, 1)):
+        clock[0] = at
+        activity.set_running(num_running)
+    clock[0] = 5.0
+    activity.set_paused(True)  # its request is frozen
+    clock[0] = 7.0
+    activity.set_running(2)
+    activity.set_paused(False)
+    clock[0] = 7.5
+    activity.drain()
+    assert activity.request_s == 2 * 0.25 + 3 * 0.25 + 1.0 + 2 * 0.5
+    assert activity.seconds["generate"] == 0.5 + 1.0 + 0.5

@@ -346,7 +346,7 @@ def simulated(trainer: TrainerConfig, num_steps: int = NUM_STEPS) -> tuple[RunDa
         rows.append(
             {
                 "time_s": end, "engines_busy_s": busy_s, "engines_request_s": request_s,
-                "tokens_generated": tokens, "num_tokens": num_tokens, "trainer_step_s": step_s,
+                "engines_tokens": tokens, "num_tokens": num_tokens, "trainer_step_s": step_s,
                 "generation_stopped_s": 0.1,
             }
         )  # fmt: skip
@@ -425,7 +425,7 @@ def test_steps_before_the_engines_told_anything_are_left_out():
     """known fault: a KeyError. A step may end before the rollout worker's first figures, at a run's
     begin and where it goes on."""
     run, _ = simulated(SLOW)
-    counted = ("tokens_generated", "engines_busy_s", "engines_request_s")
+    counted = ("engines_tokens", "engines_busy_s", "engines_request_s")
     steps = [
         {k: v for k, v in row.items() if k not in counted} if row["step"] in (2, 12, 13) else row
         for row in run.steps

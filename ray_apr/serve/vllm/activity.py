@@ -15,7 +15,9 @@ class Activity:
     def __init__(self) -> None:
         self.seconds: dict[What, float] = {"generate": 0.0, "paused": 0.0, "idle": 0.0}
         """Time spent since the start, in seconds; up to date after `drain`."""
-        self._started_at = self._since = unix_s()
+        self.request_s = 0.0
+        """Seconds of all requests while the engine was not paused; up to date after `drain`."""
+        self._started_at = self._since = self._counted_at = unix_s()
         self._num_running = 0
         self._is_paused = False
         self._spans: list[tuple[What, float, float]] = []
@@ -24,7 +26,7 @@ class Activity:
         """The engine answers now; what was before is its start, and in no sum."""
         now = unix_s()
         self._spans = [("start", self._since, now)]
-        self._started_at = self._since = now
+        self._started_at = self._since = self._counted_at = now
 
     @property
     def uptime_s(self) -> float:
@@ -35,6 +37,7 @@ class Activity:
         """Tell how many requests the engine holds."""
         if bool(num_running) != bool(self._num_running):
             self._cut()
+        self._count()
         self._num_running = num_running
 
     def set_paused(self, is_paused: bool) -> None:
@@ -51,6 +54,7 @@ class Activity:
 
     def _cut(self) -> None:
         """Close the span that is open."""
+        self._count()
         now = unix_s()
         what: What = "paused" if self._is_paused else "generate" if self._num_running else "idle"
         self.seconds[what] += now - self._since
@@ -60,3 +64,9 @@ class Activity:
         else:
             self._spans.append((what, self._since, now))
         self._since = now
+
+    def _count(self) -> None:
+        """Add the time of the requests that there have been since the last call."""
+        now = unix_s()
+        self.request_s += 0 if self._is_paused else self._num_running * (now - self._counted_at)
+        self._counted_at = now

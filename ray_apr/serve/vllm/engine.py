@@ -356,6 +356,7 @@ class VLLMEngine:
             spans=spans,
             uptime_s=activity.uptime_s,
             busy_s=activity.seconds["generate"],
+            request_s=activity.request_s,
             paused_s=activity.seconds["paused"],
             num_queued=load.num_queued,
             kv_usage=load.kv_usage,

@@ -36,7 +36,7 @@ _MOST_SAMPLES = 1 << 13
 """Samples of one simulation, but for `_SHORT` steps of large batches: a few hundred steps tell what
 thousands do."""
 _STALENESS_MORE = 2
-_COUNTED = {"tokens_generated", "engines_busy_s", "engines_request_s"}
+_COUNTED = ("engines_tokens", "engines_busy_s", "engines_request_s")
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
 
 Tried = tuple[str, ClusterConfig, PartialRolloutConfig]
@@ -140,7 +140,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
     rows = steady_steps(run)
     if len(rows) < _FEWEST:
         raise _too_short(run, _FEWEST + FILLING_STEPS)
-    if not engine or not any(row.keys() >= _COUNTED for row in rows):
+    if not engine or not any(row.keys() >= set(_COUNTED) for row in rows):
         raise ConfigError(
             "RUN_DIR",
             str(run.path),
@@ -182,10 +182,9 @@ def _config_of(run: RunData) -> PartialRolloutConfig:
 
 def _engine_of(run: RunData) -> EngineConfig:
     points = []
-    parts = [[row for row in part.steady if row.keys() >= _COUNTED] for part in parts_of(run)]
+    parts = [[row for row in part.steady if row.keys() >= set(_COUNTED)] for part in parts_of(run)]
     for before, after in itertools.chain.from_iterable(map(itertools.pairwise, parts)):
-        names = ("tokens_generated", "engines_busy_s", "engines_request_s")
-        tokens, busy_s, request_s = (after[name] - before[name] for name in names)
+        tokens, busy_s, request_s = (after[name] - before[name] for name in _COUNTED)
         if tokens > 0 and busy_s > 0 and request_s > 0:
             points.append((request_s / busy_s, request_s / tokens))
     if not points:
