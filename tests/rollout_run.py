@@ -47,6 +47,8 @@ class Recorder:
 class Scorer:
     """Rewards at once; `bad` names samples whose reward fails for good, `by_sample` their size."""
 
+    mean_reward_s = 0.25
+
     def __init__(self, bad=(), by_sample=None) -> None:
         self.bad = set(bad)
         self.by_sample = by_sample or {}

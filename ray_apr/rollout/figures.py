@@ -86,6 +86,7 @@ class Figures:
             "samples_interrupted": counts.interruptions_total,
             "samples_resumed": counts.resumptions_total,
             "waiting_for": diagnosis,
+            "reward_s": self._sessions.scorer.mean_reward_s,
             **self._engines.load(),
         }
         status |= {name: status[name] + count for name, count in self._before.items()}

@@ -145,6 +145,12 @@ class _Lane:
         self._num_running = 0
         self._since = 0.0
         self._spans: list[tuple[float, float]] = []
+        self._num_ended, self._calls_s = 0, 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean seconds of a call, of all that have ended; None before the first one has."""
+        return self._calls_s / self._num_ended if self._num_ended else None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -152,9 +158,12 @@ class _Lane:
         if not self._num_running:
             self._since = unix_s()
         self._num_running += 1
+        begin = unix_s()
         try:
             yield
         finally:
+            self._num_ended += 1
+            self._calls_s += unix_s() - begin
             self._num_running -= 1
             if not self._num_running:
                 self._end_span()
@@ -203,6 +212,12 @@ class Scorer:
         """Rows of the timeline since the last time: when rewards, and when answers of the
         environment were computed; times are Unix seconds."""
         return [row for what in ("score", "step") for row in self._lanes[what].take()]
+
+    @property
+    def mean_reward_s(self) -> float | None:
+        """Mean seconds of a call of the reward function, without its wait for a slot; None before
+        the first one has ended."""
+        return self._lanes["score"].mean_s
 
     async def score(self, sample: Sample) -> RewardResult:
         """Return the reward of a finished sample, which the environment gives if no function does.

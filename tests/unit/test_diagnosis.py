@@ -319,7 +319,9 @@ ENGINE = EngineConfig(
 )  # fmt: skip
 
 
-def simulated(trainer: TrainerConfig, num_steps: int = NUM_STEPS) -> tuple[RunData, ClusterConfig]:
+def simulated(
+    trainer: TrainerConfig, num_steps: int = NUM_STEPS, reward_s: float | None = None
+) -> tuple[RunData, ClusterConfig]:
     """A run whose times are those of a simulated one on a known machine, and that machine."""
     samples = [
         {
@@ -333,7 +335,9 @@ def simulated(trainer: TrainerConfig, num_steps: int = NUM_STEPS) -> tuple[RunDa
         gpus=3, rollout_gpus=2, engine=ENGINE, trainer=trainer, weight_sync_s=0.1,
         reward_workers=16, batch=BatchConfig(prompts=GROUPS, group_size=SIZE), steps=num_steps,
     )  # fmt: skip
-    run = run_of(samples=samples, num_steps=num_steps)
+    run = run_of(
+        samples=samples, num_steps=num_steps, rows=[{"reward_s": reward_s}] * num_steps
+    )  # fmt: skip
     ends = study(trace_of(run), cluster, PartialRolloutConfig.preset("apr")).outcome.step_ends
     rows, tokens, busy_s, request_s = [], 0.0, 0.0, 0.0
     for k, end in enumerate(ends):
@@ -381,6 +385,38 @@ def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
     )
     useless = "an engine more (" if trainer is SLOW else "a train worker more"
     assert abs(next(c.gain for c in guess.changes if useless in c.what)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("mode", "own", "kept"),
+    [
+        ("sync", {}, True),
+        ("sync", {"max_live_batches": 3.0}, True),
+        ("async", {"max_staleness": 0, "oversampling_factor": 1.0}, True),
+        ("async", {"max_staleness": 0, "oversampling_factor": 1.0, "drain": False}, True),
+        ("sync", {"drain": True}, False),  # which apr refuses, as it interrupts
+    ],
+)
+def test_another_mode_keeps_what_a_run_has_set(mode, own, kept):
+    """known fault: `mode: apr` was estimated with that preset's values of all settings."""
+    found = of_run._as_apr(PartialRolloutConfig.preset(mode, **own))
+    if not kept:
+        assert found is None
+        return
+    expected = PartialRolloutConfig.preset("apr", **own)
+    assert found == expected
+
+
+def test_slow_rewards_are_simulated_and_more_of_them_at_once_are_tried():
+    """known fault: they counted as instant, so that such a run was 85 % off and got no estimate."""
+    run, _ = simulated(FAST, reward_s=3.0)  # 32 samples, 16 rewards at once: 6 s a step
+    guess = estimate(run)
+    assert abs(guess.off) < 0.02
+    best = guess.changes[0]
+    assert best.what.startswith("rollout.reward.concurrency: 32,") and 0.5 < best.gain < 1.0
+    assert all(change.gain < 0.05 for change in guess.changes[1:])
+    quick = estimate(simulated(FAST, reward_s=0.01)[0])
+    assert not any("rollout.reward" in change.what for change in quick.changes)
 
 
 @pytest.mark.parametrize("trainer", [SLOW, FAST])

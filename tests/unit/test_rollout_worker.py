@@ -129,6 +129,14 @@ async def test_a_failed_reward_drops_its_group_and_is_no_zero():
     await run.check_ledger(run.summary)
 
 
+async def test_a_run_tells_what_its_rewards_take_and_its_engines_made():
+    async with running(ScriptedEngine(auto=2)) as run:
+        await run.step(0)
+        told = lambda: [row for row in run.recorder.rows if row["kind"] == "status"]  # noqa: E731
+        await until(lambda: told() and told()[-1]["engines_tokens"] > 0)
+    assert told()[-1]["reward_s"] == Scorer.mean_reward_s
+
+
 async def test_rewards_that_all_fail_stop_the_run_with_the_reason():
     async with running(
         ScriptedEngine(auto=2), scorer=Scorer(bad={"all"}), rollout={"max_consecutive_failures": 3}

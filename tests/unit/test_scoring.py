@@ -232,6 +232,18 @@ async def test_the_times_in_which_calls_ran_are_spans(monkeypatch):
     assert third["start_s"] > second["end_s"] and scorer.take_spans() == []
 
 
+async def test_a_rewards_time_is_that_of_its_call_without_the_wait_for_a_slot():
+    async def reward(sample):
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    one_by_one = RolloutConfig(reward={"concurrency": 1})
+    scorer = Scorer(reward, one_by_one, make_worker=lambda: InProcessWorker(reward))
+    assert scorer.mean_reward_s is None
+    await asyncio.gather(*(scorer.score(SAMPLE) for _ in range(4)))
+    assert 0.1 <= scorer.mean_reward_s < 0.2, "with the wait the mean would be 0.25"
+
+
 async def test_answers_of_an_environment_are_spans_of_their_own():
     class Says:
         async def reset(self, sample):
@@ -243,3 +255,4 @@ async def test_answers_of_an_environment_are_spans_of_their_own():
     await scorer.reset(SAMPLE)
     (span,) = scorer.take_spans()
     assert (span["actor"], span["what"]) == ("environment", "answer")
+    assert scorer.mean_reward_s is None

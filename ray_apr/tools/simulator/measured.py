@@ -10,8 +10,7 @@ from ray_apr.tools.simulator.trace import Trace
 
 RUN_NOTE = (
     "lengths are those of the samples that the run trained: what it dropped, and what was still "
-    "being generated at its end, is not among them; rewards count as instant, as it does not "
-    "record their time"
+    "being generated at its end, is not among them; each reward takes the mean time of the run's"
 )
 
 
@@ -24,6 +23,7 @@ def trace_of(run: RunData) -> Trace:
     samples = run.samples
     if not samples:
         raise ConfigError("--run", str(run.path), "holds no trained sample; give a longer run")
+    reward_s = reward_s_of(run)
     seen: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
     for number, sample in enumerate(samples):
@@ -35,7 +35,13 @@ def trace_of(run: RunData) -> Trace:
                 "sample_index": seen[group_id],
                 "prompt_tokens": sample.get("num_prompt_tokens", 0),
                 "response_tokens": sample["num_tokens"],
-                "reward_s": sample.get("reward_s", 0.0),
+                "reward_s": reward_s,
             }
         )
     return Trace(rows)
+
+
+def reward_s_of(run: RunData) -> float:
+    """Mean seconds of a reward of a run; 0 where no function of its own gives them."""
+    told = (row.get("reward_s") for row in reversed(run.steps))
+    return next((float(seconds) for seconds in told if seconds is not None), 0.0)

@@ -19,7 +19,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
-from ray_apr.tools.simulator.measured import trace_of
+from ray_apr.tools.simulator.measured import reward_s_of, trace_of
 from ray_apr.tools.simulator.run import Simulation
 from ray_apr.tools.simulator.study import search_steps
 from ray_apr.tools.simulator.trace import Trace
@@ -36,6 +36,9 @@ _MOST_SAMPLES = 1 << 13
 """Samples of one simulation, but for `_SHORT` steps of large batches: a few hundred steps tell what
 thousands do."""
 _STALENESS_MORE = 2
+_SLOW_REWARDS = 0.1
+"""Share of a step's time that its rewards need at least, from which more of them at once are tried.
+"""
 _COUNTED = ("engines_tokens", "engines_busy_s", "engines_request_s")
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
 
@@ -84,7 +87,7 @@ def estimate(run: RunData) -> Estimate:
         raise _misfit(run, off)
     changes = [
         Change(what=what, gain=base / _step_s(trace, on, changed) - 1)
-        for what, on, changed in _changes(cluster, config)
+        for what, on, changed in _changes(cluster, config, reward_s_of(run) / base)
     ]
     return Estimate(off=off, changes=tuple(sorted(changes, key=lambda change: -change.gain)))
 
@@ -224,8 +227,16 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return y_mean - slope * x_mean, slope
 
 
-def _changes(cluster: ClusterConfig, config: PartialRolloutConfig) -> list[Tried]:
-    """What is tried, each alone."""
+def _changes(
+    cluster: ClusterConfig, config: PartialRolloutConfig, reward_steps: float
+) -> list[Tried]:
+    """What is tried, each alone.
+
+    Args:
+        cluster: Of the run as it was.
+        config: The same.
+        reward_steps: What a reward takes, in steps.
+    """
     engines, workers = cluster.rollout_gpus or 0, cluster.num_train_gpus()
     more = dataclasses.replace(cluster, gpus=cluster.gpus + 1)
     tried: list[Tried] = [
@@ -243,14 +254,31 @@ def _changes(cluster: ClusterConfig, config: PartialRolloutConfig) -> list[Tried
             (f"a train worker less and an engine more ({workers - 1} and {engines + 1})",
              cluster.with_rollout_gpus(engines + 1), config)
         )  # fmt: skip
+    at_once = cluster.reward_workers
+    if reward_steps * cluster.batch.size >= _SLOW_REWARDS * at_once:
+        tried.append(
+            (f"rollout.reward.concurrency: {2 * at_once}, if rewards wait more than they compute",
+             dataclasses.replace(cluster, reward_workers=2 * at_once), config)
+        )  # fmt: skip
     if config.mode != "apr":
-        apr = PartialRolloutConfig.preset("apr")
-        tried.append(("mode: apr", cluster, apr))
+        apr = _as_apr(config)
+        tried += [] if apr is None else [("mode: apr", cluster, apr)]
     else:
         staleness = config.max_staleness + _STALENESS_MORE
         older = dataclasses.replace(config, max_staleness=staleness)
         tried.append((f"partial_rollout.max_staleness: {staleness}", cluster, older))
     return tried
+
+
+def _as_apr(config: PartialRolloutConfig) -> PartialRolloutConfig | None:
+    """What ``mode: apr`` makes of a run's settings beside its mode; None if it refuses one."""
+    preset = PartialRolloutConfig.preset(config.mode)
+    names = (field.name for field in dataclasses.fields(config) if field.name != "mode")
+    own = {n: getattr(config, n) for n in names if getattr(config, n) != getattr(preset, n)}
+    try:
+        return PartialRolloutConfig.preset("apr", **own)
+    except ConfigError:
+        return None
 
 
 def _step_s(trace: Trace, cluster: ClusterConfig, config: PartialRolloutConfig) -> float:
