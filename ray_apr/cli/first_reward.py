@@ -29,8 +29,8 @@ from ray_apr.run.spec import RunSpec
 if TYPE_CHECKING:
     from ray_apr.cli.settings import RunSettings
 
-_ANSWER = "answer"
-"""Column whose text is taken for the response."""
+_ANSWERS = ("answer", "solution", "ground_truth", "target", "expected", "gold", "label")
+"""Columns, the first of which that a row has is taken for the response."""
 _MOST_SHOWN = 40
 _LIMIT_S = 20.0
 """A reward may load what it needs at its first call."""
@@ -129,7 +129,8 @@ def call_rewards(
         call = _Call(called.reward, sample)
         limit_s = min(_LIMIT_S, spec.rollout.reward.timeout_s)
         call.run(limit_s)
-        shown = f"response {(sample.response_text or '')[:_MOST_SHOWN]!r} to {called.place}"
+        column, text = _answer_of(called.row)
+        shown = f"response {text[:_MOST_SHOWN]!r}{column and f', its {column},'} to {called.place}"
         if call.would is not None:
             tell(f"{said} is not called by a dry run, as it {call.would}")
         elif call.error is not None:
@@ -187,8 +188,7 @@ class _Call:
 def _first_sample(row: Mapping[str, Any], tokenizer: Any, rollout: RolloutConfig) -> Sample:
     """A prompt, answered with the text of its row's answer; without one, with nothing."""
     most = rollout.max_response_tokens
-    answer = row.get(_ANSWER)
-    text = str(answer) if isinstance(answer, str | int | float) else ""
+    _, text = _answer_of(row)
     ids = tuple(encode_prompt(tokenizer, text))[:most] if text else ()
     segment = Segment(policy_version=0, token_ids=ids, logprobs=(0.0,) * len(ids))
     asked = tuple(encode_prompt(tokenizer, row[rollout.prompt_column]))
@@ -201,6 +201,14 @@ def _first_sample(row: Mapping[str, Any], tokenizer: Any, rollout: RolloutConfig
         finish_reason=FinishReason.STOP,
         response_text=text,
     )
+
+
+def _answer_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The column of a row's answer and its text; two empty texts where it has none."""
+    for name in _ANSWERS:
+        if isinstance(answer := row.get(name), str | int | float):
+            return name, str(answer)
+    return "", ""
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

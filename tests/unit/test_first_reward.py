@@ -50,11 +50,23 @@ def test_value_and_parts_are_told_of_the_answer_of_the_first_row():
             reward=0.5, metrics={"form": 0.25, "right": sample.response_text == "2"}
         )
 
-    said = "task.py:reward gives 0.5, form 0.25, right 1 for the response '2' to sums.jsonl, line 1"
-    assert call(reward) == ([f"reward: {said}"], [])
+    said = "gives 0.5, form 0.25, right 1 for the response '2', its answer, to sums.jsonl, line 1"
+    assert call(reward) == ([f"reward: task.py:reward {said}"], [])
     parts = {"right": (1.0, exact_match("answer")), "length": (1.0, length_penalty(target=1))}
     ((told,), _) = call(weighted_sum(parts))
     assert "gives 1, " in told
+
+
+@pytest.mark.parametrize("column", ["solution", "ground_truth", "target", "gold"])
+def test_an_answer_may_have_another_usual_name(column):
+    """known fault: the reward of such a row was called with nothing, so that one that compares a
+    text with a number gave 0 as any right one would."""
+
+    def reward(sample):
+        return float(sample.response_text == sample.row[column])  # a text is no number
+
+    ((told,), _) = call(reward, [{"prompt": "1+1=", "level": 7, column: 2}])
+    assert f"gives 0 for the response '2', its {column}, to sums.jsonl, line 1" in told
 
 
 def test_a_row_without_an_answer_is_answered_with_nothing():
@@ -62,7 +74,7 @@ def test_a_row_without_an_answer_is_answered_with_nothing():
         await asyncio.sleep(0)
         return float(sample.response_text == "" and sample.num_tokens == 0)
 
-    for answer in ({}, {"answer": None}, {"answer": ["2"]}):
+    for answer in ({}, {"answer": None}, {"answer": ["2"]}, {"gold": {"value": 2}}):
         rows = pa.Table.from_pylist([{"prompt": "1+1="} | answer])
         ((told,), _) = call(reward, rows)
         assert told.startswith("reward: task.py:reward gives 1 for the response '' to sums.jsonl")
@@ -85,7 +97,7 @@ def test_a_reward_that_fails_is_refused_with_its_row(reward, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         call(reward)
     assert str(refused.value).startswith("reward = 'task.py:reward': ")
-    assert "for the response '2' to sums.jsonl, line 1; correct" in str(refused.value)
+    assert "for the response '2', its answer, to sums.jsonl, line 1; correct" in str(refused.value)
 
 
 def asks_itself(sample):
@@ -130,7 +142,9 @@ def test_a_reward_that_does_not_answer_is_a_warning(monkeypatch):
     told, (warning,) = call(lambda sample: float(go_on.wait(10)))
     go_on.set()
     assert (
-        told == [] and "gave nothing for the response '2' to sums.jsonl, line 1 in 0.1 s" in warning
+        told == []
+        and "gave nothing for the response '2', its answer, to sums.jsonl, line 1 in 0.1 s"
+        in warning
     )
 
 
