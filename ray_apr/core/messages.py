@@ -261,6 +261,8 @@ class ServerStatus:
     """Tokens handed out to requests from outside of the run, which it does not count either."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(what, start, end) in Unix seconds since the last call: generate, paused, idle."""
+    steps: tuple[Mapping[str, Any], ...] = ()
+    """Rows of the steps of its core since then, where the trainer's step is profiled."""
 
     @property
     def is_lost(self) -> bool:

@@ -273,9 +273,12 @@ class EngineWatch:
         Waits for: the recorder. Unblocked by: its answer or its death.
         """
         spans: list[dict[str, Any]] = []
+        steps: list[dict[str, Any]] = []
         for status in statuses:
             made = status.tokens_generated - self._before[status.replica_id]
-            self._statuses[status.replica_id] = replace(status, spans=(), tokens_generated=made)
+            self._statuses[status.replica_id] = replace(
+                status, spans=(), steps=(), tokens_generated=made
+            )
             self._metrics.set(
                 "apr_server_running_requests", status.num_running, replica=status.replica_id
             )
@@ -285,8 +288,10 @@ class EngineWatch:
                 {"actor": actor, "what": what, "start_s": start, "end_s": end}
                 for what, start, end in status.spans
             )
-        if spans:
-            await self._recorder.record_many.remote("timeline", spans)
+            steps.extend({"actor": actor, **row} for row in status.steps)
+        for kind, rows in (("timeline", spans), ("engine_step", steps)):
+            if rows:
+                await self._recorder.record_many.remote(kind, rows)
 
     def _count_activity(self, status: ServerStatus) -> None:
         """Show what the engine has spent its time on."""

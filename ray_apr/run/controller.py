@@ -279,17 +279,14 @@ class _Parts:
 
         Waits for: the servers, then the other actors. Unblocked by: the limits of both, `_closing`.
         """
-        spec = self.spec
+        spec, train = self.spec, self.spec.train
         try:
             engine = EngineSpec.of_run(
-                spec.model,
-                spec.rollout,
-                spec.partial_rollout,
-                max_model_len=spec.max_model_len,
-                evaluates=spec.evaluation is not None,
-                most_requests=spec.most_requests,
-                weight_check_every=spec.train.weight_check_every,
-            )
+                spec.model, spec.rollout, spec.partial_rollout,
+                max_model_len=spec.max_model_len, evaluates=spec.evaluation is not None,
+                most_requests=spec.most_requests, weight_check_every=train.weight_check_every,
+                profile_steps=train.profile_steps,
+            )  # fmt: skip
             with starts(self.recorder, "rollout servers"):
                 start_rollout_servers(spec.name, engine, spec.rollout, cancelled=self._closing)
             self._made.wait(timeout=spec.rollout.engine.start_timeout_s)

@@ -3,7 +3,8 @@
 Files: ``metrics.jsonl`` (a row a step), ``samples.jsonl`` (a row a trained sample), ``ended.jsonl``
 (a row a sample that ended, trained or not), ``dropped.jsonl`` (a row a group that was dropped),
 ``poison.jsonl`` (a row a prompt that was set aside because it kills engines),
-``timeline.jsonl`` (spans of what engines and trainer did), and of a run with held-out prompts
+``timeline.jsonl`` (spans of what engines and trainer did), ``engine_steps.jsonl`` (a row a step of
+an engine, while one of the trainer is profiled), and of a run with held-out prompts
 ``evaluations.jsonl`` (a row an evaluation) and ``evaluation_samples.jsonl``. Beside them are the
 texts of trained samples (`run.trained_samples`). Times are seconds since the run began. Rows are on
 disk when the call returns, so that a crash costs at most the line being written.
@@ -30,7 +31,7 @@ from typing import Any
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ResourceError
-from ray_apr.core.profiles import PROFILES
+from ray_apr.core.profiles import ENGINE_STEPS_FILE, PROFILES
 from ray_apr.data.fence import Fence
 from ray_apr.data.store import opened
 from ray_apr.run.failed_groups import DROPPED_FILE
@@ -54,6 +55,7 @@ ROW_FILES = {
     "dropped": DROPPED_FILE,
     "poison": POISON_FILE,
     "timeline": "timeline.jsonl",
+    "engine_step": ENGINE_STEPS_FILE,
     "evaluation": "evaluations.jsonl",
     "evaluation_sample": "evaluation_samples.jsonl",
 }
@@ -139,7 +141,7 @@ class RunRecorder:
             self._last_step[kind] = step
         if kind == "step":
             rows = [{**row, **self._status} for row in rows]
-        elif kind == "timeline":
+        elif kind in ("timeline", "engine_step"):
             rows = [self._relative(row) for row in rows]
         elif kind == "poison":
             time_s = round(unix_s() - self._started_at, 4)

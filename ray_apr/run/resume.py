@@ -22,6 +22,7 @@ import pyarrow as pa
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
+from ray_apr.core.profiles import ENGINE_STEPS_FILE
 from ray_apr.data.fence import LEFT_S, Fence
 from ray_apr.data.resumption import (
     LIST_COPY_FILE,
@@ -289,7 +290,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
     _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     drop_from(folder, begin.step)
-    for name in ("timeline.jsonl", POISON_FILE):
+    for name in ("timeline.jsonl", ENGINE_STEPS_FILE, POISON_FILE):
         _keep(folder / name, lambda row: True)
     newest = -1 if begin.checkpoint is None else begin.policy_version
     ended, dropped = _known(begin)

@@ -50,6 +50,8 @@ class EngineSpec:
     """Requests that can be alive at once in all engines together; None: unknown."""
     weight_check_every: int | Literal["auto"] = 0
     """Weight syncs from one to the next after which the engine scores sequences; 0: none."""
+    profile_steps: tuple[int, ...] = ()
+    """Policy versions under which it tells each of its steps."""
     stall_timeout_s: float = 300.0
     """Longest time without progress of an engine that has requests and is not paused."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class EngineSpec:
         evaluates: bool = False,
         most_requests: int | None = None,
         weight_check_every: int | Literal["auto"] = 0,
+        profile_steps: tuple[int, ...] = (),
     ) -> EngineSpec:
         """What a run's settings say of its engines.
 
@@ -77,6 +80,7 @@ class EngineSpec:
             evaluates: Whether some requests are evaluations.
             most_requests: That can be alive at once; None: unknown.
             weight_check_every: How often the trainer checks the engines' weights.
+            profile_steps: Steps of the trainer that are profiled.
         """
         across = partial_rollout is not None and goes_on_across_syncs(partial_rollout, rollout)
         return cls(
@@ -95,6 +99,7 @@ class EngineSpec:
             evaluates=evaluates,
             most_requests=most_requests,
             weight_check_every=weight_check_every,
+            profile_steps=profile_steps,
             stall_timeout_s=rollout.engine.stall_timeout_s,
             engine_kwargs=rollout.engine.kwargs,
         )

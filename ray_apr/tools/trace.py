@@ -9,16 +9,19 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ray_apr.core.exceptions import ConfigError, one_line
-from ray_apr.core.profiles import PROFILE_MARK, PROFILES
+from ray_apr.core.profiles import ENGINE_STEPS_FILE, PROFILE_MARK, PROFILES
+from ray_apr.run.folder import read_rows
 from ray_apr.tools.report.load import RunData, load_run
 
 logger = logging.getLogger(__name__)
 
+_INSIDE = ", inside"
+_OF_SPANS = ("actor", "what", "start_s", "end_s")
 TRACE_FILE = "trace.json.gz"
 _RUN = 1
 """Process id of the run's own lanes; those of profiles follow."""
@@ -45,7 +48,7 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
     run, file = load_run(run_dir), out or run_dir / TRACE_FILE
     if not run.timeline:
         raise ConfigError("RUN_DIR", str(run_dir), "has no span in timeline.jsonl yet; wait")
-    events = [*_lanes(run), *_queues(run)]
+    events = [*_lanes(run, _engine_steps(run_dir)), *_queues(run)]
     process = _RUN
     for profile in sorted((run_dir / PROFILES).glob("*.json.gz")):
         found, process = _of_profile(profile, process)
@@ -55,18 +58,32 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
     return file
 
 
-def _lanes(run: RunData) -> Iterator[dict[str, Any]]:
-    """A lane for each engine, rewards, environment, the trainer, weights and checkpoints."""
+def _engine_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """What engines did step by step in profiled steps, each in a lane beside its engine's."""
+    rows = read_rows(run_dir / ENGINE_STEPS_FILE)
+    return [{**row, "actor": f"{row['actor']}{_INSIDE}"} for row in rows]
+
+
+def _outside(lane: str) -> str:
+    return lane.removesuffix(_INSIDE)
+
+
+def _lanes(run: RunData, steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A lane for each engine, rewards, environment, the trainer, weights and checkpoints; below an
+    engine's its steps."""
     yield _named("process_name", run.name, _RUN, 0)
-    lanes: dict[str, int] = {}
-    for row in run.timeline:
-        lanes.setdefault(row["actor"], len(lanes) + 1)
+    rows = [*run.timeline, *steps]
+    names = dict.fromkeys(row["actor"] for row in rows)
+    order = list(dict.fromkeys(map(_outside, names)))
+    ordered = sorted(names, key=lambda name: (order.index(_outside(name)), name))
+    lanes = {name: lane for lane, name in enumerate(ordered, start=1)}
     for actor, lane in lanes.items():
         yield _named("thread_name", actor, _RUN, lane)
-    for row in run.timeline:
+    for row in rows:
         yield {
             "ph": "X", "pid": _RUN, "tid": lanes[row["actor"]], "name": row["what"],
             "ts": 1e6 * row["start_s"], "dur": 1e6 * (row["end_s"] - row["start_s"]),
+            "args": {name: value for name, value in row.items() if name not in _OF_SPANS},
         }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ray_apr.run.folder import read_rows
 from tests.whole_runs import (
     CONFIG,
     ONE_OF_EACH,
@@ -54,12 +55,25 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
     _, env = marked
     with running_cluster(env) as (address, dashboard):
         on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": dashboard}
-        job = submit(on_cluster, *command(tmp_path, "train.steps=3"))
+        settings = ("train.steps=3", "train.profile_steps=[1]")
+        job = submit(on_cluster, *command(tmp_path, *settings))
         assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
         assert "step    3/3" in job.stdout
         summary = check_summary(tmp_path / "run", steps=3)
         assert summary["samples_resumed"] >= 0.8 * summary["samples_interrupted"]
         assert living_parts(address, env) == "[]"
+        check_profile(tmp_path / "run")
+
+
+def check_profile(folder: Path) -> None:
+    """Both sides are there of the step that was profiled."""
+    assert {file.name[:11] for file in (folder / "profiles").iterdir()} == {"step-000001"}
+    steps = read_rows(folder / "engine_steps.jsonl")
+    assert {row["what"] for row in steps} == {"prefill", "decode"}
+    assert all(row["end_s"] >= row["start_s"] > 0 for row in steps)
+    last = read_rows(folder / "metrics.jsonl")[-1]
+    assert 0 < sum(row["tokens"] for row in steps) < last["engines_tokens"]
+    assert last["reward_s"] > 0
 
 
 def submit(env: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from types import SimpleNamespace
@@ -13,11 +14,18 @@ from ray_apr.cli.main import main
 from ray_apr.config import TrainConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ConfigError, StarvedError
+from ray_apr.core.metrics import Metrics
 from ray_apr.core.profiles import PROFILES
+from ray_apr.rollout.engines import EngineWatch
+from ray_apr.run.folder import read_rows
 from ray_apr.run.recorder import RunRecorder
+from ray_apr.serve.vllm.activity import Activity
+from ray_apr.serve.vllm.stats import EngineLoad
+from ray_apr.serve.vllm.steps import EngineSteps
 from ray_apr.tools.trace import write_trace
 from ray_apr.train import profiling
-from tests.fakes import step_row
+from tests.fakes import ScriptedEngine, step_row
+from tests.rollout_run import Handle
 
 
 class Saved(dict[str, bytes]):
@@ -85,6 +93,81 @@ def folder_of(path, spans, steps=()):
 
 def events_of(file):
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+
+
+def vllm_step(prompt_tokens=0, tokens=3, running=3):
+    scheduler = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=1, kv_cache_usage=0.5)
+    return scheduler, SimpleNamespace(
+        num_prompt_tokens=prompt_tokens, num_generation_tokens=tokens, num_preempted_reqs=0
+    )
+
+
+def test_an_engine_tells_its_steps_under_the_versions_that_are_profiled(monkeypatch):
+    clock, version = [10.0], [2]
+    for module in ("activity", "steps"):
+        monkeypatch.setattr(f"ray_apr.serve.vllm.{module}.unix_s", lambda: clock[0])
+    activity = Activity()
+    steps = EngineSteps((3,), lambda: version[0], activity)
+    load = EngineLoad(lambda: None, steps.take)
+
+    def step_ends(at, *figures):
+        clock[0] = at
+        load.take(*figures)
+
+    activity.set_running(3)
+    step_ends(11.0, *vllm_step())
+    assert steps.drain() == (), "version 2 is not profiled"
+    version[0] = 3
+    clock[0] = 12.0
+    activity.drain()  # a look of the rollout worker, in the middle of a step
+    step_ends(12.5, *vllm_step(prompt_tokens=7))
+    step_ends(12.75, *vllm_step())
+    step_ends(12.8, None, None)
+    clock[0] = 13.0
+    activity.set_running(0)
+    clock[0] = 15.0
+    activity.set_running(1)  # what there was before is no part of the step
+    step_ends(15.5, *vllm_step(running=1, tokens=1))
+    found = steps.drain()
+    assert [(row["what"], row["start_s"], row["end_s"]) for row in found] == [
+        ("prefill", 11.0, 12.5), ("decode", 12.5, 12.75), ("decode", 15.0, 15.5),
+    ]  # fmt: skip
+    assert (found[0]["prompt_tokens"], found[0]["tokens"], found[2]["requests"]) == (7, 3, 1)
+    assert steps.drain() == ()
+
+
+async def test_steps_of_engines_are_recorded_by_the_runs_clock(tmp_path):
+    recorder = RunRecorder(str(tmp_path), 100.0)
+    limits = SimpleNamespace(max_inflight=8)
+    watch = EngineWatch(limits, Handle(recorder), Metrics("a-run"), is_adaptive=False)
+    steps = ({"what": "decode", "start_s": 103.0, "end_s": 103.5, "requests": 2},)
+    (status,) = await ScriptedEngine().status()
+    await watch.let_go([dataclasses.replace(status, steps=steps)])
+    await watch.let_go([status])
+    await recorder.close()
+    (row,) = read_rows(tmp_path / "engine_steps.jsonl")
+    assert row == {
+        "actor": "engine-0", "what": "decode", "start_s": 3.0, "end_s": 3.5, "requests": 2
+    }  # fmt: skip
+
+
+def test_steps_of_an_engine_have_a_lane_below_its_own(tmp_path):
+    spans = [
+        {"actor": actor, "what": "generate", "start_s": 1.0, "end_s": 2.5}
+        for actor in ("engine-0", "engine-1", "trainer")
+    ]
+    run = folder_of(tmp_path, spans)
+    row = {"actor": "engine-0", "what": "decode", "start_s": 2.0, "end_s": 2.25, "requests": 5}
+    (run / "engine_steps.jsonl").write_text(json.dumps(row) + "\n")
+    events = events_of(write_trace(run))
+    named = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
+    lanes = sorted((e["tid"], e["args"]["name"]) for e in named)
+    assert [name for _, name in lanes] == [
+        "engine-0", "engine-0, inside", "engine-1", "trainer"
+    ]  # fmt: skip
+    (step,) = [event for event in events if event.get("name") == "decode"]
+    assert step["tid"] == 2 and (step["ts"], step["dur"]) == (2e6, 0.25e6)
+    assert step["args"] == {"requests": 5}
 
 
 def test_a_trace_has_profiles_at_their_place_beside_the_spans(tmp_path, saved, caplog):

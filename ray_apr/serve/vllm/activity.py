@@ -18,6 +18,8 @@ class Activity:
         self.request_s = 0.0
         """Seconds of all requests while the engine was not paused; up to date after `drain`."""
         self._started_at = self._since = self._counted_at = unix_s()
+        self.changed_at = self._since
+        """When the engine began what it does now."""
         self._num_running = 0
         self._is_paused = False
         self._spans: list[tuple[What, float, float]] = []
@@ -37,6 +39,7 @@ class Activity:
         """Tell how many requests the engine holds."""
         if bool(num_running) != bool(self._num_running):
             self._cut()
+            self.changed_at = self._since
         self._count()
         self._num_running = num_running
 
@@ -44,6 +47,7 @@ class Activity:
         """Tell whether the engine is frozen."""
         if is_paused != self._is_paused:
             self._cut()
+            self.changed_at = self._since
         self._is_paused = is_paused
 
     def drain(self) -> tuple[tuple[What, float, float], ...]:

@@ -50,6 +50,7 @@ from ray_apr.serve.vllm.outputs import (
 from ray_apr.serve.vllm.scores import WeightScorer
 from ray_apr.serve.vllm.stall import StallWatch
 from ray_apr.serve.vllm.stats import EngineLoad, exporting_logger
+from ray_apr.serve.vllm.steps import EngineSteps
 from ray_apr.serve.vllm.weights import Weights
 
 _FIRST = -1
@@ -77,7 +78,9 @@ class VLLMEngine:
         self._activity = Activity()
         self._stall = StallWatch(spec.stall_timeout_s)
         self._stall_task: asyncio.Task[None] | None = None
-        self._load = EngineLoad(self._stall.move)
+        self._steps = EngineSteps(spec.profile_steps, lambda: self.policy_version, self._activity)
+        on_step = self._steps.take if spec.profile_steps else None
+        self._load = EngineLoad(self._stall.move, on_step)
         self._calls = Calls(replica_id, self._count_inside)
         self._core = Core(spec, replica_id, self._calls)
         self._weights = Weights(self._core, replica_id)
@@ -342,7 +345,7 @@ class VLLMEngine:
         """Figures of this moment, with the spans since the last call that drained them."""
         self._core.check_alive()
         activity, load = self._activity, self._load
-        spans = activity.drain() if drain else ()
+        spans, steps = (activity.drain(), self._steps.drain()) if drain else ((), ())
         return ServerStatus(
             replica_id=self.replica_id,
             policy_version=self.policy_version,
@@ -354,6 +357,7 @@ class VLLMEngine:
             tokens_made=load.num_tokens,
             num_aborted=self._num_aborted,
             spans=spans,
+            steps=steps,
             uptime_s=activity.uptime_s,
             busy_s=activity.seconds["generate"],
             request_s=activity.request_s,

@@ -16,6 +16,7 @@ class EngineLoad:
 
     Args:
         on_progress: Called when tokens have come, or a prefill has gone on.
+        on_step: Gets the figures of each step, too; None: nobody does.
 
     Attributes:
         num_tokens: Tokens that have come since the start, those of calls under way included.
@@ -24,8 +25,13 @@ class EngineLoad:
         num_preempted: Requests that lost their KV entries to others, since the start.
     """
 
-    def __init__(self, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_progress: Callable[[], None],
+        on_step: Callable[[Any, Any], None] | None = None,
+    ) -> None:
         self._on_progress = on_progress
+        self._on_step = on_step
         self.num_tokens = 0
         self.num_queued = 0
         self.kv_usage = 0.0
@@ -44,6 +50,8 @@ class EngineLoad:
             self.num_preempted += iteration_stats.num_preempted_reqs
         if has_moved:
             self._on_progress()
+        if self._on_step is not None:
+            self._on_step(scheduler_stats, iteration_stats)
 
     def make_logger(self) -> Callable[..., Any]:
         """What ``AsyncLLM`` takes as a stat logger: it writes into this object at every step."""
