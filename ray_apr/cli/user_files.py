@@ -12,7 +12,7 @@ import importlib.util
 import json
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -166,8 +166,9 @@ def _bound_names(node: ast.AST) -> list[ast.Name]:
 def load_code(key: str, spec: str, base_dir: Path) -> Any:
     """Import a name of the user's so that it can be sent to Ray workers.
 
-    What is from a file travels by value, together with the modules that its file imports from
-    its own folder, because workers cannot import them. Run this where ray is available.
+    What is from a file travels by value, together with the modules and packages that its file
+    imports from its own folder, or from one that it adds to `sys.path`, because workers cannot
+    import them. Run this where ray is available.
 
     Args:
         key: The setting, ``"reward"`` or ``"environment"``.
@@ -233,7 +234,7 @@ def _load_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {file}")
     module = importlib.util.module_from_spec(spec)
-    before = set(sys.modules)
+    before, path = set(sys.modules), set(sys.path)
     sys.modules[module_name] = module
     sys.path.insert(0, str(file.parent))
     try:
@@ -243,8 +244,14 @@ def _load_file(file: Path) -> ModuleType:
         raise
     finally:
         sys.path.remove(str(file.parent))
-    for new in (set(sys.modules) - before) | {module_name}:
-        home = getattr(sys.modules[new], "__file__", None)
-        if home and Path(home).resolve().parent == file.parent:
-            ray.cloudpickle.register_pickle_by_value(sys.modules[new])
+    homes = {file.parent, *(Path(added).resolve() for added in set(sys.path) - path)}
+    for new in {name.partition(".")[0] for name in set(sys.modules) - before} | {module_name}:
+        if new in sys.modules and _is_in(homes, sys.modules[new]):
+            ray.cloudpickle.register_pickle_by_value(sys.modules[new])  # and all below it
     return module
+
+
+def _is_in(folders: Collection[Path], module: ModuleType) -> bool:
+    """Whether a module, or a package, was found in one of some folders."""
+    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return any(place and Path(place).resolve().parent in folders for place in places)

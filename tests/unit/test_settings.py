@@ -535,6 +535,30 @@ def test_reward_of_a_file_travels_with_its_neighbours(folder: Path) -> None:
     assert "helper" not in sys.modules
 
 
+def test_packages_beside_a_file_and_folders_that_it_adds_travel_too(tmp_path: Path) -> None:
+    """known fault: the dry run called such a reward, and no worker could import what it uses: the
+    run died six times of a ModuleNotFoundError that it did not tell."""
+    for name, text in {
+        "task/own.py": "import sys\nsys.path.append(__file__.rpartition('/task/')[0])\n"
+        "from own_parts_of_it.deep.scoring import half\nimport beside_task\n\n\n"
+        "def reward(sample):\n    return half() + beside_task.half()\n",
+        "task/own_parts_of_it/__init__.py": "",
+        "task/own_parts_of_it/deep/scoring.py": "def half():\n    return _half\n\n\n_half = 0.5\n",
+        "beside_task.py": "def half():\n    return 0.5\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = (
+        "import sys; from pathlib import Path; from ray import cloudpickle; "
+        "from ray_apr.cli.user_files import load_function; "
+        "reward = load_function('reward', 'own.py:reward', Path(sys.argv[1])); "
+        "sys.stdout.buffer.write(cloudpickle.dumps(reward))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "task")]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    assert pickle.loads(done.stdout)(None) == 1.0, "as on a worker: nothing is importable here"
+
+
 @pytest.mark.parametrize(
     ("spec", "remedy"),
     [
