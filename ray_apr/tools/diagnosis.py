@@ -20,6 +20,7 @@ from ray_apr.run.failed_groups import is_failed
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.summary import summarize
 from ray_apr.tools.shares import Shares
+from ray_apr.tools.simulator.measured import reward_s_of
 
 _MUCH, _SOME = 0.10, 0.03
 """Shares from which on a side waits, and something else is worth a word."""
@@ -191,7 +192,9 @@ def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
     limits = Counter(row["limited_by"] for row in told if row.get("limited_by"))
     parts: tuple[Part, ...]
     if due["unscored"] > due["inflight"]:
+        each_s = reward_s_of(run)
         what += f"; {due['unscored']:.0f} samples wait for their reward, as a rule"
+        what += f", which takes {each_s:.2g} s" if each_s else ""
         parts = (
             "faster rewards: a larger rollout.reward.concurrency or rollout.reward.num_workers",
             ("partial_rollout.overlap_rewards", True),

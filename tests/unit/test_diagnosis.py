@@ -146,7 +146,11 @@ def test_the_trainer_in_a_sync_is_told_as_one():
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"inflight": 2, "unscored": 30}, "30 samples wait for their reward"),
+        ({"inflight": 2, "unscored": 30}, "30 samples wait for their reward, as a rule ->"),
+        (
+            {"inflight": 2, "unscored": 30, "reward_s": 1.25},
+            "30 samples wait for their reward, as a rule, which takes 1.2 s",
+        ),
         ({"inflight": 2, "stepping": 30}, "30 samples wait for their environment"),
         ({"limited_by": "max_staleness is reached"}, "-> a larger partial_rollout.max_staleness"),
         ({"limited_by": "interrupt is reached"}, "-> partial_rollout.after_interrupt: resume"),
