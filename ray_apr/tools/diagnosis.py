@@ -191,8 +191,8 @@ def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
     due = {name: _mean(told, name) for name in ("unscored", "stepping", "inflight")}
     limits = Counter(row["limited_by"] for row in told if row.get("limited_by"))
     parts: tuple[Part, ...]
-    if due["unscored"] > due["inflight"]:
-        each_s = reward_s_of(run)
+    each_s = reward_s_of(run)
+    if due["unscored"] > due["inflight"] and _take_long(run, shares, each_s):
         what += f"; {due['unscored']:.0f} samples wait for their reward, as a rule"
         what += f", which takes {each_s:.2g} s" if each_s else ""
         parts = (
@@ -208,7 +208,7 @@ def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
     elif limits and limits.total() >= _MOSTLY * len(told):
         limit = limits.most_common(1)[0][0]
         what += f"; when such a wait begins, no prompt may start, as a rule: {limit}"
-        parts = (*_against(limit), (_MODE, "apr"))
+        parts = (*_against(run, limit), (_MODE, "apr"))
     else:
         what += "; the longest responses of a batch are waited for"
         parts = (
@@ -218,9 +218,19 @@ def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
     return Finding(share=share, what=what, remedy=_remedy(run, *parts))
 
 
-def _against(limit: str) -> tuple[Part, ...]:
+def _take_long(run: RunData, shares: Shares, reward_s: float) -> bool:
+    """Whether rewards of so many seconds can be what a run waits for; True where it is unknown."""
+    at_once, batch = _setting(run, "rollout.reward.concurrency"), _setting(run, "train.batch_size")
+    if not reward_s or not at_once or not batch:
+        return True
+    return bool(reward_s * max(1.0, batch / at_once) * len(shares.waits) >= _MUCH * shares.seconds)
+
+
+def _against(run: RunData, limit: str) -> tuple[Part, ...]:
     """What moves a limit of the scheduler: of its settings, or of a rule of admission."""
     name = limit.removesuffix(" is reached")
+    if name == "max_staleness" and _setting(run, _MODE) == "sync":
+        return ()  # it has none
     if name in ("oversampling_factor", "max_staleness", "max_live_batches"):
         return (f"a larger partial_rollout.{name}",)
     if name == "interrupt":

@@ -151,6 +151,8 @@ def test_the_trainer_in_a_sync_is_told_as_one():
             {"inflight": 2, "unscored": 30, "reward_s": 1.25},
             "30 samples wait for their reward, as a rule, which takes 1.2 s",
         ),
+        # known fault: of a synchronous run with quick rewards these were called the reason
+        ({"inflight": 2, "unscored": 30, "reward_s": 0.01}, "the longest responses"),
         ({"inflight": 2, "stepping": 30}, "30 samples wait for their environment"),
         ({"limited_by": "max_staleness is reached"}, "-> a larger partial_rollout.max_staleness"),
         ({"limited_by": "interrupt is reached"}, "-> partial_rollout.after_interrupt: resume"),
@@ -165,6 +167,12 @@ def test_where_both_wait_the_rows_say_for_what(row, text):
 def with_settings(run: RunData, section: str = "partial_rollout", **settings: Any) -> RunData:
     changed = run.config.get(section, {}) | settings
     return dataclasses.replace(run, config=run.config | {section: changed})
+
+
+def test_a_synchronous_run_is_not_advised_the_staleness_that_it_refuses():
+    rows = [{"limited_by": "max_staleness is reached"}] * NUM_STEPS
+    run = run_of(waits=0.5, generates=0.5, rows=rows)
+    assert said(with_settings(run, mode="sync", max_staleness=0)).count("-> mode: apr") == 1
 
 
 def test_nothing_is_advised_that_is_in_use():
