@@ -20,6 +20,11 @@ from typing import Any
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment
 
+_KINDS: dict[type, str] = {
+    str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+"""Of values in JSON; null goes with all."""
 PROMPT_SUFFIXES = (".parquet", ".jsonl", ".json")
 """Of files of prompts."""
 
@@ -77,7 +82,8 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
         The rows; and of a .jsonl file the line of each, from 1.
 
     Raises:
-        ConfigError: Names the first row that is no JSON object.
+        ConfigError: Names the first row that is no JSON object, or has another kind of value in a
+            column than the rows before, of which no table can be made.
     """
     text = file.read_text(encoding="utf-8")
     has_lines = file.suffix != ".json"
@@ -91,10 +97,19 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
             except ValueError as error:
                 where = f"{file.name}, line {number}"
                 raise ConfigError("prompts", where, f"is no JSON: {error}") from error
+    unit = "line" if has_lines else "row"
+    kinds: dict[str, tuple[str, int]] = {}
     for number, row in numbered:
+        where = f"{file.name}, {unit} {number}"
         if not isinstance(row, dict):
-            where = f"{file.name}, {'line' if has_lines else 'row'} {number}"
             raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
+        for name, value in row.items():
+            if (kind := _KINDS.get(type(value))) is None:
+                continue
+            of_first, first = kinds.setdefault(name, (kind, number))
+            if kind != of_first:
+                remedy = f"has {kind} as {name}, and {unit} {first} {of_first}; make them alike"
+                raise ConfigError("prompts", where, remedy)
     lines = array("Q", (number for number, _ in numbered)) if has_lines else None
     return [row for _, row in numbered], lines
 

@@ -512,6 +512,21 @@ def test_rows_keep_their_types_and_a_bad_one_is_named(folder: Path) -> None:
         read_json_rows(folder / "bad.json")
 
 
+def test_a_column_of_two_kinds_is_refused_with_both_rows(folder: Path) -> None:
+    """known fault: the dry run passed it, and the run ended in Ray Data: "Failed to unify schemas"
+    without a row."""
+    rows = [{"answer": 2, "hint": None}, {"answer": 2.5, "hint": "x"}, {}, {"answer": "8/3"}]
+    (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    message = r"mixed\.jsonl, line 4.* has a text as answer, and line 1 a number; make them alike"
+    with pytest.raises(ConfigError, match=message):
+        read_json_rows(folder / "mixed.jsonl")
+    (folder / "mixed.json").write_text(json.dumps(rows[:3]))
+    assert len(read_json_rows(folder / "mixed.json")[0]) == 3
+    (folder / "mixed.json").write_text(json.dumps([{"ok": True}, {"ok": 1}]))
+    with pytest.raises(ConfigError, match=r"row 1.* has a number as ok, and row 0 true or false"):
+        read_json_rows(folder / "mixed.json")
+
+
 def test_reading_settings_loads_nothing_heavy(folder: Path) -> None:
     code = (
         "import sys; from ray_apr.cli.settings import load_settings; load_settings(sys.argv[1]); "
