@@ -192,6 +192,13 @@ def test_figures_of_a_peer_follow_from_its_runs(compare):
     assert compare.figures(result["runs"], [0.5, 0.6, 0.7, 0.8]) == result["systems"]
 
 
+def test_what_is_advised_is_what_the_second_run_follows(benchmark_named):
+    for name, (advice, settings, _, followed) in benchmark_named("advice").CASES.items():
+        setting, _, value = followed.partition("=")
+        assert advice == f"{setting}: {value}", name
+        assert settings.get(setting) != value
+
+
 # -- small ones ------------------------------------------------------------------------------------
 
 
