@@ -1,10 +1,13 @@
 """What trackers cost, and whether they have every figure of a run.
 
-    python benchmarks/trackers.py --pairs 2 --out benchmarks/results/trackers-2cpu.json
+    python benchmarks/trackers.py --runs 6 --out trackers.json
 
 The quickstart, with W&B (offline), MLflow (SQLite) and TensorBoard and without them, in turns. Of
-each run with them every number of metrics.jsonl is looked for in all three. Seconds are those from
-the first token to the end of the training.
+each run with them every number of metrics.jsonl is looked for in all three. `seconds` are those
+from the first token to the end of the training; `step_s` those of a step, and `cpu_step_s` its CPU
+time in the driver and in what that has started for a tracker, from the end of step `FIRST` to the
+last one: what comes once, such as imports, is before. Runs that the file has are kept, and others
+are added.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ray_apr.run.folder import read_rows
@@ -29,6 +34,10 @@ from tests.tracked import read_mlflow, read_tensorboard, read_wandb
 
 CONFIG = Path(__file__).parents[1] / "examples/arithmetic/quickstart.yaml"
 LIMIT_S = 900.0
+KINDS = ("without", "with")
+FIRST = 12
+"""Steps that are left out: the first table of samples is among them."""
+_LOOK_S = 0.25
 
 
 def run(root: Path, name: str, steps: int, *, is_tracked: bool) -> dict[str, Any]:
@@ -43,10 +52,45 @@ def run(root: Path, name: str, steps: int, *, is_tracked: bool) -> dict[str, Any
     command = [sys.executable, "-m", "ray_apr", "train", str(CONFIG)]
     for setting in settings:
         command += ["--set", setting]
-    subprocess.run(command, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, cwd=root)
-    final = json.loads((root / name / "final.json").read_text())
-    found = {"seconds": final["wall_s"] - final["setup_s"], "ledger_error": final["ledger_error"]}
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=root)
+    try:
+        spent = cpu_of_steps(driver, root / name / "metrics.jsonl", steps)
+        if driver.wait(timeout=LIMIT_S):
+            raise subprocess.CalledProcessError(driver.returncode, command)
+    finally:
+        driver.kill()
+    rows, final = (
+        read_rows(root / name / "metrics.jsonl"),
+        json.loads((root / name / "final.json").read_text()),
+    )
+    found = {
+        "seconds": final["wall_s"] - final["setup_s"],
+        "step_s": (rows[-1]["time_s"] - rows[FIRST]["time_s"]) / (steps - 1 - FIRST),
+        "cpu_step_s": spent,
+        "ledger_error": final["ledger_error"],
+    }
     return found | (missing(root / name) if is_tracked else {})
+
+
+def cpu_of_steps(driver: subprocess.Popen[bytes], file: Path, steps: int) -> float:
+    """CPU seconds of a step in the driver and its trackers' own processes, from the end of step
+    `FIRST` on."""
+    deadline, begun = time.monotonic() + LIMIT_S, (0, 0.0)
+    while driver.poll() is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        number = len(file.read_bytes().splitlines()) if file.exists() else 0
+        if number > FIRST and not begun[0]:
+            begun = (number, cpu_s(driver.pid))
+        if number == steps:
+            return (cpu_s(driver.pid) - begun[1]) / (number - begun[0])
+    raise TimeoutError(f"the run ended or took too long at {file}")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, and of those below it that are no part of Ray."""
+    found = psutil.Process(pid)
+    below = [p for p in found.children(recursive=True) if "wandb" in p.name()]
+    return sum(p.cpu_times().user + p.cpu_times().system for p in (found, *below))
 
 
 def missing(folder: Path) -> dict[str, int]:
@@ -65,32 +109,42 @@ def missing(folder: Path) -> dict[str, int]:
 
 
 def main() -> int:
-    """Run pairs; 0 if nothing is missing."""
+    """Run both kinds in turns; 0 if nothing is missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trackers-2cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("trackers.json"))
     options = parser.parse_args()
-    rows: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
-    with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
-        for pair in range(options.pairs):
-            kinds = list(rows)
-            for kind in kinds if pair % 2 else kinds[::-1]:
-                is_tracked = kind == "with"
-                name = f"{kind}-{pair}"
-                rows[kind].append(run(Path(folder), name, options.steps, is_tracked=is_tracked))
-                print(name, rows[kind][-1], flush=True)
-    medians = {kind: statistics.median(r["seconds"] for r in of) for kind, of in rows.items()}
-    report = {
-        "date": time.strftime("%Y-%m-%d"),
-        "steps": options.steps,
-        "runs": rows,
-        "ratio": medians["with"] / medians["without"],
-    }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"seconds": medians, "ratio": report["ratio"]}))
+    known = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
+    rows: dict[str, list[dict[str, Any]]] = {kind: known.get(kind, []) for kind in KINDS}
+    for _ in range(options.runs):
+        kind = min(KINDS, key=lambda kind: len(rows[kind]))
+        with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
+            is_tracked = kind == "with"
+            rows[kind].append(run(Path(folder), kind, options.steps, is_tracked=is_tracked))
+        print(kind, rows[kind][-1], flush=True)
+        report = {"date": time.strftime("%Y-%m-%d"), "steps": options.steps, "runs": rows}
+        report |= cost(rows) if all(rows.values()) else {}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
     wrong = sum(row[name] for row in rows["with"] for name in ("wandb", "mlflow", "tensorboard"))
     return int(wrong > 0)
+
+
+def cost(rows: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """What trackers cost: medians of both kinds, of step times the ratio, of CPU times the
+    difference and its share of a step."""
+    median = {
+        (kind, what): statistics.median(row[what] for row in of)
+        for kind, of in rows.items()
+        for what in ("seconds", "step_s", "cpu_step_s")
+    }
+    cpu_s = median["with", "cpu_step_s"] - median["without", "cpu_step_s"]
+    return {
+        "ratio_of_runs": median["with", "seconds"] / median["without", "seconds"],
+        "ratio_of_steps": median["with", "step_s"] / median["without", "step_s"],
+        "cpu_s_more_a_step": cpu_s,
+        "cpu_share_of_a_step": cpu_s / median["without", "step_s"],
+    }
 
 
 if __name__ == "__main__":

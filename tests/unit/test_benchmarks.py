@@ -192,6 +192,21 @@ def test_figures_of_a_peer_follow_from_its_runs(compare):
     assert compare.figures(result["runs"], [0.5, 0.6, 0.7, 0.8]) == result["systems"]
 
 
+def test_the_cost_of_trackers_is_of_medians(benchmark_named):
+    def run(seconds, step_s, cpu_step_s):
+        return {"seconds": seconds, "step_s": step_s, "cpu_step_s": cpu_step_s}
+
+    without = [run(50, 1.0, 0.1), run(52, 1.25, 0.1), run(54, 1.5, 0.4)]
+    tracked = [run(52, 1.25, 0.125), run(52, 1.5, 0.125), run(60, 2.0, 0.1)]
+    found = benchmark_named("trackers").cost({"without": without, "with": tracked})
+    assert found == pytest.approx(
+        {
+            "ratio_of_runs": 1.0, "ratio_of_steps": 1.2,
+            "cpu_s_more_a_step": 0.025, "cpu_share_of_a_step": 0.02,
+        }
+    )  # fmt: skip
+
+
 def test_what_is_advised_is_what_the_second_run_follows(benchmark_named):
     for name, (advice, settings, _, followed) in benchmark_named("advice").CASES.items():
         setting, _, value = followed.partition("=")
