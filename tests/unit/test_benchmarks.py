@@ -72,7 +72,8 @@ def test_systems_have_medians_of_their_own_runs_and_count_failures(compare):
     assert found == {
         "trl": {
             "runs": 2, "failed": 1, "start_s": 30.0, "seconds": 17, "step_s": 2.5,
-            "reward_last": 0.5, "seconds_to_reward": {"0.4": [10, 10], "0.6": [None, None]},
+            "tokens_per_s": pytest.approx(4.375), "reward_last": 0.5,
+            "seconds_to_reward": {"0.4": [10, 10], "0.6": [None, None]},
         },
         "apr": {"runs": 0, "failed": 1},
     }  # fmt: skip
@@ -187,9 +188,10 @@ def test_costs_of_deaths_follow_from_their_runs(benchmark_named, name):
     assert set(found["lost_s"]) <= set(KINDS)
 
 
-def test_figures_of_a_peer_follow_from_its_runs(compare):
-    result = json.loads((RESULTS / "peers-arithmetic-1xh100-trl.json").read_text())
-    assert compare.figures(result["runs"], [0.5, 0.6, 0.7, 0.8]) == result["systems"]
+@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("peers-")])
+def test_figures_of_peers_follow_from_their_runs(compare, name):
+    result = json.loads((RESULTS / name).read_text())
+    assert compare.figures(result["runs"], [0.6, 0.7, 0.8]) == result["systems"]
 
 
 def test_the_cost_of_trackers_is_of_medians(benchmark_named):
