@@ -21,8 +21,7 @@ from typing import Any
 from host import describe_call, package_versions
 
 from ray_apr.tools.report.load import RunData, load_run
-from ray_apr.tools.report.parts import steady_steps
-from ray_apr.tools.simulator.of_run import estimate
+from ray_apr.tools.simulator.of_run import estimate, measured_step_s
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples/arithmetic/quickstart.yaml"
@@ -66,12 +65,6 @@ def run(folder: Path, name: str, settings: dict[str, str], reward_s: float, step
     return load_run(folder / name)
 
 
-def step_s(run: RunData) -> float:
-    """Mean seconds of a step."""
-    rows = steady_steps(run)
-    return float(rows[-1]["time_s"] - rows[0]["time_s"]) / (len(rows) - 1)
-
-
 def one_case(folder: Path, name: str, steps: int) -> dict[str, Any]:
     """Both runs of a case."""
     advice, settings, reward_s, followed = CASES[name]
@@ -80,7 +73,7 @@ def one_case(folder: Path, name: str, steps: int) -> dict[str, Any]:
     after = run(folder, f"{name}-followed", {**settings, key: value}, reward_s, steps)
     guess = estimate(before)
     (gain,) = (change.gain for change in guess.changes if change.what.startswith(advice))
-    seconds, seconds_after = step_s(before), step_s(after)
+    seconds, seconds_after = measured_step_s(before), measured_step_s(after)
     return {
         "settings": settings,
         "reward_s": reward_s,

@@ -87,6 +87,7 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
     """
     text = file.read_text(encoding="utf-8")
     has_lines = file.suffix != ".json"
+    unit = "line" if has_lines else "row"
     if not has_lines:
         numbered = list(enumerate(json.loads(text)))
     else:
@@ -95,19 +96,19 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
             try:
                 numbered += [(number, json.loads(line))] if line.strip() else []
             except ValueError as error:
-                where = f"{file.name}, line {number}"
+                where = f"{file.name}, {unit} {number}"
                 raise ConfigError("prompts", where, f"is no JSON: {error}") from error
-    unit = "line" if has_lines else "row"
     kinds: dict[str, tuple[str, int]] = {}
     for number, row in numbered:
-        where = f"{file.name}, {unit} {number}"
         if not isinstance(row, dict):
+            where = f"{file.name}, {unit} {number}"
             raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
         for name, value in row.items():
             if (kind := _KINDS.get(type(value))) is None:
                 continue
             of_first, first = kinds.setdefault(name, (kind, number))
             if kind != of_first:
+                where = f"{file.name}, {unit} {number}"
                 remedy = f"has {kind} as {name}, and {unit} {first} {of_first}; make them alike"
                 raise ConfigError("prompts", where, remedy)
     lines = array("Q", (number for number, _ in numbered)) if has_lines else None

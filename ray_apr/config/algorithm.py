@@ -177,12 +177,17 @@ class AlgorithmConfig:
         """Whether the model that the run begins with is asked for its log-probs."""
         return self.kl_coef > 0
 
+    @property
+    def freezes_all(self) -> bool:
+        """Whether something of the whole batch depends on the proximal log-probs, so that no
+        optimizer step gives its own."""
+        in_reward = self.needs_reference and self.kl_in == "reward"
+        return self.importance_normalize or in_reward
+
     def freezes_policy(self, mini_batches: int) -> bool:
         """Whether an update of so many mini-batches begins with passes of the policy that have no
         gradients; see `train.objective.frozen_policies`."""
-        in_reward = self.needs_reference and self.kl_in == "reward"
-        is_forward = self.proximal == "forward"
-        return is_forward and (mini_batches > 1 or self.importance_normalize or in_reward)
+        return self.proximal == "forward" and (mini_batches > 1 or self.freezes_all)
 
     def __post_init__(self) -> None:
         s = "algorithm"

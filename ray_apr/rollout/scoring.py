@@ -155,10 +155,10 @@ class _Lane:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count a call."""
-        if not self._num_running:
-            self._since = unix_s()
-        self._num_running += 1
         begin = unix_s()
+        if not self._num_running:
+            self._since = begin
+        self._num_running += 1
         try:
             yield
         finally:

@@ -109,7 +109,7 @@ class RunRecorder:
         self._failure: ResourceError | None = None
         self._status: dict[str, Any] = {}
         self._doing: dict[str, str] = {}
-        """Parts of the run that start -> what they do."""
+        """Parts of the run that start or end -> what they do."""
         self._new_step = asyncio.Condition()
         self._saving = asyncio.Lock()
         self._is_closed = False

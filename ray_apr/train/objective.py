@@ -115,9 +115,7 @@ def frozen_policies(
         temperature: Of the rollouts.
         first_mini_batch: Micro-batches of the first optimizer step.
     """
-    in_reward = reference is not None and algorithm.kl_in == "reward"
-    of_whole_batch = algorithm.importance_normalize or in_reward
-    num_without = 0 if of_whole_batch else first_mini_batch
+    num_without = 0 if algorithm.freezes_all else first_mini_batch
     if algorithm.proximal != "forward":
         num_without = len(parts)
 

@@ -77,12 +77,7 @@ def estimate(run: RunData) -> Estimate:
     trace, config = trace_of(run), _config_of(run)
     cluster = dataclasses.replace(cluster, steps=steps_to_simulate(cluster))
     base = _step_s(trace, cluster, config)
-    steady = [part.steady for part in parts_of(run) if len(part.steady) > 1]
-    if not steady:
-        raise _too_short(run, _FEWEST + FILLING_STEPS)
-    windows = [(rows[0]["time_s"], rows[-1]["time_s"]) for rows in steady]
-    measured_s = seconds_of(windows) / sum(len(rows) - 1 for rows in steady)
-    off = base / measured_s - 1
+    off = base / measured_step_s(run) - 1
     if abs(off) > _MOST_OFF:
         raise _misfit(run, off)
     changes = [
@@ -279,6 +274,19 @@ def _as_apr(config: PartialRolloutConfig) -> PartialRolloutConfig | None:
         return PartialRolloutConfig.preset("apr", **own)
     except ConfigError:
         return None
+
+
+def measured_step_s(run: RunData) -> float:
+    """Mean seconds of a run's steps, without those in which engines fill.
+
+    Raises:
+        ConfigError: If it has too few.
+    """
+    steady = [part.steady for part in parts_of(run) if len(part.steady) > 1]
+    if not steady:
+        raise _too_short(run, _FEWEST + FILLING_STEPS)
+    windows = [(rows[0]["time_s"], rows[-1]["time_s"]) for rows in steady]
+    return seconds_of(windows) / sum(len(rows) - 1 for rows in steady)
 
 
 def _step_s(trace: Trace, cluster: ClusterConfig, config: PartialRolloutConfig) -> float:
