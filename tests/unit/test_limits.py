@@ -130,7 +130,10 @@ def test_train_workers_start_once_such_engines_have_their_gpus_or_cannot(monkeyp
     if not names:
         parts._start_error = ResourceError("no such model")
         threading.Timer(0.05, parts._closing.set).start()
-    with pytest.raises(Placed if names else ResourceError):
+    expected = (
+        pytest.raises(Placed) if names else pytest.raises(ResourceError, match="no such model")
+    )
+    with expected:
         parts.fit()
 
 

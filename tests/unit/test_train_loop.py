@@ -219,3 +219,16 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
         loop_module._TrainLoop(spec)
     assert done == (["engines", "ranks", "load"] if shares_device else ["load"])
     assert told == (["wait for the rollout servers"] if shares_device else [])
+
+
+def test_the_last_checkpoint_is_told_of(monkeypatch):
+    """Its writing takes seconds, in which a run showed what the rollout side waited for."""
+    told, loop = [], object.__new__(loop_module._TrainLoop)
+    loop._control, loop._train = object(), TrainConfig(checkpoint_every=1)
+    loop._spec = types.SimpleNamespace(recorder=recorder(told))
+    loop._progress = Progress(step=1, policy_version=1)
+    monkeypatch.setattr(loop, "_checkpoint", lambda *_, **__: told.append("written"), raising=False)
+    loop._report({}, is_last=False)
+    assert told == ["written"]
+    loop._report({}, is_last=True)
+    assert told == ["written", "write the last checkpoint", "written"]
