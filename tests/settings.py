@@ -236,7 +236,10 @@ def in_words(hint: Any) -> str:
     """A type as what a YAML file has for it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(arg) for arg in args))
+        words = list(dict.fromkeys(in_words(arg) for arg in args))
+        if all(word.startswith("`") for word in words):  # of values alone
+            words = ", ".join(words).rsplit(", ", 1)
+        return " or ".join(words)
     if origin is Literal:
         return ", ".join(f"`{arg}`" for arg in args)
     if origin is tuple:

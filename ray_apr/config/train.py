@@ -124,9 +124,10 @@ class TrainConfig:
     packing: Packing = "auto"
     """packed: samples one after the other in one row, without padding; padded: one row a sample;
     auto: packed on CUDA. Attention never leaves a sample."""
-    activation_checkpointing: bool | Literal["selective"] = False
+    activation_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """Compute activations again in the backward pass instead of keeping them: all of a layer's, or
-    with "selective" those between its matrix products and attention, whose results are kept."""
+    with "selective" those between its matrix products and attention, whose results are kept. auto:
+    on CUDA, in as many layers as the memory left for a micro-batch asks for; none on CPU."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each decoder layer and the scoring of the head; auto: on CUDA, unless
     activation_checkpointing is "selective", which cannot look into compiled layers."""
@@ -221,8 +222,8 @@ class TrainConfig:
         )
         one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
         one_of(s, self, {"param_dtype": AutoDType, "master_dtype": DType, "reduce_dtype": DType})
-        if self.activation_checkpointing != "selective":
-            words = 'true or false, or "selective"'
+        if self.activation_checkpointing not in ("auto", "selective"):
+            words = 'true or false, or "selective", or "auto"'
             of_type(s, self, bool, words, "activation_checkpointing")
         of_type(s, self, bool, "true or false", "cpu_offload")
         if self.compile != "auto":
@@ -331,6 +332,12 @@ class TrainConfig:
         if self.compile == "auto":
             return device == "cuda" and self.activation_checkpointing != "selective"
         return self.compile
+
+    def checkpoints(self, device: str) -> bool | Literal["auto", "selective"]:
+        """`activation_checkpointing` on a device, ``"cpu"`` or ``"cuda"``."""
+        if self.activation_checkpointing == "auto" and device == "cpu":
+            return False
+        return self.activation_checkpointing
 
     def dtype_on(self, device: str) -> DType:
         """Data type of the forward and backward pass on a device, ``"cpu"`` or ``"cuda"``."""

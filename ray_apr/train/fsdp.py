@@ -38,6 +38,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.compilation import compile_for_all_sizes
 from ray_apr.train.head import attach_response_logprobs
+from ray_apr.train.recomputation import CudaMemory, attach_recomputation
 from ray_apr.train.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         device: Where this rank computes.
 
     Returns:
-        The model, with the method of `head.attach_response_logprobs`. Parameter names
-        are those of Hugging Face; tied weights stay tied.
+        The model, with the method of `head.attach_response_logprobs`, and where activation
+        checkpointing is "auto" on CUDA with what `recomputation_of` returns. Parameter names are
+        those of Hugging Face; tied weights stay tied.
 
     Raises:
         ConfigError: If the model is none that can be trained (`architectures`), or an adapter has
@@ -83,9 +85,10 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     loaded = _load(model, _DTYPES[train.master_dtype], attention)
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)
-    if train.activation_checkpointing:
+    checkpoints = train.checkpoints(device.type)
+    if checkpoints:
         options: dict[str, Any] = {"use_reentrant": False}
-        if train.activation_checkpointing == "selective":
+        if checkpoints == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     loaded.train()
@@ -100,6 +103,8 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     else:
         _shard(loaded, train, device, offloads=offloads)
     attach_response_logprobs(loaded, compiled=compiles)
+    if checkpoints == "auto":
+        attach_recomputation(loaded, _units(decoder_layers(loaded), dtype), CudaMemory(device))
     return loaded
 
 

@@ -23,7 +23,7 @@ from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import Progress, load_checkpoint
 from ray_apr.train.figures import Figures
 from ray_apr.train.fsdp import build_model, build_optimizer
-from ray_apr.train.logprobs import warm_up
+from ray_apr.train.logprobs import measure_recomputation, warm_up
 from ray_apr.train.spec import LearnerSpec
 from ray_apr.train.step import train_step
 
@@ -77,6 +77,14 @@ class Learner:
         if train.compiles(device.type):
             with span("compile"):
                 self._warm_up(device)
+        measure_recomputation(
+            self.model,
+            device,
+            train.micro_batch_tokens,
+            packed=train.packs(device.type),
+            entropy_gradients=spec.algorithm.entropy_coef > 0,
+            sampling=self._sampling,
+        )
 
     def _warm_up(self, device: torch.device) -> None:
         """Compile the passes of a step, those without gradients where a step has any."""

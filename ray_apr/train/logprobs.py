@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import nn
 from ray_apr.core.messages import SamplingParams
 from ray_apr.train.attention import Packing
 from ray_apr.train.head import METHOD
+from ray_apr.train.recomputation import recomputation_of
 from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
@@ -301,10 +303,7 @@ def warm_up(
         sampling: As micro-batches will have it.
         gradients: Whether there is a backward pass; without one it is other code.
     """
-    config: Any = model.config
-    context = getattr(config.get_text_config(), "max_position_embeddings", num_tokens)
-    longest = min(context, max(64, num_tokens // 8))
-    whole = max(8, num_tokens // longest)
+    whole, longest = _full_shape(model, num_tokens)
     shapes = (
         (whole, longest),
         (whole - 1, longest * 3 // 4),
@@ -312,27 +311,62 @@ def warm_up(
         (1, longest // 2),
         (2, 8),
     )
-    parts = []
-    for count, length in shapes:
-        total, responses = count * length, count * (length - 2)
-        part = _micro_batch(
-            sample_index=np.arange(count),
-            prompts_N=np.full(count, 2),
-            responses_N=np.full(count, length - 2),
-            token_ids=np.zeros(total, dtype=np.int64),
-            behavior=np.zeros(responses, dtype=np.float32),
-            loss_mask=np.ones(responses, dtype=bool),
-            versions=np.zeros(responses, dtype=np.int64),
-            packed=packed,
-            sampling=sampling,
-            support=(np.zeros(1, np.int32), np.zeros(responses, int), np.ones(responses, int)),
-        )
-        parts.append(part)
+    parts = [_made_up(count, length, packed, sampling) for count, length in shapes]
     for part in (*parts, _empty_micro_batch(packed, sampling)):
-        with torch.set_grad_enabled(gradients):
-            logprobs, _ = response_logprobs(
-                model, part.to(device), entropy_gradients=entropy_gradients
-            )
-        if gradients:
-            logprobs.sum().backward()
+        _pass(model, part.to(device), entropy_gradients=entropy_gradients, gradients=gradients)
     model.zero_grad(set_to_none=True)
+
+
+def measure_recomputation(
+    model: nn.Module,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    packed: bool,
+    entropy_gradients: bool,
+    sampling: SamplingParams = _PLAIN,
+) -> None:
+    """Have a model find out how many layers need to compute their activations again, where it
+    chooses that by itself (`recomputation`). The arguments are those of `warm_up`, which comes
+    before it where a model is compiled. A collective of all ranks.
+    """
+    chooses = recomputation_of(model)
+    if chooses is None:
+        return
+    count, length = _full_shape(model, num_tokens)
+    part = _made_up(count, length, packed, sampling).to(device)
+    run = partial(_pass, model, part, entropy_gradients=entropy_gradients, gradients=True)
+    chooses.measure(run, count * length)
+    model.zero_grad(set_to_none=True)
+
+
+def _full_shape(model: Any, num_tokens: int) -> tuple[int, int]:
+    """Samples of a full micro-batch, and the tokens of each."""
+    config = model.config.get_text_config()
+    longest = min(getattr(config, "max_position_embeddings", num_tokens), max(64, num_tokens // 8))
+    return max(8, num_tokens // longest), longest
+
+
+def _made_up(count: int, length: int, packed: bool, sampling: SamplingParams) -> MicroBatch:
+    """So many samples of one length, all of them response but for two tokens."""
+    total, responses = count * length, count * (length - 2)
+    return _micro_batch(
+        sample_index=np.arange(count),
+        prompts_N=np.full(count, 2),
+        responses_N=np.full(count, length - 2),
+        token_ids=np.zeros(total, dtype=np.int64),
+        behavior=np.zeros(responses, dtype=np.float32),
+        loss_mask=np.ones(responses, dtype=bool),
+        versions=np.zeros(responses, dtype=np.int64),
+        packed=packed,
+        sampling=sampling,
+        support=(np.zeros(1, np.int32), np.zeros(responses, int), np.ones(responses, int)),
+    )
+
+
+def _pass(model: nn.Module, part: MicroBatch, *, entropy_gradients: bool, gradients: bool) -> None:
+    """Forward, and backward where asked for."""
+    with torch.set_grad_enabled(gradients):
+        logprobs, _ = response_logprobs(model, part, entropy_gradients=entropy_gradients)
+    if gradients:
+        logprobs.sum().backward()

@@ -205,6 +205,8 @@ def test_selective_checkpointing_and_compiled_layers_exclude_each_other():
     with pytest.raises(ConfigError, match=r'train\.compile.*"selective"'):
         TrainConfig(compile=True, activation_checkpointing="selective")
     assert not TrainConfig(activation_checkpointing="selective").compiles("cuda")
+    assert TrainConfig().checkpoints("cuda") == "auto" and not TrainConfig().checkpoints("cpu")
+    assert TrainConfig(activation_checkpointing=True).checkpoints("cpu")
     assert TrainConfig().compiles("cuda") and not TrainConfig().compiles("cpu")
     assert TrainConfig(compile=True).compiles("cpu")
 
