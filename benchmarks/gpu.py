@@ -49,6 +49,12 @@ def _arguments() -> argparse.Namespace:
         "--variants", nargs="+", default=["bare", "ours", "ours fp32", "trl"],
         choices=["bare", "ours", "ours fp32", "trl"],
     )  # fmt: skip
+    trainer.add_argument(
+        "--checkpointing", default="auto", help="train.activation_checkpointing of ours"
+    )
+    trainer.add_argument(
+        "--one-by-one", action="store_true", help="no turns: variants that fit alone only"
+    )
     sync = subjects.add_parser("sync", help="weights from a trainer to engines that generate")
     sync.set_defaults(measure=measure_sync)
     sync.add_argument("--gpus", type=int, default=2, help="one of them for the trainer")

@@ -50,7 +50,7 @@ learning() {
 	part "$1" 450 "$python" "$root/benchmarks/learning.py" --gpu --hidden-size 512 \
 		--num-layers 10 --set train.steps=96 --set train.batch_size=256 \
 		--set train.learning_rate=3e-5 --set train.lr_schedule=linear --out "$out/gpu-$1.json" \
-		"${@:2}"
+		--of-each $((gpus / 2)) "${@:2}"
 }
 
 summary=()
@@ -66,6 +66,7 @@ for name in "$@"; do
 	turns) part turns 300 bash -c 'tests -k same_gpus' ;;
 	engine) gpu engine 420 engine --shape "$shape" --repeats 2 ;;
 	trainer) gpu trainer 300 trainer --shape "$shape" --gpus "$gpus" --variants bare ours "ours fp32" ;;
+	large) gpu large 500 trainer --shape 4B --gpus "$gpus" --variants "ours fp32" --one-by-one --repeats 1 ;;
 	sync) gpu sync 200 sync --shape "$shape" --gpus "$gpus" ;;
 	rollout) gpu rollout 420 rollout --shape "$shape" --samples 512 --repeats 2 ;;
 	modes) modes modes 900 --modes sync apr ;;

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from host import free_port
 
 WARM_UP = 4
@@ -77,9 +78,36 @@ def make_samples(tokens: int, count: int, vocabulary: int) -> list[Any]:
 
 def measure_trainer(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Time all variants in turns; returns their step times and tokens per second."""
-    lanes = {name: Lane(name, model, args, args.gpus) for name in args.variants}
+    sizes = {name: args.gpus for name in args.variants}
     if args.gpus > 1:
-        lanes |= {f"{n} on 1": Lane(n, model, args, 1) for n in args.variants if n != "trl"}
+        sizes |= {f"{n} on 1": 1 for n in args.variants if n != "trl"}
+    found: dict[str, Any] = {}
+    turns: dict[str, tuple[dict[str, Any], list[float]]] = {}
+    for together in [{n: size} for n, size in sizes.items()] if args.one_by_one else [sizes]:
+        try:
+            turns |= _turns(together, model, args)
+        except RuntimeError as error:
+            if not args.one_by_one:
+                raise
+            found[next(iter(together))] = {"error": str(error).splitlines()[-1]}
+    for name, (about, seconds) in turns.items():
+        median = statistics.median(seconds)
+        rate = args.tokens * sizes[name] / median
+        found[name] = {
+            **about,
+            "seconds": seconds,
+            "median_s": median,
+            "tokens_per_s": rate,
+            "mfu": 6 * about["parameters"] * rate / CUDA_BF16_FLOPS / sizes[name],
+        }
+    return found
+
+
+def _turns(
+    sizes: dict[str, int], model: Path, args: argparse.Namespace
+) -> dict[str, tuple[dict[str, Any], list[float]]]:
+    """Of variants in turns, on so many GPUs each: what they say of themselves, and their steps."""
+    lanes = {name: Lane(name.removesuffix(" on 1"), model, args, n) for name, n in sizes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in lanes}
     about = {}
     try:
@@ -91,18 +119,7 @@ def measure_trainer(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         for lane in lanes.values():
             lane.close()
-    found = {}
-    for name, lane in lanes.items():
-        median = statistics.median(seconds[name])
-        rate = args.tokens * lane.world_size / median
-        found[name] = {
-            **about[name],
-            "seconds": seconds[name],
-            "median_s": median,
-            "tokens_per_s": rate,
-            "mfu": 6 * about[name]["parameters"] * rate / CUDA_BF16_FLOPS / lane.world_size,
-        }
-    return found
+    return {name: (about[name], seconds[name]) for name in lanes}
 
 
 class Lane:
@@ -209,7 +226,8 @@ def our_step(
     from ray_apr.config import AlgorithmConfig, TrainConfig
     from ray_apr.scheduling.batch import RankBatch, build_rank_batches
     from ray_apr.train.fsdp import build_model, build_optimizer
-    from ray_apr.train.logprobs import warm_up
+    from ray_apr.train.logprobs import measure_recomputation, warm_up
+    from ray_apr.train.recomputation import recomputation_of
     from ray_apr.train.step import train_step
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -222,10 +240,15 @@ def our_step(
         master_dtype=whole,
         packing="packed",
         learning_rate=1e-6,
+        activation_checkpointing=yaml.safe_load(args.checkpointing),
     )
     sharded = build_model(str(model), train, device)
     if device.type == "cuda":  # kernels for batches of all sizes, as in a run
         warm_up(sharded, device, args.tokens, packed=True, entropy_gradients=False)
+        measure_recomputation(sharded, device, args.tokens, packed=True, entropy_gradients=False)
+        chooses = recomputation_of(sharded)
+        if chooses is not None and rank == 0:
+            print(f"{name}: {chooses.about(args.tokens)}", flush=True)
     optimizer = build_optimizer(sharded, train)
     samples = make_samples(
         args.tokens * world_size, args.samples * world_size, sharded.config.vocab_size

@@ -53,7 +53,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, help="of a base model made for this call")
     parser.add_argument("--num-layers", type=int, default=4, help="of that model")
     parser.add_argument("--warm-up-lr", type=float, default=1e-3, help="that model's, supervised")
-    parser.add_argument("--gpu", action="store_true", help="one engine, one train worker on GPUs")
+    parser.add_argument("--gpu", action="store_true", help="engines and train workers on GPUs")
+    parser.add_argument("--of-each", type=int, default=1, help="engines and train workers on GPUs")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of `ray_apr train`"
     )
@@ -88,7 +89,7 @@ def one_run(
     name = f"{mode}-{repeat}"
     settings = [
         f"mode={mode}", f"model={model}", f"run.storage_path={folder}", f"run.name={name}",
-        f"train.seed={repeat}", *(ON_GPUS if args.gpu else TWO_OF_EACH), *args.set,
+        f"train.seed={repeat}", *(on_gpus(args.of_each) if args.gpu else TWO_OF_EACH), *args.set,
     ]  # fmt: skip
     pairs = [part for setting in settings for part in ("--set", setting)]
     config = str(EXAMPLE / "quickstart.yaml")
@@ -97,12 +98,14 @@ def one_run(
     return {"mode": mode, "repeat": repeat, **modes.times_of(folder / name)}
 
 
-ON_GPUS = (
-    "rollout.engine.device=cuda", "rollout.num_replicas=1", "rollout.engine.dtype=bfloat16",
-    "rollout.engine.kwargs={max_num_seqs: 256}", "train.param_dtype=bfloat16",
-    "train.micro_batch_tokens=16384", "scaling={num_workers: 1, use_gpu: true}",
-    "ray.num_cpus=16",
-)  # fmt: skip
+def on_gpus(of_each: int) -> list[str]:
+    """Settings of so many engines and so many train workers, each with a GPU of its own."""
+    return [
+        "rollout.engine.device=cuda", f"rollout.num_replicas={of_each}",
+        "rollout.engine.dtype=bfloat16", "rollout.engine.kwargs={max_num_seqs: 256}",
+        "train.param_dtype=bfloat16", "train.micro_batch_tokens=16384",
+        f"scaling={{num_workers: {of_each}, use_gpu: true}}", f"ray.num_cpus={16 * of_each}",
+    ]  # fmt: skip
 
 
 def figures(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
