@@ -29,7 +29,7 @@ def main() -> None:
     args = _arguments()
     result = describe(args)
     with tempfile.TemporaryDirectory(prefix="apr-gpu-") as folder:
-        model = make_model(args.shape, Path(folder) / "model", context=args.context)
+        model = args.model or make_model(args.shape, Path(folder) / "model", context=args.context)
         result["found"] = args.measure(model, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -45,9 +45,14 @@ def _arguments() -> argparse.Namespace:
     trainer.add_argument("--tokens", type=int, default=16384, help="of one step on one GPU")
     trainer.add_argument("--samples", type=int, default=16, help="of one step on one GPU")
     trainer.add_argument("--steps", type=int, default=10, help="of one turn")
+    trainer.add_argument("--warm-up", type=int, default=4, help="steps before the first turn")
     trainer.add_argument(
         "--variants", nargs="+", default=["bare", "ours", "ours fp32", "trl"],
         choices=["bare", "ours", "ours fp32", "trl"],
+    )  # fmt: skip
+    trainer.add_argument(
+        "--on-one", action=argparse.BooleanOptionalAction, default=True,
+        help="with several --gpus, each variant on one of them, too",
     )  # fmt: skip
     trainer.add_argument(
         "--checkpointing", default="auto", help="train.activation_checkpointing of ours"
@@ -77,6 +82,7 @@ def _arguments() -> argparse.Namespace:
     )
     for subject in (trainer, sync, rollout, engine):
         subject.add_argument("--shape", choices=list(SHAPES), default="0.6B")
+        subject.add_argument("--model", type=Path, help="one of that shape that is there already")
         subject.add_argument("--repeats", type=int, default=3, help="turns of each variant")
         subject.add_argument("--context", type=int, default=32768)
         subject.add_argument("--out", type=Path, required=True)

@@ -30,7 +30,6 @@ import numpy as np
 import yaml
 from host import free_port
 
-WARM_UP = 4
 TIMEOUT_S = 300.0
 """Limit of one turn, and of what comes before the first: loading and compiling."""
 PROMPT_TOKENS = 64
@@ -79,7 +78,7 @@ def make_samples(tokens: int, count: int, vocabulary: int) -> list[Any]:
 def measure_trainer(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Time all variants in turns; returns their step times and tokens per second."""
     sizes = {name: args.gpus for name in args.variants}
-    if args.gpus > 1:
+    if args.gpus > 1 and args.on_one:
         sizes |= {f"{n} on 1": 1 for n in args.variants if n != "trl"}
     found: dict[str, Any] = {}
     turns: dict[str, tuple[dict[str, Any], list[float]]] = {}
@@ -112,10 +111,12 @@ def _turns(
     about = {}
     try:
         for name, lane in lanes.items():
-            about[name] = lane.ask(WARM_UP)  # builds, compiles, warms up: one after the other
+            about[name] = lane.ask(args.warm_up)  # builds, compiles, warms up: one after the other
         for _ in range(args.repeats):
             for name, lane in lanes.items():
-                seconds[name] += lane.ask(args.steps)["seconds"]
+                answer = lane.ask(args.steps)
+                seconds[name] += answer["seconds"]
+                about[name] = {k: v for k, v in answer.items() if k != "seconds"}
     finally:
         for lane in lanes.values():
             lane.close()

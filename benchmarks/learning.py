@@ -50,6 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=["sync", "apr"])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--last", type=int, default=16, help="steps at the end for the reward")
+    parser.add_argument("--model", type=Path, help="a base model that is there already")
     parser.add_argument("--hidden-size", type=int, help="of a base model made for this call")
     parser.add_argument("--num-layers", type=int, default=4, help="of that model")
     parser.add_argument("--warm-up-lr", type=float, default=1e-3, help="that model's, supervised")
@@ -64,8 +65,8 @@ def _arguments() -> argparse.Namespace:
 
 def make_base_model(folder: Path, args: argparse.Namespace) -> Path:
     """The model that the runs begin with."""
-    if args.hidden_size is None:
-        return EXAMPLE / "base_model"
+    if args.model is not None or args.hidden_size is None:
+        return args.model or EXAMPLE / "base_model"
     command = [
         sys.executable, str(EXAMPLE / "make_base_model.py"), "--output", str(folder),
         "--hidden-size", str(args.hidden_size), "--num-layers", str(args.num_layers),
