@@ -1,4 +1,5 @@
-"""Rewards and environments: one call a sample or turn, on Ray CPU workers, as soon as it ends.
+"""Rewards and environments: one call a sample or turn, on Ray CPU workers, as soon as it ends;
+those of a moment travel together (`rollout.calls`).
 
 Invariants, kept by `Scorer`:
     * A reward is a finite number or a `RewardError` with its kind; a failure is never a zero. So it
@@ -14,19 +15,20 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
+from ray_apr.rollout.calls import ERRORS, Call, Calls, Outcomes
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +37,6 @@ _GRACE_S = 5.0
 
 _APART_S = 0.05
 """Calls of which one begins so soon after the other's end are one span of the timeline."""
-
-Call = Literal["score", "reset", "step"]
-_ERRORS: dict[Call, type[UserCodeError]] = {
-    "score": RewardError,
-    "reset": StepError,
-    "step": StepError,
-}
 
 
 class RewardWorker:
@@ -59,6 +54,11 @@ class RewardWorker:
             "step": getattr(environment, "step", None),
         }
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
+        self._outcomes = Outcomes(self.call)
+
+    async def exchange(self, requests: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        """See `Outcomes.exchange`."""
+        return await self._outcomes.exchange(requests)
 
     async def call(self, what: Call, sample: Sample, timeout_s: float) -> RewardResult | Step:
         """Call one of the user's functions once.
@@ -69,7 +69,7 @@ class RewardWorker:
         """
         function, limit = self._functions[what], asyncio.timeout(timeout_s)
         assert function is not None, f"there is nothing to {what}"
-        failure = _ERRORS[what]
+        failure = ERRORS[what]
         try:
             value = await self._call(function, sample, limit)
         except Exception as error:
@@ -202,8 +202,7 @@ class Scorer:
         self._config = config
         self._has_reward = reward is not None
         self._make_worker = make_worker or (lambda: _start_worker(reward, config, environment))
-        self._workers = [self._make_worker() for _ in range(config.reward.num_workers)]
-        self._load = [0] * config.reward.num_workers
+        self._workers = [Calls(self._make_worker()) for _ in range(config.reward.num_workers)]
         self._slots = asyncio.Semaphore(config.reward.concurrency)
         rewards, turns = _Lane("rewards", "score"), _Lane("environment", "answer")
         self._lanes: dict[Call, _Lane] = {"score": rewards, "reset": turns, "step": turns}
@@ -275,41 +274,32 @@ class Scorer:
 
     async def _try(self, what: Call, sample: Sample) -> RewardResult | Step:
         """One try; calls that died with a worker that another call blocked are made again."""
-        failure, limit_s = _ERRORS[what], self._config.reward.timeout_s
+        failure, limit_s = ERRORS[what], self._config.reward.timeout_s
         for _ in range(1 + self._config.reward.concurrency):
-            index = min(range(len(self._workers)), key=self._load.__getitem__)
-            worker = self._workers[index]
-            self._load[index] += 1
+            calls = min(self._workers, key=lambda calls: calls.load)
             try:
                 async with asyncio.timeout(limit_s + _GRACE_S):
-                    answer: RewardResult | Step = await worker.call.remote(what, sample, limit_s)
-                    return answer
+                    return await calls.make(what, sample, limit_s)
             except TimeoutError:
-                self._replace(index, worker)
+                self._replace(calls)
                 detail = f"did not return within {limit_s:g} s"
                 raise failure(sample.sample_id, "timeout", detail) from None
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, UserCodeError):
-                    raise failure(*cause.args) from error
-                raise failure(sample.sample_id, "raised", str(cause)) from error
             except RayActorError:
-                self._replace(index, worker)
-            finally:
-                self._load[index] -= 1
+                self._replace(calls)
         raise failure(sample.sample_id, "raised", "its worker process died again and again")
 
-    def _replace(self, index: int, worker: Any) -> None:
+    def _replace(self, calls: Calls) -> None:
         """Kill a worker that hangs or is dead, unless another call has already done so."""
-        if self._workers[index] is worker:
+        if calls in self._workers:
+            index = self._workers.index(calls)
             logger.warning("reward worker %d is replaced", index)
-            ray.kill(worker)
-            self._workers[index] = self._make_worker()
+            ray.kill(calls.worker)
+            self._workers[index] = Calls(self._make_worker())
 
     def close(self) -> None:
         """Kill the workers."""
-        for worker in self._workers:
-            ray.kill(worker)
+        for calls in self._workers:
+            ray.kill(calls.worker)
 
 
 def _start_worker(

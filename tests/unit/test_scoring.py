@@ -27,12 +27,12 @@ SAMPLE = Sample(
 
 
 class InProcessWorker:
-    """A reward worker without Ray: `.call.remote` is the plain coroutine."""
+    """A reward worker without Ray: `.exchange.remote` is the plain coroutine."""
 
     def __init__(self, reward, environment=None) -> None:
         worker = RewardWorker(reward, 4, environment)
-        self.call = self
-        self.remote = worker.call
+        self.exchange = self
+        self.remote = worker.exchange
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def ask(what, answer, sample):
 
 def test_steps_are_taken_and_silence_is_one_before_the_first_turn():
     step = Step(text="06")
-    assert ask("step", step, after_a_turn()) is step
-    assert ask("reset", step, SAMPLE) is step
+    assert ask("step", step, after_a_turn()) == step
+    assert ask("reset", step, SAMPLE) == step
     assert ask("reset", None, SAMPLE) == Step()
 
 
