@@ -2,9 +2,9 @@
 
     python benchmarks/modes.py --calibrate ...
 
-One engine is measured alone, through the same client and Serve deployment as in a run; the trainer
-is read off the synchronous runs, in which it has the machine to itself. Nothing is fitted to the
-ratios that are predicted.
+The engines of a run are measured at once, as one is slower beside others, through the same client
+and Serve deployments as in a run; the trainer is read off the synchronous runs, in which it has the
+machine to itself. Nothing is fitted to the ratios that are predicted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _TURNS = 3
 _ROUNDS_BEFORE, _ROUNDS = 3, 12
 """Responses of each place in the engine until requests come and go steadily, and in all."""
 _ABORT_AFTER_S = 0.15
+_OTHER_SIZE = 1.5
+"""Factor between the tokens of two steps that tell what one costs beside them."""
 _IDLE_S = 10.0
 _APP = "calibration"
 _numbers = itertools.count()
@@ -41,7 +43,7 @@ _numbers = itertools.count()
 def measure_engines(
     model: str, config: RolloutConfig, *, prompt_tokens: int, max_num_seqs: int
 ) -> dict[str, Any]:
-    """Time one engine at several batch sizes.
+    """Time all engines at several batch sizes, each with as many requests as the others.
 
     Returns:
         Parameters of `EngineConfig`, the raw times they come from, and the cores that Ray and the
@@ -50,7 +52,6 @@ def measure_engines(
     from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers
     from ray_apr.serve.spec import EngineSpec
 
-    config = dataclasses.replace(config, num_replicas=1)
     start_rollout_servers(_APP, EngineSpec.of_run(model, config), config)
     try:
         idle_cores = measure_idle()
@@ -91,6 +92,7 @@ async def _measure(
         with CPUClock() as clock:  # it delays what it watches, and what is timed is not watched
             watched = await times(size, _LONG)
         cores = clock.between(began, time.time()).get("engine", 0.0) / sum(watched)
+        cores /= config.num_replicas
         rows.append({"sequences": size, "short_s": short_s, "long_s": long_s, "cores": cores})
     interrupted = await times(max_num_seqs, _LONG, interrupt=True)
     rows[-1]["interrupted_s"] = statistics.median(interrupted)
@@ -125,30 +127,33 @@ def _step_s(row: dict[str, float]) -> float:
 async def _time(
     config: RolloutConfig, size: int, tokens: int, prompt_tokens: int, *, interrupt: bool = False
 ) -> float:
-    """Seconds of `size` requests that begin together.
+    """Seconds of `size` requests of each engine that begin together.
 
     Args:
-        config: Of the rollout server.
-        size: Requests.
+        config: Of the rollout servers.
+        size: Requests of each.
         tokens: Length of each response.
         prompt_tokens: Length of each prompt.
         interrupt: Whether all requests are aborted once on their way, and resumed.
     """
-    client = await _make_client(config, size)
+    client = await _make_client(config, size * config.num_replicas)
 
     async def abort_once() -> None:
         await asyncio.sleep(_ABORT_AFTER_S)
         await client.abort(None)
 
     began = time.monotonic()
-    calls = [_respond(client, config, prompt_tokens, tokens) for _ in range(size)]
+    num_calls = size * config.num_replicas
+    calls = [_respond(client, config, prompt_tokens, tokens) for _ in range(num_calls)]
     await asyncio.gather(*calls, *([abort_once()] if interrupt else []))
     return time.monotonic() - began
 
 
 async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[str, float]:
-    """Responses of many lengths, `size` at a time, each followed by the next: requests and tokens
-    that end, and seconds, while as many begin."""
+    """Responses of many lengths, `size` at a time in each engine, each followed by the next:
+    requests and tokens that end in one, and seconds, while as many begin."""
+    num_replicas = config.num_replicas
+    size *= num_replicas
     client = await _make_client(config, size)
     rng = random.Random(0)
     left = iter([rng.randint(_SHORT, _LONG) for _ in range(_ROUNDS * size)])
@@ -165,8 +170,8 @@ async def _steady(config: RolloutConfig, size: int, prompt_tokens: int) -> dict[
     began, until = ended[_ROUNDS_BEFORE * size - 1][0], none_left[0]
     lengths = [length for at, length in ended if began < at <= until]
     return {
-        "steady_requests": len(lengths),
-        "steady_tokens": sum(lengths),
+        "steady_requests": len(lengths) / num_replicas,
+        "steady_tokens": sum(lengths) / num_replicas,
         "steady_s": until - began,
     }
 
@@ -237,9 +242,11 @@ def measured_cluster(
 
 def _fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Seconds of a token and of a step, of (tokens, seconds): medians, which a step that is slow
-    for another reason does not move."""
-    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(points, 2) if n != m]
-    slope = statistics.median(slopes)
+    for another reason does not move. Steps of about one size say nothing of what a step costs beside
+    its tokens."""
+    pairs = itertools.combinations(sorted(points), 2)
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in pairs if m >= _OTHER_SIZE * n]
+    slope = statistics.median(slopes or [0.0])
     overhead = statistics.median(seconds - slope * tokens for tokens, seconds in points)
     if slope > 0 and overhead > 0:
         return slope, overhead

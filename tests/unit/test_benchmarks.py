@@ -257,3 +257,13 @@ def test_a_token_and_a_step_are_fitted_whatever_one_slow_step_took(benchmark_nam
     points = [(100, 2.0), (200, 3.0), (300, 4.0), (400, 50.0), (500, 6.0)]
     assert calibrate._fitted(points) == pytest.approx((0.01, 1.0))
     assert calibrate._fitted([(100, 2.0), (200, 4.0)]) == pytest.approx((0.02, 0.0))
+
+
+def test_steps_of_one_size_say_nothing_of_what_a_step_costs_beside_its_tokens(benchmark_named):
+    calibrate = benchmark_named("calibrate")
+    line = [(n, 0.5 + n * 1e-5) for n in (100_000, 150_000, 220_000)]
+    assert calibrate._fitted(line) == pytest.approx((1e-5, 0.5))
+    # four H200s with sync:awake: through these a line has next to no slope
+    alike = [(178_009, 1.607), (175_843, 1.285), (236_892, 1.399), (233_052, 1.22)]
+    slope, overhead = calibrate._fitted(alike)
+    assert overhead == 0.0 and slope == pytest.approx(6.6e-6, rel=0.02)
