@@ -24,6 +24,7 @@ from ray_apr.tools.report.figures import SERIES, figure, line, moving_average
 from ray_apr.tools.report.html import duration, write_report
 from ray_apr.tools.report.load import RunFolderError, load_run
 from ray_apr.tools.report.parts import training_windows
+from ray_apr.tools.report.plots import reward_chart
 from ray_apr.tools.report.summary import check_run, covered_s, summarize
 
 DETAIL = "Each span from 5 to 30 s: drag to zoom, double click for all"
@@ -617,3 +618,12 @@ def test_a_short_axis_of_steps_has_no_fractions(xs: list[float], axis: tuple[Any
     (text,) = re.findall(r'<script type="application/json">(.*?)</script>', drawn)
     found = json.loads(text)["layout"]["xaxis"]
     assert (found.get("dtick"), found.get("range")) == axis
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
+def test_a_few_steps_have_no_mean_of_the_last_ones(
+    make_run: Callable[..., Path], num_steps: int
+) -> None:
+    run = load_run(make_run())
+    chart = reward_chart(dataclasses.replace(run, steps=run.steps[:num_steps]))
+    assert ("mean of the last 2 steps" in chart) == (num_steps > 2)

@@ -45,14 +45,11 @@ def reward_chart(run: RunData) -> str:
     steps, window = _steps(run), average_window(len(rewards))
     traces = [
         line(steps, rewards, "each step", SERIES[0], opacity=0.45, line={"width": 1}),
-        line(
-            steps,
-            moving_average(rewards, window),
-            f"mean of the last {window} steps",
-            SERIES[0],
-            line={"width": 2.6},
-        ),
     ]
+    if len(rewards) > window:
+        average = moving_average(rewards, window)
+        name = f"mean of the last {window} steps"
+        traces.append(line(steps, average, name, SERIES[0], line={"width": 2.6}))
     return figure("Reward", traces, x_label=_STEP, y_label="mean reward of a batch", height=340)
 
 
