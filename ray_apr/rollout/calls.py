@@ -13,6 +13,7 @@ holds nothing up. As long as the worker owes an outcome, an `exchange` waits the
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,12 +49,14 @@ class Outcomes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._box: list[tuple[int, bytes]] = []
         self._num_owed = 0
-        self._changed = asyncio.Event()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._is_taken_up = False
+        """Whether an exchange will take what is in the box: the others go on waiting."""
 
     async def exchange(self, requests: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
         """Begin calls, each with its number and pickled; returns numbers and pickled outcomes of
-        these and earlier ones that are there, at least one where any is owed to the caller. What
-        cannot be pickled or read is a string that says why.
+        these and earlier ones that are there, at least one unless another exchange takes the last.
+        What cannot be pickled or read is a string that says why.
 
         Waits for: an outcome. Unblocked by: it, or another `exchange` that takes the last one; a
         call that takes too long is up to the caller, who kills this process.
@@ -63,14 +66,18 @@ class Outcomes:
             task = asyncio.create_task(self._make(*request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        while self._num_owed and not self._box:
-            self._changed.clear()
-            await self._changed.wait()
+        if self._num_owed and (self._is_taken_up or not self._box):
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        self._is_taken_up = bool(self._box)
         if self._num_owed > len(self._box):
             await asyncio.sleep(_GATHER_S)
         outcomes, self._box = self._box, []
         self._num_owed -= len(outcomes)
-        self._changed.set()
+        self._is_taken_up = False
+        while self._waiters and not self._num_owed:
+            self._waiters.popleft().set_result(None)
         return outcomes
 
     async def _make(self, number: int, pickled: bytes) -> None:
@@ -88,7 +95,9 @@ class Outcomes:
         except Exception as error:  # noqa: BLE001  (whatever the user's objects raise on their way)
             answer = cloudpickle.dumps(_told(error))
         self._box.append((number, answer))
-        self._changed.set()
+        if self._waiters and not self._is_taken_up:
+            self._is_taken_up = True
+            self._waiters.popleft().set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,7 @@ class Calls:
 
         Raises:
             UserCodeError: If it failed.
-            RayError: If the worker died.
+            RayError: If the worker died, or does not answer as it should: it is of no use then.
         """
         self._number += 1
         number, pickled = self._number, cloudpickle.dumps((what, sample, limit_s))
@@ -153,7 +162,8 @@ class Calls:
         Waits for: outcomes. Unblocked by: them, or the worker's death.
         """
         await asyncio.sleep(_GATHER_S)
-        requests, self._outbox = self._outbox, []
+        requests = [request for request in self._outbox if request[0] in self._pending]
+        self._outbox = []
         self._num_owed += len(requests)
         self._num_exchanges += 1
         try:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.clock import unix_s
@@ -72,7 +72,7 @@ class RewardWorker:
         failure = ERRORS[what]
         try:
             value = await self._call(function, sample, limit)
-        except Exception as error:
+        except BaseException as error:  # exit() and a cancelled task of the user's among them
             if limit.expired():
                 raise failure(sample.sample_id, "timeout", f"over {timeout_s:g} s") from error
             if isinstance(error, failure):
@@ -284,7 +284,7 @@ class Scorer:
                 self._replace(calls)
                 detail = f"did not return within {limit_s:g} s"
                 raise failure(sample.sample_id, "timeout", detail) from None
-            except RayActorError:
+            except RayError:  # dead, killed for its memory, or its answer is lost
                 self._replace(calls)
         raise failure(sample.sample_id, "raised", "its worker process died again and again")
 

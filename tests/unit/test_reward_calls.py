@@ -81,6 +81,33 @@ async def test_a_slow_call_holds_up_neither_those_it_began_with_nor_later_ones()
     assert not calls._tasks and not calls._num_owed and not worker.outcomes._num_owed
 
 
+async def test_slow_calls_that_begin_one_by_one_need_no_more_exchanges_than_calls():
+    async def answer(what, sample, limit_s):
+        await asyncio.sleep(0.05)
+        return await by_number(what, sample, limit_s)
+
+    worker = Worker(answer)
+    calls = Calls(worker)
+    made = []
+    for number in range(60):
+        made.append(asyncio.create_task(make(calls, number)))
+        await asyncio.sleep(0.002)
+    assert [found.reward for (found,) in await asyncio.gather(*made)] == list(range(60))
+    assert len(worker.sizes) <= 60 + 5
+    assert not worker.outcomes._waiters
+
+
+async def test_a_call_whose_caller_has_gone_at_once_is_not_sent():
+    worker = Worker(by_number)
+    calls = Calls(worker)
+    gone = asyncio.create_task(make(calls, 1))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    (found,) = await make(calls, 2)
+    assert found.reward == 2.0 and worker.sizes == [1]
+
+
 async def test_a_call_that_is_given_up_is_forgotten_when_its_outcome_comes():
     release = asyncio.Event()
 

@@ -90,6 +90,20 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
     assert "KeyError" in str(error)
 
 
+@pytest.mark.parametrize("end", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("awaits", [False, True])
+def test_code_that_ends_its_process_or_its_task_ends_neither(score, end, awaits):
+    def plain(sample):
+        raise end
+
+    async def awaited(sample):
+        raise end
+
+    error, workers = score(awaited if awaits else plain, retries=1)
+    assert (error.kind, workers) == ("raised", 1)
+    assert type(end).__name__ in str(error)
+
+
 def test_a_reward_error_of_the_function_is_passed_on_as_it_is(score):
     def reward(sample):
         raise RewardError(sample.sample_id, "invalid", "its row has no answer")
