@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import os
 import random
@@ -242,8 +241,8 @@ def measured_cluster(
 
 def _fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Seconds of a token and of a step, of (tokens, seconds): medians, which a step that is slow
-    for another reason does not move. Steps of about one size say nothing of what a step costs beside
-    its tokens."""
+    for another reason does not move. Steps of about one size say nothing of what a step costs
+    beside its tokens."""
     pairs = itertools.combinations(sorted(points), 2)
     slopes = [(t - s) / (m - n) for (n, s), (m, t) in pairs if m >= _OTHER_SIZE * n]
     slope = statistics.median(slopes or [0.0])

@@ -226,9 +226,8 @@ def our_step(
     """`train_step` as the train loop calls it."""
     from ray_apr.config import AlgorithmConfig, TrainConfig
     from ray_apr.scheduling.batch import RankBatch, build_rank_batches
-    from ray_apr.train.fsdp import build_model, build_optimizer
+    from ray_apr.train.fsdp import build_model, build_optimizer, decoder_layers
     from ray_apr.train.logprobs import measure_recomputation, warm_up
-    from ray_apr.train.recomputation import recomputation_of
     from ray_apr.train.step import train_step
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -246,11 +245,8 @@ def our_step(
     sharded = build_model(str(model), train, device)
     if device.type == "cuda":  # kernels for batches of all sizes, as in a run
         warm_up(sharded, device, args.tokens, packed=True, entropy_gradients=False)
-        measure_recomputation(sharded, device, args.tokens, packed=True, entropy_gradients=False)
-        chooses = recomputation_of(sharded)
-        if chooses is not None and rank == 0:
-            print(f"{name}: {chooses.about(args.tokens)}", flush=True)
-    optimizer = build_optimizer(sharded, train)
+        measure_recomputation(sharded, device, train, entropy_gradients=False)
+    optimizer, layers = build_optimizer(sharded, train), decoder_layers(sharded)
     samples = make_samples(
         args.tokens * world_size, args.samples * world_size, sharded.config.vocab_size
     )
@@ -270,7 +266,11 @@ def our_step(
     algorithm = AlgorithmConfig()
 
     def step() -> object:
-        return train_step(sharded, optimizer, batch, algorithm, train)
+        found = train_step(sharded, optimizer, batch, algorithm, train)
+        again = sum(getattr(layer, "gradient_checkpointing", 0) for layer in layers)
+        if rank == 0:
+            print(f"{name}: {again} of {len(layers)} layers computed theirs again", flush=True)
+        return found
 
     return step, sum(p.numel() for p in sharded.parameters())
 

@@ -80,8 +80,7 @@ class Learner:
         measure_recomputation(
             self.model,
             device,
-            train.micro_batch_tokens,
-            packed=train.packs(device.type),
+            train,
             entropy_gradients=spec.algorithm.entropy_coef > 0,
             sampling=self._sampling,
         )

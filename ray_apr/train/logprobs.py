@@ -24,11 +24,13 @@ from torch import nn
 
 from ray_apr.core.messages import SamplingParams
 from ray_apr.train.attention import Packing
+from ray_apr.train.fsdp import StepSync, drop_gathered
 from ray_apr.train.head import METHOD
 from ray_apr.train.recomputation import recomputation_of
 from ray_apr.weights.plan import aligned
 
 if TYPE_CHECKING:
+    from ray_apr.config import TrainConfig
     from ray_apr.scheduling.batch import RankBatch
 
 _PLAIN = SamplingParams()
@@ -320,24 +322,32 @@ def warm_up(
 def measure_recomputation(
     model: nn.Module,
     device: torch.device,
-    num_tokens: int,
+    train: TrainConfig,
     *,
-    packed: bool,
     entropy_gradients: bool,
     sampling: SamplingParams = _PLAIN,
 ) -> None:
     """Have a model find out how many layers need to compute their activations again, where it
-    chooses that by itself (`recomputation`). The arguments are those of `warm_up`, which comes
-    before it where a model is compiled. A collective of all ranks.
+    chooses that by itself (`recomputation`); `warm_up` comes before it where a model is compiled.
+    A collective of all ranks.
+
+    Args:
+        model: A model that `head.attach_response_logprobs` has seen.
+        device: Where it computes.
+        train: Size of a micro-batch, packing, data types.
+        entropy_gradients: As `response_logprobs` will be called.
+        sampling: As micro-batches will have it.
     """
     chooses = recomputation_of(model)
     if chooses is None:
         return
-    count, length = _full_shape(model, num_tokens)
-    part = _made_up(count, length, packed, sampling).to(device)
+    count, length = _full_shape(model, train.micro_batch_tokens)
+    part = _made_up(count, length, train.packs(device.type), sampling).to(device)
     run = partial(_pass, model, part, entropy_gradients=entropy_gradients, gradients=True)
+    StepSync(model, train, device).after_optimizer()  # weights are gathered before each step
     chooses.measure(run, count * length)
     model.zero_grad(set_to_none=True)
+    drop_gathered(model)
 
 
 def _full_shape(model: Any, num_tokens: int) -> tuple[int, int]:

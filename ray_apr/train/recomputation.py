@@ -3,14 +3,15 @@ lets them (``train.activation_checkpointing: auto``).
 
 What a layer keeps for its backward pass, and what a pass needs beside that, are measured once, in a
 pass of made-up samples after the compilation, on each rank by itself: a rank's choice changes no
-collective. Layers are chosen by the unit that FSDP gathers, the first ones of the model first, as
-they are computed again when the later ones have freed theirs.
+collective. What else is there is seen before each pass: optimizer states, gradients of the
+micro-batches before it, weights on their way to the engines. Layers are chosen by the unit that
+FSDP gathers, the first ones of the model first, as they are computed again when the later ones
+have freed theirs.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,17 +101,8 @@ class Need:
         """An upper estimate for a micro-batch of so many tokens in which so many layers keep
         theirs: what is beside the layers is not taken to be less in a smaller one."""
         share = num_tokens / self.num_tokens
-        return self.peak * max(1.0, share) + self.of_layer * (
-            num_keeping * share - self.num_keeping * min(1.0, share)
-        )
-
-    def most_keeping(self, num_tokens: int, free: int) -> int:
-        """How many layers can keep theirs in a micro-batch of so many tokens."""
-        without = self.of(num_tokens, 0)
-        each = self.of_layer * num_tokens / self.num_tokens
-        if without + each * self.num_layers <= free:
-            return self.num_layers
-        return max(0, math.floor((free - without) / each))
+        added = num_keeping * share - self.num_keeping * min(1.0, share)
+        return self.peak * max(1.0, share) + self.of_layer * max(0.0, added)
 
 
 def attach_recomputation(
@@ -140,7 +132,8 @@ class Recomputation:
         self._units = units
         self._memory = memory
         self._need: Need | None = None
-        self._free = 0
+        self._limit = 0
+        """Bytes that tensors may have on the device."""
         model.base_model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def measure(self, run: Callable[[], object], num_tokens: int) -> None:
@@ -154,15 +147,10 @@ class Recomputation:
         self._need = None
         last = self._units[-1]
         before = self._memory.allocated()
-        free = self._memory.free()
+        reserve = int(_RESERVE * self._memory.total())
+        self._limit = before + self._memory.free() - reserve
         with self._measured(last) as kept:
             peak = self._memory.peak(run) - before
-        states = sum(
-            2 * local_tensor(p).nbytes
-            for p in self._model.parameters()
-            if p.requires_grad and p.device.type != "cpu"
-        )
-        self._free = free - states - int(_RESERVE * self._memory.total())
         self._need = Need(
             num_tokens=num_tokens,
             num_layers=sum(map(len, self._units)),
@@ -170,25 +158,30 @@ class Recomputation:
             peak=peak,
             of_layer=max(1, sum(kept) // len(last)),
         )
-        self._tell(num_tokens)
+        states = sum(
+            2 * local_tensor(p).nbytes
+            for p in self._model.parameters()
+            if p.requires_grad and p.device.type != "cpu"
+        )
+        self._tell(num_tokens, self._limit - before - states)
 
-    def num_keeping(self, num_tokens: int) -> int:
-        """Layers that keep their activations in a micro-batch of so many tokens."""
+    def num_keeping(self, num_tokens: int, free: int) -> int:
+        """Layers that keep their activations in a micro-batch of so many tokens, with so many free
+        bytes."""
         if self._need is None:
             return len(self._units[-1])
-        most = self._need.most_keeping(num_tokens, self._free)
         total = 0
         for unit in reversed(self._units):
-            if total + len(unit) > most:
+            if self._need.of(num_tokens, total + len(unit)) > free:
                 break
             total += len(unit)
         return total
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         if not torch.is_grad_enabled():
             return
-        left = self.num_keeping(input_ids.numel())
+        input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        left = self.num_keeping(input_ids.numel(), self._limit - self._memory.allocated())
         for unit in reversed(self._units):
             for layer in unit:
                 layer.gradient_checkpointing = left <= 0  # type: ignore[assignment]
@@ -219,29 +212,31 @@ class Recomputation:
                 else:
                     del layer.forward
 
-    def _tell(self, num_tokens: int) -> None:
+    def _tell(self, num_tokens: int, free: int) -> None:
+        """Say what is chosen once the optimizer has its states."""
+        logger.info(self.about(num_tokens, free))
         assert self._need is not None
-        logger.info(self.about(num_tokens))
-        needed = self._need.of(num_tokens, self.num_keeping(num_tokens))
-        if needed > self._free:
+        needed = self._need.of(num_tokens, self.num_keeping(num_tokens, free))
+        if needed > free:
             logger.warning(
                 "a micro-batch of %d tokens needs about %.1f GB of this device, where %.1f GB are "
                 "left for it; should memory run out, lower train.micro_batch_tokens, or set "
                 "train.master_dtype to bfloat16, train.cpu_offload or train.lora",
                 num_tokens,
                 needed / _GB,
-                max(0, self._free) / _GB,
+                max(0, free) / _GB,
             )
 
-    def about(self, num_tokens: int) -> str:
-        """What was measured and is chosen for a micro-batch of so many tokens, as a sentence."""
+    def about(self, num_tokens: int, free: int) -> str:
+        """What was measured and is chosen for a micro-batch of so many tokens with so many free
+        bytes, as a sentence."""
         if self._need is None:
             return "nothing is measured yet"
-        num_layers, keeping = self._need.num_layers, self.num_keeping(num_tokens)
+        num_layers, keeping = self._need.num_layers, self.num_keeping(num_tokens, free)
         return (
             f"{num_layers - keeping} of {num_layers} layers compute their activations again in a "
             f"micro-batch of {num_tokens} tokens, which needs about "
-            f"{self._need.of(num_tokens, keeping) / _GB:.1f} of {self._free / _GB:.1f} GB; a layer "
+            f"{self._need.of(num_tokens, keeping) / _GB:.1f} of {free / _GB:.1f} GB; a layer "
             f"keeps {self._need.of_layer / _GB:.2f} GB of {self._need.num_tokens} tokens"
         )
 
