@@ -256,7 +256,8 @@ class ServeRolloutClient:
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze all engines; with "wait" once what runs has ended."""
-        await self._stop("pause", mode)
+        with self._exchange.held_back() if mode == "abort" else contextlib.nullcontext():
+            await self._stop("pause", mode)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Have all engines leave their devices to the train workers."""

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,10 @@ from ray_apr.serve.mailbox import STREAM_S, Outcome
 
 _GATHER_S = 0.001
 """Requests that begin within this time go to their replica in one call."""
-_AT_ONCE = 256
+_AT_ONCE = 32
 """Outcomes that are handed out between two turns of the event loop: a sync may end thousands of
-requests at a time, and those who get them have work to do."""
+requests at a time, and those who get them have work to do, for which a sync's own messages would
+wait."""
 _LISTEN_S = 2.0
 """A replica says at once that it streams; one that is silent for so long is asked whether it is."""
 _SILENT_S = 600.0
@@ -79,6 +80,18 @@ class Exchange:
         self._streams: set[str] = set()
         """Replicas that a stream comes from."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Hand out no outcomes in here: what they set off would delay what is waited for in here,
+        and all engines stand still as long."""
+        self._flows.clear()
+        try:
+            yield
+        finally:
+            self._flows.set()
 
     def post(self, engine: str, request: GenerateRequest) -> asyncio.Future[Generation]:
         """Send a request together with all others of this moment; returns its outcome's future.
@@ -138,7 +151,8 @@ class Exchange:
     async def _receive(self, replica_id: str, handle: EngineHandle) -> None:
         """Hand out what a replica streams, as long as it owes an outcome.
 
-        Waits for: outcomes. Unblocked by: the stream's end, the replica's death, the time limit.
+        Waits for: outcomes, and the end of `held_back`. Unblocked by: the stream's end, the
+        replica's death, the time limit.
         """
         try:
             while self._num_calls[replica_id]:
@@ -150,10 +164,11 @@ class Exchange:
                         if outcomes is None:  # an older stream was cut off with them
                             lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
                             self._fail(owed, lost)
-                        for number, (request_id, outcome) in enumerate(outcomes or (), start=1):
-                            self._end(request_id, outcome)
+                        for number, (request_id, outcome) in enumerate(outcomes or ()):
                             if number % _AT_ONCE == 0:
                                 await asyncio.sleep(0)
+                                await self._flows.wait()
+                            self._end(request_id, outcome)
         except BaseException as broken:  # noqa: BLE001  (callers get it)
             if isinstance(broken, NoEngineError):
                 broken = EngineDiedError(f"{replica_id} is gone")

@@ -140,3 +140,22 @@ async def test_a_server_that_cannot_look_any_more_is_replaced(monkeypatch):
     server._watch.set_exception(KeyError("a name that Ray has changed"))
     with pytest.raises(KeyError):
         await server.check_health()
+
+
+def test_a_pause_that_interrupts_is_awaited_before_what_it_has_interrupted(monkeypatch, no_ray):
+    async def work() -> None:
+        with slow_engines(
+            monkeypatch, RolloutConfig(), tokens_per_s=SPEED, lengths=lambda sample: LONG
+        ) as (_, client):
+            flows = []
+
+            async def stop(*_, **__):
+                flows.append(client._exchange._flows.is_set())
+
+            monkeypatch.setattr(client, "_all", stop)
+            for mode in ("abort", "keep", "wait"):
+                await client.pause(mode)
+            assert flows == [False, True, True]
+            assert client._exchange._flows.is_set()
+
+    run_in_virtual_time(monkeypatch, work)

@@ -112,6 +112,33 @@ async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_toget
     assert servers["a"].num_asked == 1 and not client._streams, "it owes nothing"
 
 
+async def test_outcomes_are_held_back_as_long_as_asked_and_a_death_is_not(client, servers):
+    futures = {name: client.post(name, generate_request(name)) for name in servers}
+    for server in servers.values():
+        await server.until_submitted(1)
+    with client.held_back():
+        servers["a"].end("a")
+        await asyncio.sleep(0.05)
+        assert servers["a"].pieces == [1] and not futures["a"].done()
+        servers["b"].is_dead = True
+        servers["b"].end("b")
+        with pytest.raises(EngineDiedError):
+            await asyncio.wait_for(futures["b"], 5)
+    assert (await asyncio.wait_for(futures["a"], 5)).request_id == "a"
+
+
+async def test_the_event_loop_turns_between_outcomes_that_come_at_once(client, servers):
+    futures = [client.post("a", generate_request(f"{i}")) for i in range(100)]
+    await servers["a"].until_submitted(100)
+    for i in range(100):
+        servers["a"].end(f"{i}")
+    seen = set()
+    while len(done := [f for f in futures if f.done()]) < 100:
+        seen.add(len(done))
+        await asyncio.sleep(0)
+    assert {32, 64, 96} <= seen
+
+
 async def test_a_replica_is_asked_again_while_it_owes_an_outcome(client, servers, monkeypatch):
     monkeypatch.setattr(mailbox, "STREAM_S", 0.01)
     future = client.post("a", generate_request("x"))
