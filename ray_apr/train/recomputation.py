@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -202,7 +203,7 @@ class Recomputation:
         forwards = [layer.forward for layer in layers]
         own = ["forward" in vars(layer) for layer in layers]
         for layer, forward in zip(layers, forwards, strict=True):
-            layer.forward = _with(measured, forward)  # type: ignore[method-assign]
+            layer.forward = partial(measured, forward)  # type: ignore[method-assign]
         try:
             yield kept
         finally:
@@ -239,7 +240,3 @@ class Recomputation:
             f"{self._need.of(num_tokens, keeping) / _GB:.1f} of {free / _GB:.1f} GB; a layer "
             f"keeps {self._need.of_layer / _GB:.2f} GB of {self._need.num_tokens} tokens"
         )
-
-
-def _with(measured: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: measured(forward, *args, **kwargs)
