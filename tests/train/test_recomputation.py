@@ -59,13 +59,20 @@ class SavedBytes:
         return self.bytes
 
 
-def make_model(tmp_path, memory, size_of_unit=1, layers=4):
-    folder = make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=layers)
+def make_model(tmp_path, memory, size_of_unit=1):
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=4)
     model = build_model(str(folder), TRAIN, CPU)
-    found = decoder_layers(model)
-    units = [found[i : i + size_of_unit] for i in range(0, layers, size_of_unit)]
+    layers = decoder_layers(model)
+    units = [layers[i : i + size_of_unit] for i in range(0, 4, size_of_unit)]
     attach_recomputation(model, units, memory)
     return model
+
+
+def measured(model):
+    """What chooses for a model, once it has measured, and what that has found."""
+    measure_recomputation(model, CPU, TRAIN, entropy_gradients=False)
+    chooses = recomputation_of(model)
+    return chooses, chooses._need
 
 
 def recomputed(model):
@@ -83,11 +90,10 @@ def test_what_a_layer_keeps_is_what_it_takes_to_keep_it(tmp_path):
     memory = SavedBytes()
     with process_group(tmp_path):
         model = make_model(tmp_path, memory)
-        measure_recomputation(model, CPU, TRAIN, entropy_gradients=False)
-        need = recomputation_of(model)._need
+        chooses, need = measured(model)
         kept = {}
         for free in (0, memory.left):
-            recomputation_of(model)._limit = free
+            chooses._limit = free
             kept[free] = memory.count(lambda: run_pass(model, 4096))
             tokens = run_pass(model, 4096)
             assert recomputed(model) == [not free] * 4
@@ -106,9 +112,8 @@ def test_the_first_layers_compute_theirs_again_as_many_as_need_be(tmp_path, size
         model = make_model(tmp_path, memory, size_of_unit)
         run_pass(model, 4096)
         assert recomputed(model) == [True] * (4 - size_of_unit) + [False] * size_of_unit
-        measure_recomputation(model, CPU, TRAIN, entropy_gradients=False)
-        chooses = recomputation_of(model)
-        chooses._limit = memory.bytes + chooses._need.of(512, 3)
+        chooses, need = measured(model)
+        chooses._limit = memory.bytes + need.of(512, 3)
         for num_tokens, there in ((512, expected), (8, [False] * 4), (4096, [True] * 4)):
             model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64))
             assert recomputed(model) == there, num_tokens
@@ -119,13 +124,16 @@ def test_what_is_there_before_a_pass_leaves_less_for_it(tmp_path):
     memory = SavedBytes()
     with process_group(tmp_path):
         model = make_model(tmp_path, memory)
-        measure_recomputation(model, CPU, TRAIN, entropy_gradients=False)
-        need = recomputation_of(model)._need
-        recomputation_of(model)._limit = need.of(512, 4)
+        chooses, need = measured(model)
+        chooses._limit = need.of(512, 4)
         for there, again in ((0, 0), (2 * need.of_layer, 2), (10**9, 4)):
             memory.bytes = there
             model.base_model(input_ids=torch.zeros(1, 512, dtype=torch.int64))
             assert sum(recomputed(model)) == again
+        memory.bytes = 0
+        with torch.no_grad():
+            model.base_model(input_ids=torch.zeros(1, 512, dtype=torch.int64))
+        assert sum(recomputed(model)) == 4, "nothing is chosen where nothing is kept"
 
 
 def test_what_is_chosen_is_told_with_a_remedy_where_nothing_fits(tmp_path, caplog):

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
@@ -143,6 +144,27 @@ def test_a_call_that_does_not_return_costs_its_worker(score):
     error, workers = score(never, timeout_s=0.05, retries=1)
     assert (error.kind, workers) == ("timeout", 3)
     assert time.monotonic() - begin < 10
+
+
+async def test_a_worker_that_ray_has_killed_for_its_memory_is_replaced_and_the_call_made_again(
+    monkeypatch,
+):
+    killed, made = [], []
+    monkeypatch.setattr(scoring.ray, "kill", killed.append)
+
+    def make():
+        made.append(InProcessWorker(lambda sample: 1.0))
+        if len(made) == 1:
+            made[0].remote = out_of_memory
+        return made[-1]
+
+    async def out_of_memory(requests):
+        raise OutOfMemoryError("the node ran low")
+
+    scorer = Scorer(lambda sample: 1.0, RolloutConfig(reward={"retries": 0}), make_worker=make)
+    results = await asyncio.gather(*(scorer.score(SAMPLE) for _ in range(5)))
+    assert [result.reward for result in results] == [1.0] * 5
+    assert killed == made[:1] and len(made) == 2
 
 
 # -- environments ----------------------------------------------------------------------------------
