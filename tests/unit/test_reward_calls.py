@@ -97,11 +97,33 @@ async def test_slow_calls_that_begin_one_by_one_need_no_more_exchanges_than_call
     assert not worker.outcomes._waiters
 
 
+async def test_outcomes_of_a_moment_wake_one_exchange_alone():
+    releases = [asyncio.Event(), asyncio.Event()]
+
+    async def answer(what, sample, limit_s):
+        await releases[int(sample.sample_id.partition("-")[2]) % 2].wait()
+        return await by_number(what, sample, limit_s)
+
+    worker = Worker(answer)
+    calls = Calls(worker)
+    made = []
+    for number in range(20):
+        made.append(asyncio.create_task(make(calls, number)))
+        await asyncio.sleep(0.004)
+    assert len(worker.outcomes._waiters) == 20
+    releases[0].set()
+    await asyncio.gather(*made[::2])
+    assert len(worker.outcomes._waiters) == 19
+    releases[1].set()
+    assert [found.reward for (found,) in await asyncio.gather(*made)] == list(range(20))
+
+
 async def test_a_call_whose_caller_has_gone_at_once_is_not_sent():
     worker = Worker(by_number)
     calls = Calls(worker)
-    gone = asyncio.create_task(make(calls, 1))
+    gone = asyncio.create_task(calls.make("score", sample(1), 5.0))
     await asyncio.sleep(0)
+    assert calls._outbox
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     (found,) = await make(calls, 2)
