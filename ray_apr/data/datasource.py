@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
-from ray.data import DataContext, Dataset
+from ray.data import DataContext, DataIterator, Dataset
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import ObjectLostError
 
+from ray_apr.compat import ray as compat
 from ray_apr.core.exceptions import ResourceError, one_line
 from ray_apr.data.parts import RESTART_LIMIT_S, Part, PartName
 from ray_apr.data.store import opened
@@ -119,6 +120,16 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
         row = plan.rank_batch(rank, dict(zip(wanted, payload, strict=True))).to_row()
         yield pa.table({name: pa.array([value]) for name, value in row.items()})
         last_step = plan.step
+
+
+def rows_of(stream: DataIterator) -> Iterator[Mapping[str, Any]]:
+    """Rows of a `sample_stream`, each as soon as it is there: column to list or number.
+
+    Waits for: the next row. Unblocked by: its read task, which has the buffer's limit.
+    """
+    compat.hand_on_blocks_at_once()
+    for table in stream.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
+        yield {name: column[0] for name, column in table.items()}
 
 
 def _row_of(order: Order) -> dict[str, list[Any]]:

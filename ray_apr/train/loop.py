@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
 from ray_apr.core.staleness import next_version
-from ray_apr.data.datasource import order_of
+from ray_apr.data.datasource import order_of, rows_of
 from ray_apr.data.parts import Part
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.scheduling.orders import Order, OrderKind
@@ -147,7 +147,7 @@ class _TrainLoop:
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
-        rows = self._rows()
+        rows = rows_of(ray.train.get_dataset_shard(f"rank{self._rank}"))
         while self._progress.step < self._train.num_steps:
             self._follow_orders()
             self._step(rows)
@@ -247,15 +247,6 @@ class _TrainLoop:
                 self._publisher.send_again(order.lost_version, self._progress.policy_version)
         elif self._writer.step != self._progress.step:  # else it is there, or being written
             self._checkpoint(self._row)
-
-    def _rows(self) -> Iterator[Mapping[str, Any]]:
-        """Rows of this rank, each a mapping of column to list or number.
-
-        Waits for: the rank's next row. Unblocked by: its read task, which has the buffer's limit.
-        """
-        shard = ray.train.get_dataset_shard(f"rank{self._rank}")
-        for table in shard.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
-            yield {name: column[0] for name, column in table.items()}
 
     def _report(self, row: Mapping[str, Any], *, is_last: bool) -> None:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""

@@ -5,6 +5,7 @@ import dataclasses
 import types
 
 import pytest
+import ray.train
 
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import StarvedError, TrainError
@@ -103,7 +104,7 @@ def loop(monkeypatch):
     loop._writer = Writer()
     loop._reports = loop._writer.reports
     monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
-    monkeypatch.setattr(loop, "_rows", lambda: iter(()))
+    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: None)
     return loop
 
 
