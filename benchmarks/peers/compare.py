@@ -7,7 +7,14 @@
 
 `arithmetic` trains a small model that this makes first, and asks how soon it has learned.
 `replay` trains a model of `--shape` with random weights, whose responses get as long as the trace
-says: what is left is the time of generation, hand-over and training. A system is `trl` (colocated
+says: what is left is the time of generation, hand-over and training. `spelling` trains a real model
+(`spelling.py` makes both of its inputs):
+
+    python benchmarks/peers/compare.py --task spelling --model smollm2 --prompts spelling.parquet \
+        --gpus 2 --rewards 0.1 0.15 --learning-rate 2e-5 --systems trl sync:awake apr \
+        --trl-liger --out spelling.json
+
+A system is `trl` (colocated
 vLLM), or a mode of ray_apr: MODE has half of the GPUs for its engines, MODE:awake and MODE:turns
 have engine and train worker on each (`benchmarks/modes.py`).
 
@@ -21,6 +28,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,11 +47,21 @@ import host
 import learning
 import modes
 
+from ray_apr.tools.report.load import load_run
+
 EXAMPLE = learning.EXAMPLE
 REPLAY_REWARD = """
 def reward(sample):
     return float(int(sample.sample_id.rpartition("-")[2]) % 2)
 """
+OF_STEP = (
+    "reward_mean", "num_tokens", "trainer_wait_s", "trainer_step_s", "weight_wait_s",
+    "weight_sync_s", "generation_stopped_s", "staleness_mean",
+)  # fmt: skip
+"""Of a step of ours; a peer has the first two."""
+OF_RUN = ("start", "trainer_idle_ratio", "generation_idle_ratio")
+END_LIMIT_S = 30.0
+"""Of what has exceeded its own limit, and was told to end."""
 RUNNING_MEAN = 4
 """Steps whose mean reward has to reach a threshold."""
 
@@ -53,7 +72,7 @@ def main() -> None:
     result = modes.describe(args)
     with tempfile.TemporaryDirectory(prefix="apr-peers-") as path:
         folder = Path(path)
-        task = {"arithmetic": arithmetic_task, "replay": replay_task}[args.task](folder, args)
+        task = TASKS[args.task](folder, args)
         result["task"] = {k: v for k, v in task.items() if k not in ("model", "prompts", "reward")}
         for repeat in range(args.repeats):
             for system in args.systems:
@@ -66,7 +85,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--task", choices=["arithmetic", "replay"], required=True)
+    parser.add_argument("--task", choices=list(TASKS), required=True)
     parser.add_argument("--systems", nargs="+", default=["trl", "sync:awake", "apr"])
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1)
@@ -80,6 +99,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up-lr", type=float, default=1e-3, help="arithmetic: supervised")
     parser.add_argument("--trace", type=Path, help="replay: lengths of responses")
     parser.add_argument("--scale", type=float, default=0.25, help="replay: factor on them")
+    parser.add_argument("--model", type=Path, help="spelling: folder of a model that can chat")
+    parser.add_argument("--prompts", type=Path, help="spelling: Parquet file")
     parser.add_argument("--shape", default="0.6B", choices=list(gpu_models.SHAPES))
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of our engines")
     parser.add_argument("--trl-rows", type=int, default=256, help="TRL's micro batch, of a GPU")
@@ -91,6 +112,8 @@ def _arguments() -> argparse.Namespace:
     args.gpu, args.reward_seconds = True, 0.0
     if args.task == "replay" and args.trace is None:
         parser.error("--task replay needs --trace")
+    if args.task == "spelling" and None in (args.model, args.prompts):
+        parser.error("--task spelling needs --model and --prompts")
     return args
 
 
@@ -134,8 +157,22 @@ def replay_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def spelling_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A real model, asked to spell words backward."""
+    del folder
+    return {
+        **common(args),
+        "model": str(args.model.resolve()),
+        "parameters": learning.num_parameters(args.model),
+        "prompts": str(args.prompts.resolve()),
+        "reward": f"{Path(__file__).with_name('spelling.py')}:reward",
+        "max_response_tokens": 256,
+        "max_model_len": 512,
+    }
+
+
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    """What both tasks hand to every system."""
+    """What all tasks hand to every system."""
     return {
         "kind": args.task,
         "gpus": args.gpus,
@@ -152,15 +189,15 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
 def one_run(
     system: str, repeat: int, task: dict[str, Any], folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Train once; a run that fails or exceeds its limit says so, with the end of its log."""
+    """Train once; a run that fails or exceeds its limit says so, with the end of its log beside the
+    steps that it has done."""
     run = our_run if system != "trl" else trl_run
     log = args.out.with_name(f"{args.out.stem}-{system.replace(':', '-')}-{repeat}.log")
     began = time.time()
     with memory_peaks() as peaks, log.open("w") as out:
-        try:
-            found = run(system, repeat, task, folder, out, args)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            found = {"failed": type(error).__name__, "log": log.read_text()[-2000:]}
+        found = run(system, repeat, task, folder, out, args)
+    if "failed" in found:
+        found["log"] = log.read_text()[-2000:]
     if "first_generation" in found:
         found["start_s"] = found.pop("first_generation") - began
     return {"system": system, "repeat": repeat, "gpu_memory_peak_gib": dict(peaks), **found}
@@ -199,22 +236,24 @@ def our_run(
         settings["rollout"]["replay_column"] = "lengths"
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    command = [sys.executable, "-m", "ray_apr", "train", str(config)]
-    subprocess.run(command, check=True, timeout=args.limit, stdout=out, stderr=out)
-    times = modes.times_of(folder / name)
-    first = times["generates_at_s"]
-    run_began = (folder / name / "config.json").stat().st_mtime  # written as the clock starts
+    ended = run_to_end([sys.executable, "-m", "ray_apr", "train", str(config)], out, args.limit)
+    if not (folder / name / "metrics.jsonl").exists():
+        return ended
+    data = load_run(folder / name)
+    if not data.steps:
+        return ended
+    first = min(span["start_s"] for span in data.timeline if span["what"] == "generate")
     steps = [
-        {"time_s": row["time_s"] - first, "reward_mean": row["reward_mean"],
-         "num_tokens": row["num_tokens"]}
-        for row in times["steps"]
-    ]  # fmt: skip
-    return {
-        "first_generation": run_began + first,
-        "steps": steps,
-        **{key: times[key] for key in ("start", "trainer_idle_ratio", "generation_idle_ratio")},
-        "ledger_error": times["final"]["ledger_error"],
-    }
+        {"time_s": row["time_s"] - first, **{key: row[key] for key in OF_STEP if key in row}}
+        for row in data.steps
+    ]
+    run_began = (folder / name / "config.json").stat().st_mtime  # written as the clock starts
+    found = {**ended, "first_generation": run_began + first, "steps": steps}
+    if not ended:
+        times = modes.times_of(folder / name)
+        found |= {key: times[key] for key in OF_RUN}
+        found["ledger_error"] = times["final"]["ledger_error"]
+    return found
 
 
 def trl_run(
@@ -229,18 +268,51 @@ def trl_run(
         "--master_port", str(host.free_port()),
         str(Path(__file__).with_name("trl_colocate.py")), str(asked),
     ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=args.limit, stdout=out, stderr=out)
-    found = json.loads(result.read_text())
-    first = found["generations"][0][0]
-    steps = [
-        {"time_s": step["time"] - first, "reward_mean": step["reward_mean"], "num_tokens": tokens}
-        for step, tokens in zip(found["steps"], found["num_tokens"], strict=True)
+    ended = run_to_end(command, out, args.limit)
+    found = json.loads(result.read_text()) if result.exists() else {}
+    return {**ended, **trl_steps(result, task["gpus"]), **found}
+
+
+def run_to_end(command: list[str], out: Any, limit_s: float) -> dict[str, str]:
+    """Run a command, and leave none of its processes; says how it failed, if it did."""
+    process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_LIMIT_S)
+        return {"failed": f"not done after {limit_s:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return {"failed": f"exit {code}"} if code else {}
+
+
+def trl_steps(result: Path, num_ranks: int) -> dict[str, Any]:
+    """Steps that all processes have written; nothing if there is none."""
+    files = [Path(f"{result}.{rank}") for rank in range(num_ranks)]
+    ranks = [
+        [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        for file in files
     ]
+    rows = list(zip(*ranks, strict=False))
+    if not rows:
+        return {}
+    first = rows[0][0]["generation"][0]
     return {
         "first_generation": first,
-        "steps": steps,
-        "generation_s": [ended - began for began, ended in found["generations"]],
-        **{key: found[key] for key in ("sync_s", "attention", "peak_trainer_gib")},
+        "steps": [
+            {
+                "time_s": row[0]["time"] - first,
+                "reward_mean": row[0]["reward_mean"],
+                "num_tokens": sum(of_rank["num_tokens"] for of_rank in row),
+            }
+            for row in rows
+        ],
+        "generation_s": [row[0]["generation"][1] - row[0]["generation"][0] for row in rows],
+        "sync_s": [row[0]["sync_s"] for row in rows],
     }
 
 
@@ -292,6 +364,9 @@ def seconds_to(goal: float, run: dict[str, Any]) -> float | None:
     """From the first generation to the end of the step whose running mean reaches the goal."""
     pairs = zip(run["steps"], curve(run), strict=True)
     return next((step["time_s"] for step, reward in pairs if reward >= goal), None)
+
+
+TASKS = {"arithmetic": arithmetic_task, "replay": replay_task, "spelling": spelling_task}
 
 
 @contextlib.contextmanager

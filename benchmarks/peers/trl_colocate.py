@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 benchmarks/peers/trl_colocate.py TASK.json
 
-TASK.json has what `compare.py` wrote: model, prompts, settings, and where the result goes. Needs
+TASK.json has what `compare.py` wrote: model, prompts, settings, and where the result goes; each
+process writes its steps to a file beside it as they end. Needs
 `trl`, `datasets`, `accelerate`, and `liger-kernel` for `liger`. Two things of TRL are wrapped, to
 know when the first generation begins and how long each takes, and, where lengths are replayed, to
 give each request its own length; TRL itself stays as it is.
@@ -11,6 +12,7 @@ give each request its own length; TRL itself stays as it is.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -25,24 +27,33 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "arithmetic"))
+import spelling
 import task as arithmetic
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]  # transformers' callbacks are untyped
-    """Seconds since the epoch of what is timed, and the rewards of each step."""
+    """Writes a line for each step: when it ended, its reward, and what its generation and its
+    hand-over took.
 
-    def __init__(self) -> None:
-        self.generations: list[tuple[float, float]] = []
-        self.syncs: list[float] = []
-        self.tokens: list[int] = []
-        self.steps: list[dict[str, float]] = []
+    Args:
+        file: Of this process.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._lines = file.open("w", buffering=1)
+        self._ended = 0.0
+        self.generation = (0.0, 0.0)
+        """When the last one began and ended, in seconds since the epoch."""
+        self.sync_s = 0.0
+        self.num_tokens = 0
+        """Of the responses that this process has trained."""
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Note when an optimizer step has ended."""
         torch.cuda.synchronize()
-        self.steps.append({"step": state.global_step - 1, "time": time.time()})
+        self._ended = time.time()
 
     def on_log(
         self,
@@ -52,16 +63,25 @@ class Clock(TrainerCallback):  # type: ignore[misc]  # transformers' callbacks a
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Note the mean reward of the step, which TRL logs after it."""
-        if logs and "reward" in logs and self.steps:
-            self.steps[-1]["reward_mean"] = float(logs["reward"])
+        """Write the line of a step, which TRL logs after it."""
+        if not logs or "reward" not in logs or not self._ended:
+            return
+        row = {
+            "time": self._ended,
+            "reward_mean": float(logs["reward"]),
+            "num_tokens": self.num_tokens,
+            "generation": self.generation,
+            "sync_s": self.sync_s,
+        }
+        self._lines.write(json.dumps(row) + "\n")
+        self.num_tokens = 0
 
 
 def main() -> None:
     """Train, and write the result from the first process."""
     task = json.loads(Path(sys.argv[1]).read_text())
     rows = pq.read_table(task["prompts"]).to_pylist()
-    clock = Clock()
+    clock = Clock(Path(f"{task['out']}.{os.environ['RANK']}"))
     trainer = GRPOTrainer(
         model=task["model"],
         reward_funcs=REWARDS[task["kind"]],
@@ -73,14 +93,8 @@ def main() -> None:
         replay(trainer, rows, task["group_size"])
     time_generation(trainer, clock)
     trainer.train()
-    tokens = torch.tensor(clock.tokens, device=trainer.accelerator.device)
-    tokens = trainer.accelerator.reduce(tokens, "sum").tolist()
     if trainer.accelerator.is_main_process:
         result = {
-            "generations": clock.generations,
-            "sync_s": clock.syncs,
-            "steps": clock.steps,
-            "num_tokens": tokens,
             "attention": trainer.model.config._attn_implementation,
             "peak_trainer_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
@@ -134,8 +148,8 @@ def time_generation(trainer: Any, clock: Clock) -> None:
     def timed_generate(*args: Any, **kwargs: Any) -> Any:
         began = time.time()
         found = generate(*args, **kwargs)
-        clock.generations.append((began, time.time()))
-        clock.tokens.append(sum(map(len, found[1])))
+        clock.generation = (began, time.time())
+        clock.num_tokens += sum(map(len, found[1]))
         return found
 
     def timed_sync(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +157,7 @@ def time_generation(trainer: Any, clock: Clock) -> None:
         began = time.time()
         sync(*args, **kwargs)
         torch.cuda.synchronize()
-        clock.syncs.append(time.time() - began)
+        clock.sync_s = time.time() - began
 
     engine.generate, engine.sync_weights = timed_generate, timed_sync
 
@@ -188,7 +202,11 @@ def arithmetic_reward(completions: list[str], answer: list[str], **_: Any) -> li
     return [float(arithmetic.final_answer(text) == str(right)) for text, right in pairs]
 
 
-REWARDS = {"replay": replay_reward, "arithmetic": arithmetic_reward}
+REWARDS = {
+    "replay": replay_reward,
+    "arithmetic": arithmetic_reward,
+    "spelling": spelling.trl_reward,
+}
 
 if __name__ == "__main__":
     main()

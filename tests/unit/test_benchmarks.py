@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,6 +124,54 @@ def test_a_replay_is_scaled_to_whole_tokens(compare, tmp_path, monkeypatch):
     _, half, _ = peer_task(compare, tmp_path, monkeypatch, scale=0.5)
     for before, after in zip(whole, half, strict=True):
         assert after["lengths"] == [max(1, round(0.5 * n)) for n in before["lengths"]]
+
+
+def test_steps_of_a_peer_count_where_all_of_its_processes_have_written_them(compare, tmp_path):
+    lines = [
+        {"time": 10.0 + i, "reward_mean": i / 10, "num_tokens": 5, "generation": [8.0 + i, 9.0 + i],
+         "sync_s": 0.5}
+        for i in range(3)
+    ]  # fmt: skip
+    for rank, count in ((0, 3), (1, 2)):
+        (tmp_path / f"result.json.{rank}").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines[:count])
+        )
+    found = compare.trl_steps(tmp_path / "result.json", 2)
+    assert found["first_generation"] == 8.0 and found["generation_s"] == [1.0, 1.0]
+    assert found["steps"] == [
+        {"time_s": 2.0, "reward_mean": 0.0, "num_tokens": 10},
+        {"time_s": 3.0, "reward_mean": 0.1, "num_tokens": 10},
+    ]
+    assert compare.trl_steps(tmp_path / "result.json", 3) == {}
+
+
+def test_a_run_beyond_its_limit_leaves_no_process(compare, tmp_path):
+    child = tmp_path / "child"
+    script = f"sleep 100 & echo $! > {child}; wait"
+    found = compare.run_to_end(["bash", "-c", script], None, 1.0)
+    assert found == {"failed": "not done after 1 s"}
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 10
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+    assert compare.run_to_end(["false"], None, 10.0) == {"failed": "exit 1"}
+    assert compare.run_to_end(["true"], None, 10.0) == {}
+
+
+def _is_running(pid: int) -> bool:
+    """Whether it lives, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("text", ["enots", "ENOTS ", "enotsx", "enosx", "stone", "", "x", "en"])
+def test_words_are_scored_as_reasoning_gym_does(benchmark_named, text):
+    score = benchmark_named("spelling").score(text, "enots")
+    gym = pytest.importorskip("reasoning_gym").create_dataset("spell_backward", size=1, seed=0)
+    assert score == pytest.approx(gym.score_answer(text.strip(), {"answer": "enots"}))
 
 
 # -- modes -----------------------------------------------------------------------------------------
