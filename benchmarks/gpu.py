@@ -44,6 +44,9 @@ def _arguments() -> argparse.Namespace:
     trainer.add_argument("--gpus", type=int, default=1)
     trainer.add_argument("--tokens", type=int, default=16384, help="of one step on one GPU")
     trainer.add_argument("--samples", type=int, default=16, help="of one step on one GPU")
+    trainer.add_argument(
+        "--micro-batch-tokens", type=int, help="of ours; without it a step is one micro-batch"
+    )
     trainer.add_argument("--steps", type=int, default=10, help="of one turn")
     trainer.add_argument("--warm-up", type=int, default=4, help="steps before the first turn")
     trainer.add_argument(

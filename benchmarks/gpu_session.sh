@@ -7,9 +7,10 @@
 #
 # A part that fails or exceeds its limit ends neither the others nor the session; the last lines say
 # which did. PYTHON is the interpreter (python3), SHAPE the model (0.6B), GPUS how many are used (2),
-# REPLICAS how many of them generate in a disaggregated run (half), STEPS those of `modes` (8), MODES
-# what `colocated` compares; an empty CALIBRATE leaves the simulator's prediction out. Two calls with
-# other CUDA_VISIBLE_DEVICES and TMPDIR may run beside each other.
+# REPLICAS how many of them generate in a disaggregated run (half), STEPS those of `modes` (8),
+# PROMPTS those of a batch (64 for each GPU), MODES what `colocated` compares; an empty CALIBRATE
+# leaves the simulator's prediction out. Two calls with other CUDA_VISIBLE_DEVICES and TMPDIR may
+# run beside each other.
 set -uo pipefail
 
 out=$(realpath -m "${1:?usage: gpu_session.sh FOLDER PART...}")
@@ -42,7 +43,7 @@ gpu() { part "$1" "$2" "$python" "$root/benchmarks/gpu.py" "${@:3}" --out "$out/
 modes() {
 	part "$1" "$2" "$python" "$root/benchmarks/modes.py" --gpu --shape "$shape" \
 		--trace "${TRACE:?the parts modes and colocated need TRACE}" --scale 0.25 --repeats 1 \
-		--steps "${STEPS:-8}" --batch-prompts $((64 * gpus)) --group-size 8 --max-num-seqs 256 \
+		--steps "${STEPS:-8}" --batch-prompts "${PROMPTS:-$((64 * gpus))}" --group-size 8 --max-num-seqs 256 \
 		--replicas "$replicas" --train-workers $((gpus - replicas)) ${CALIBRATE---calibrate} \
 		--out "$out/gpu-$1.json" "${@:3}"
 }

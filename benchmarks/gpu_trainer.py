@@ -232,9 +232,11 @@ def our_step(
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     whole = "float32" if name == "ours fp32" else dtype
+    # without the option one for the step: ranks may get a little more than their share
+    micro_batch_tokens = args.micro_batch_tokens or 2 * args.tokens
     train = TrainConfig(
         batch_size=args.samples * world_size,
-        micro_batch_tokens=args.tokens,
+        micro_batch_tokens=min(args.tokens, micro_batch_tokens),
         param_dtype=dtype,
         reduce_dtype=whole,
         master_dtype=whole,
@@ -244,7 +246,7 @@ def our_step(
     )
     sharded = build_model(str(model), train, device)
     if device.type == "cuda":  # kernels for batches of all sizes, as in a run
-        warm_up(sharded, device, args.tokens, packed=True, entropy_gradients=False)
+        warm_up(sharded, device, train.micro_batch_tokens, packed=True, entropy_gradients=False)
         measure_recomputation(sharded, device, train, entropy_gradients=False)
     optimizer, layers = build_optimizer(sharded, train), decoder_layers(sharded)
     samples = make_samples(
@@ -255,7 +257,7 @@ def our_step(
         step=0,
         policy_version=0,
         num_ranks=world_size,
-        micro_batch_tokens=2 * args.tokens,  # ranks may get a little more than their share
+        micro_batch_tokens=micro_batch_tokens,
         packed=True,
     )[rank]
     columns = {

@@ -246,15 +246,15 @@ def predicted(result: dict[str, Any], trace: Any, args: argparse.Namespace) -> d
         for mode in result["modes"]
         if mode.startswith("sync") or ":" not in mode  # the simulator knows no others
     }
-    seconds = predict(trace, runs, seeds=args.repeats)
-    ratios = {mode: seconds[sync] / seconds[mode] for mode in seconds}
-    measured = {mode: figures["sync_over_this"] for mode, figures in result["modes"].items()}
-    return {
-        "cluster": dataclasses.asdict(cluster),
-        "seconds": seconds,
-        "sync_over_this": ratios,
-        "error": {mode: ratios[mode] / measured[mode] - 1 for mode in ratios},
-    }
+    found = predict(trace, runs, seeds=args.repeats)
+    for mode, times in found.items():
+        measured = result["modes"][mode]
+        times["sync_over_this"] = found[sync]["seconds"] / times["seconds"]
+        times["later_sync_over_this"] = found[sync]["later_step_s"] / times["later_step_s"]
+        times["error"] = times["sync_over_this"] / measured["sync_over_this"] - 1
+        times["later_step_error"] = times["later_step_s"] / measured["later_step_s"] - 1
+        times["later_error"] = times["later_sync_over_this"] / measured["later_sync_over_this"] - 1
+    return {"cluster": dataclasses.asdict(cluster), "modes": found}
 
 
 def one_run(
