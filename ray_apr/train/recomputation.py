@@ -4,7 +4,8 @@ lets them (``train.activation_checkpointing: auto``).
 What a layer keeps for its backward pass, and what a pass needs beside that, are measured once, in a
 pass of made-up samples after the compilation, on each rank by itself: a rank's choice changes no
 collective. What else is there is seen before each pass: optimizer states, gradients of the
-micro-batches before it, weights on their way to the engines. Layers are chosen by the unit that
+micro-batches before it, weights on their way to the engines, and the holes between all of these,
+in which a pass may find no room. Layers are chosen by the unit that
 FSDP gathers, the first ones of the model first, as they are computed again when the later ones
 have freed theirs.
 """
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "recomputation"
 _RESERVE = 0.06
 """Share of the device's memory for what comes later: collectives, the buckets of a weight sync,
-holes between tensors."""
+holes that a pass makes."""
 _GB = 1e9
 
 
@@ -48,6 +49,10 @@ class Memory(Protocol):
 
     def allocated(self) -> int:
         """What tensors of this process have."""
+        ...
+
+    def holes(self) -> int:
+        """What lies between them, in pieces that only smaller tensors fit into."""
         ...
 
     def peak(self, run: Callable[[], object]) -> int:
@@ -77,6 +82,10 @@ class CudaMemory:
     def allocated(self) -> int:
         """What tensors of this process have."""
         return torch.cuda.memory_allocated(self._device)
+
+    def holes(self) -> int:
+        """Free parts of what the allocator has cut up, which it cannot give back to the driver."""
+        return int(torch.cuda.memory_stats(self._device)["inactive_split_bytes.all.current"])
 
     def peak(self, run: Callable[[], object]) -> int:
         """The most that they have while something runs."""
@@ -182,7 +191,8 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return
         input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        left = self.num_keeping(input_ids.numel(), self._limit - self._memory.allocated())
+        free = self._limit - self._memory.allocated() - self._memory.holes()
+        left = self.num_keeping(input_ids.numel(), free)
         for unit in reversed(self._units):
             for layer in unit:
                 layer.gradient_checkpointing = left <= 0  # type: ignore[assignment]

@@ -130,6 +130,10 @@ def train_step(
                 frozen[i] = replace(frozen[i], proximal=found[-1].logprobs)
         norm, is_finite = totals.add(found, squared_gradient_norm(model))
         limit_next_step(optimizer, norm, train.max_grad_norm, is_finite=is_finite)
+        if not optimizer.state and device.type == "cuda":
+            # the states that this step makes would lie in what the passes have left, and leave
+            # holes beside them for good; they get memory of their own
+            torch.cuda.empty_cache()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         sync.after_optimizer()

@@ -29,6 +29,7 @@ class SavedBytes:
     def __init__(self, free=10**9):
         self.left = free
         self.bytes = 0
+        self.between = 0
 
     def free(self):
         return self.left
@@ -38,6 +39,9 @@ class SavedBytes:
 
     def allocated(self):
         return self.bytes
+
+    def holes(self):
+        return self.between
 
     def peak(self, run):
         return self.count(run)
@@ -121,15 +125,19 @@ def test_the_first_layers_compute_theirs_again_as_many_as_need_be(tmp_path, size
 
 def test_what_is_there_before_a_pass_leaves_less_for_it(tmp_path):
     # gradients of the micro-batches before, optimizer states, weights on their way to engines
+    # known fault: a 4B model ran out of memory in its second step, with 13 GiB free in holes
     memory = SavedBytes()
     with process_group(tmp_path):
         model = make_model(tmp_path, memory)
         chooses, need = measured(model)
         chooses._limit = need.of(512, 4)
-        for there, again in ((0, 0), (2 * need.of_layer, 2), (10**9, 4)):
-            memory.bytes = there
+        layer = need.of_layer
+        for there, between, again in (
+            (0, 0, 0), (2 * layer, 0, 2), (0, 2 * layer, 2), (layer, 2 * layer, 3), (10**9, 0, 4),
+        ):  # fmt: skip
+            memory.bytes, memory.between = there, between
             model.base_model(input_ids=torch.zeros(1, 512, dtype=torch.int64))
-            assert sum(recomputed(model)) == again
+            assert sum(recomputed(model)) == again, (there, between)
         memory.bytes = 0
         with torch.no_grad():
             model.base_model(input_ids=torch.zeros(1, 512, dtype=torch.int64))
