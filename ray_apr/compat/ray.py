@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -66,10 +67,11 @@ def hand_on_blocks_at_once() -> None:
 
     Otherwise Ray Data fetches what is known of the block on a thread, and asks for that when its
     next wait ends: 0.1 s later, if nothing else happens. What this sets has an environment
-    variable, RAY_DATA_METADATA_PREFETCH_ON_THREAD, for processes that are yet to begin.
+    variable for processes that are yet to begin, which is obeyed where it is set.
     """
     RAY.get("_PREFETCH_ON_THREAD")
-    vars(sys.modules[_METADATA])["_PREFETCH_ON_THREAD"] = False
+    if "RAY_DATA_METADATA_PREFETCH_ON_THREAD" not in os.environ:
+        vars(sys.modules[_METADATA])["_PREFETCH_ON_THREAD"] = False
 
 
 def collective_backend(name: str) -> Any:

@@ -185,6 +185,8 @@ def _encoded(notes: Mapping[str, Any], samples: Sequence[tuple[Sample, int]]) ->
 
 def _from(sample: Sample, num_tokens: int) -> Sample:
     """The sample with its tokens from a number on alone."""
+    if not num_tokens:
+        return sample
     segments: list[Segment] = []
     for segment in sample.segments:
         skipped = min(num_tokens, len(segment.token_ids))

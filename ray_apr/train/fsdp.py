@@ -295,6 +295,15 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     )
 
 
+def give_states_memory_of_their_own(device: torch.device) -> None:
+    """Call this before an optimizer's states are made, by its first step or from a checkpoint.
+
+    They would else lie in what passes have left, and leave holes beside them for good.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def limit_next_step(
     optimizer: torch.optim.Optimizer,
     norm: torch.Tensor,

@@ -22,10 +22,15 @@ from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import Progress, load_checkpoint
 from ray_apr.train.figures import Figures
-from ray_apr.train.fsdp import build_model, build_optimizer
+from ray_apr.train.fsdp import (
+    build_model,
+    build_optimizer,
+    give_states_memory_of_their_own,
+)
 from ray_apr.train.logprobs import measure_recomputation, warm_up
 from ray_apr.train.spec import LearnerSpec
 from ray_apr.train.step import train_step
+from ray_apr.train.tensors import compute_device
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +117,7 @@ class Learner:
         """
         if checkpoint is None:
             return Progress(step=0, policy_version=0)
+        give_states_memory_of_their_own(compute_device(self.model))
         with checkpoint.as_directory() as folder:
             progress = load_checkpoint(folder, self.model, self.optimizer)
         logger.info("restored at step %d, version %d", progress.step, progress.policy_version)

@@ -52,7 +52,7 @@ class Memory(Protocol):
         ...
 
     def holes(self) -> int:
-        """What lies between them, in pieces that only smaller tensors fit into."""
+        """The most that may lie between them in pieces which are too small for a pass."""
         ...
 
     def peak(self, run: Callable[[], object]) -> int:
@@ -173,7 +173,7 @@ class Recomputation:
             for p in self._model.parameters()
             if p.requires_grad and p.device.type != "cpu"
         )
-        self._tell(num_tokens, self._limit - before - states)
+        self._tell(num_tokens, self._limit - before - states - self._memory.holes())
 
     def num_keeping(self, num_tokens: int, free: int) -> int:
         """Layers that keep their activations in a micro-batch of so many tokens, with so many free

@@ -32,6 +32,7 @@ from ray_apr.core.staleness import is_stale
 from ray_apr.train.figures import Figures, Totals, ages_of, batch_figures, oldest_versions
 from ray_apr.train.fsdp import (
     StepSync,
+    give_states_memory_of_their_own,
     gradient_scale,
     learning_rate,
     limit_next_step,
@@ -130,10 +131,8 @@ def train_step(
                 frozen[i] = replace(frozen[i], proximal=found[-1].logprobs)
         norm, is_finite = totals.add(found, squared_gradient_norm(model))
         limit_next_step(optimizer, norm, train.max_grad_norm, is_finite=is_finite)
-        if not optimizer.state and device.type == "cuda":
-            # the states that this step makes would lie in what the passes have left, and leave
-            # holes beside them for good; they get memory of their own
-            torch.cuda.empty_cache()
+        if not optimizer.state:
+            give_states_memory_of_their_own(device)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         sync.after_optimizer()

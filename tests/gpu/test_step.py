@@ -11,6 +11,7 @@ from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import micro_batches, warm_up
+from ray_apr.train.recomputation import CudaMemory
 from ray_apr.train.step import train_step
 from ray_apr.train.tensors import compute_device
 from ray_apr.weights.gathered import GatheredWeights
@@ -90,3 +91,15 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, one_rank):
             (row,) = make_batches(samples, micro_batch_tokens=limit, packed=True)
             tokens.add(train_step(model, optimizer, row, AlgorithmConfig(), train)["num_tokens"])
     assert len(tokens) == 6
+
+
+def test_what_is_cut_up_counts_as_taken():
+    memory = CudaMemory(torch.device("cuda"))
+    torch.cuda.empty_cache()
+    before = memory.holes()
+    whole = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    del whole
+    assert memory.holes() == before, "it can go back to the driver"
+    part = torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
+    assert memory.holes() - before == 156 << 20
+    del part

@@ -7,7 +7,9 @@ import types
 import numpy as np
 import pytest
 import ray.cloudpickle
+from ray.data import DataContext
 from ray.data._internal.execution import metadata_fetcher
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import ObjectLostError
 
 from ray_apr.core.exceptions import ResourceError
@@ -73,15 +75,20 @@ def test_samples_that_stay_lost_end_the_run_with_what_to_do(monkeypatch):
         buffer.rows()
 
 
-def test_rows_of_a_stream_wait_for_no_thread_of_ray_data(monkeypatch):
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_rows_of_a_stream_wait_for_no_thread_of_ray_data(monkeypatch, asked):
     """known fault: each row took 0.1 s more, in which Ray Data waited for nothing."""
     monkeypatch.setattr(metadata_fetcher, "_PREFETCH_ON_THREAD", True)
-    fetchers = []
+    monkeypatch.delenv("RAY_DATA_METADATA_PREFETCH_ON_THREAD", raising=False)
+    if asked:
+        monkeypatch.setenv("RAY_DATA_METADATA_PREFETCH_ON_THREAD", asked)
+    executors = []
 
     def iter_batches(**_):
-        fetchers.append(metadata_fetcher.make_metadata_fetcher())
+        executors.append(StreamingExecutor(DataContext.get_current()))
         yield {"step": np.array([3]), "tokens": np.array([[1, 2]])}
 
     (row,) = module.rows_of(types.SimpleNamespace(iter_batches=iter_batches))
     assert row["step"] == 3 and row["tokens"].tolist() == [1, 2]
-    assert isinstance(fetchers[0], metadata_fetcher.InlineMetadataFetcher)
+    is_inline = isinstance(executors[0]._metadata_fetcher, metadata_fetcher.InlineMetadataFetcher)
+    assert is_inline == (asked is None)
