@@ -11,7 +11,7 @@ says: what is left is the time of generation, hand-over and training. `spelling`
 (`spelling.py` makes both of its inputs):
 
     python benchmarks/peers/compare.py --task spelling --model smollm2 --prompts spelling.parquet \
-        --gpus 2 --rewards 0.1 0.15 --learning-rate 2e-5 --systems trl sync:awake apr \
+        --gpus 2 --rewards 0.1 0.15 0.3 --learning-rate 2e-5 --systems trl sync:awake apr \
         --trl-liger --out spelling.json
 
 A system is `trl` (colocated
@@ -28,8 +28,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -40,6 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_models
@@ -48,6 +47,7 @@ import learning
 import modes
 
 from ray_apr.tools.report.load import load_run
+from tests.processes import kill_all, marked_environment
 
 EXAMPLE = learning.EXAMPLE
 REPLAY_REWARD = """
@@ -60,7 +60,7 @@ OF_STEP = (
 )  # fmt: skip
 """Of a step of ours; a peer has the first two."""
 OF_RUN = ("start", "trainer_idle_ratio", "generation_idle_ratio")
-END_LIMIT_S = 30.0
+END_LIMIT_S = 45.0
 """Of what has exceeded its own limit, and was told to end."""
 RUNNING_MEAN = 4
 """Steps whose mean reward has to reach a threshold."""
@@ -275,7 +275,8 @@ def trl_run(
 
 def run_to_end(command: list[str], out: Any, limit_s: float) -> dict[str, str]:
     """Run a command, and leave none of its processes; says how it failed, if it did."""
-    process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    mark, env = marked_environment()
+    process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -284,8 +285,7 @@ def run_to_end(command: list[str], out: Any, limit_s: float) -> dict[str, str]:
             process.wait(END_LIMIT_S)
         return {"failed": f"not done after {limit_s:g} s"}
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(mark)  # torchrun's processes have sessions of their own
         process.wait()
     return {"failed": f"exit {code}"} if code else {}
 

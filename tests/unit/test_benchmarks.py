@@ -147,7 +147,7 @@ def test_steps_of_a_peer_count_where_all_of_its_processes_have_written_them(comp
 
 def test_a_run_beyond_its_limit_leaves_no_process(compare, tmp_path):
     child = tmp_path / "child"
-    script = f"sleep 100 & echo $! > {child}; wait"
+    script = f"setsid sleep 100 & echo $! > {child}; wait"
     found = compare.run_to_end(["bash", "-c", script], None, 1.0)
     assert found == {"failed": "not done after 1 s"}
     pid = int(child.read_text())
