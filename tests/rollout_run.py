@@ -111,7 +111,7 @@ class Run:
             rollout=RolloutConfig(**{"group_size": 2, "max_response_tokens": 16} | (rollout or {})),
             partial_rollout=partial_config,
             batch_size=batch_size,
-            model="none",
+            tokenizer=Tokenizer(),
             make_prompts=lambda: PromptSource(
                 [prompts], seed=0, position=position, pending=pending
             ),
@@ -171,10 +171,9 @@ async def until(condition) -> None:
 
 
 def without_ray(monkeypatch) -> RayMetrics:
-    """Let the worker run without Ray and a tokenizer, and retry at once; returns its metrics."""
+    """Let the worker run without Ray, and retry at once; returns its metrics."""
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray, "get", lambda value: value)
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda model: Tokenizer())
     monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(engines_module, "_END_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_module, "freeze_heap", lambda: None)  # this process goes on

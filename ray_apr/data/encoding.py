@@ -13,7 +13,7 @@ import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -166,8 +166,10 @@ def encode_dataset(
     """
     import ray
 
+    tokenizer = load_tokenizer(model)
+
     def encode(table: pa.Table) -> pa.Table:
-        return table.append_column(TOKEN_IDS, _ids(table, model, column))
+        return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column))
 
     refs = _run(dataset, encode, name)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
@@ -225,17 +227,18 @@ def count_fitting(
     """
     import ray
 
+    tokenizer = load_tokenizer(model)
+
     def count(table: pa.Table) -> pa.Table:
         limit = LengthLimit(max_prompt_tokens, column=column, drops=True)
-        limit.fits(_ids(table, model, column).value_lengths().to_pylist())
+        limit.fits(_ids(table, tokenizer, column).value_lengths().to_pylist())
         return pa.table({"fitting": [limit.num_left]})
 
     counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, name))
     return sum(sum(table["fitting"].to_pylist()) for table in counts)
 
 
-def _ids(table: pa.Table, model: str, column: str) -> pa.ListArray:
-    tokenizer = load_tokenizer(model)
+def _ids(table: pa.Table, tokenizer: Any, column: str) -> pa.ListArray:
     ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
     try:
         return pa.array(ids, pa.list_(pa.int32()))

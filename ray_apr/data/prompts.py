@@ -50,6 +50,9 @@ _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.j
 def load_tokenizer(model: str, *, is_here: bool = False) -> Any:
     """Load the tokenizer of a model folder or hub id, once for each process.
 
+    Processes without PyTorch are given it instead: what Transformers loads a tokenizer with imports
+    PyTorch, and the tokenizer itself does not.
+
     Args:
         model: Folder or hub id.
         is_here: Take only what is on this machine.

@@ -37,7 +37,6 @@ from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import RewardResult
-from ray_apr.data.prompts import load_tokenizer
 from ray_apr.rollout.evaluated import by_suite, sample_row, summarize
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import encode_step
@@ -55,7 +54,7 @@ class Evaluator:
     Args:
         rollout: Limits and stop tokens of the run.
         config: When and how to evaluate.
-        model: Folder or hub id of the tokenizer.
+        tokenizer: Of the model.
         make_prompts: Gives the held-out prompts inside this process.
         make_client: Makes a client of the servers inside this process, once they run.
         make_scorer: Makes the scorer inside this process.
@@ -69,7 +68,7 @@ class Evaluator:
         *,
         rollout: RolloutConfig,
         config: EvaluationConfig,
-        model: str,
+        tokenizer: Any,
         make_prompts: Callable[[], Sequence[Prompt]],
         make_client: Callable[[], RolloutClient],
         make_scorer: Callable[[], Scorer],
@@ -89,7 +88,7 @@ class Evaluator:
         column = config.suite_column
         self._suites = [] if column is None else [str(p.row[column]) for p, _ in self._asked]
         """Of each sample of an evaluation."""
-        self._tokenizer = load_tokenizer(model)
+        self._tokenizer = tokenizer
         self._make_client = make_client
         self._client: RolloutClient | None = None
         self._scorer = make_scorer()

@@ -23,7 +23,7 @@ from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import GroupFilter
 from ray_apr.data.journal import JournalFolder
-from ray_apr.data.prompts import PromptSource, load_tokenizer
+from ray_apr.data.prompts import PromptSource
 from ray_apr.data.resumption import Counters, Replayed, RolloutSummary, sampled_with
 from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
@@ -60,7 +60,7 @@ class RolloutWorker(WeightSyncs):
         rollout: Sampling, limits and rewards.
         partial_rollout: When samples are started, interrupted, resumed.
         batch_size: Samples of one optimizer step.
-        model: Folder or hub id of the tokenizer.
+        tokenizer: Of the model.
         make_prompts: Makes the endless prompts inside this process.
         make_client: Makes the client of the rollout servers inside this process, once they run.
         make_scorer: Makes the scorer inside this process.
@@ -87,7 +87,7 @@ class RolloutWorker(WeightSyncs):
         rollout: RolloutConfig,
         partial_rollout: PartialRolloutConfig,
         batch_size: int,
-        model: str,
+        tokenizer: Any,
         make_prompts: Callable[[], PromptSource],
         make_client: Callable[[], RolloutClient],
         make_scorer: Callable[[], Scorer],
@@ -174,7 +174,7 @@ class RolloutWorker(WeightSyncs):
             self._scheduler,
             rollout,
             overlap_rewards=partial_rollout.overlap_rewards,
-            tokenizer=load_tokenizer(model),
+            tokenizer=tokenizer,
             scorer=self._scorer,
             buffer=self._buffer,
             engines=self._engines,

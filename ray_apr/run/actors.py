@@ -17,7 +17,7 @@ from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
 from ray_apr.data.mapped import mapped_table
 from ray_apr.data.parts import PartName, nth_name
-from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts
+from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts, load_tokenizer
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
@@ -212,7 +212,7 @@ class Actors:
             rollout=rollout,
             partial_rollout=spec.partial_rollout,
             batch_size=spec.step_size,
-            model=spec.model,
+            tokenizer=load_tokenizer(spec.model),
             make_prompts=lambda: PromptSource(
                 [_mapped(prompts)], seed=seed, position=position, pending=pending, config=config
             ),
@@ -250,7 +250,7 @@ class Actors:
             part="evaluator",
             rollout=rollout,
             config=config,
-            model=spec.model,
+            tokenizer=load_tokenizer(spec.model),
             make_prompts=lambda: held_out_prompts(_fetched(tables)),
             make_client=self._client_maker(counts=True),
             make_scorer=lambda: Scorer(reward, rollout, environment),

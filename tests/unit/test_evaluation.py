@@ -76,14 +76,12 @@ class FakeRecorder:
 
 @pytest.fixture
 def make(monkeypatch):
-    monkeypatch.setattr(module, "load_tokenizer", lambda model: Tokenizer())
-
     def build(engine, rewards=(), scorer=None, turns=None, budget=8, **settings):
         recorder = FakeRecorder()
         evaluator = Evaluator(
             rollout=RolloutConfig(max_response_tokens=budget, max_request_failures=2),
             config=EvaluationConfig(**settings),
-            model="model",
+            tokenizer=Tokenizer(),
             make_prompts=lambda: PROMPTS,
             make_client=lambda: engine,
             make_scorer=lambda: scorer or FakeScorer(dict(rewards)),

@@ -14,7 +14,6 @@ from ray_apr.core.metrics import SPECS, Metrics
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.movement import Moves
-from ray_apr.rollout import evaluation
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.train.control import RunControl
@@ -136,12 +135,11 @@ async def test_a_trainer_that_waits_for_its_batch_shows_for_how_long(shown):
 
 
 async def test_an_evaluation_shows_its_score_and_its_samples(monkeypatch, shown):
-    monkeypatch.setattr(evaluation, "load_tokenizer", lambda model: Tokenizer())
     prompts = [Prompt(prompt_id=f"p{i}", token_ids=(1,), row={}) for i in range(3)]
     evaluator = Evaluator(
         rollout=RolloutConfig(max_response_tokens=4),
         config=EvaluationConfig(at_start=False),
-        model="none",
+        tokenizer=Tokenizer(),
         make_prompts=lambda: prompts,
         make_client=lambda: ScriptedEngine(default_length=2, auto=1),
         make_scorer=lambda: Scorer(bad=["evaluation-7-p0-0"]),
