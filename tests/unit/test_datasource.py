@@ -7,9 +7,7 @@ import types
 import numpy as np
 import pytest
 import ray.cloudpickle
-from ray.data import DataContext
-from ray.data._internal.execution import metadata_fetcher
-from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.data._internal.execution import metadata_fetcher, streaming_executor
 from ray.exceptions import ObjectLostError
 
 from ray_apr.core.exceptions import ResourceError
@@ -82,13 +80,13 @@ def test_rows_of_a_stream_wait_for_no_thread_of_ray_data(monkeypatch, asked):
     monkeypatch.delenv("RAY_DATA_METADATA_PREFETCH_ON_THREAD", raising=False)
     if asked:
         monkeypatch.setenv("RAY_DATA_METADATA_PREFETCH_ON_THREAD", asked)
-    executors = []
+    fetchers = []
 
     def iter_batches(**_):
-        executors.append(StreamingExecutor(DataContext.get_current()))
+        fetchers.append(streaming_executor.make_metadata_fetcher())  # as each executor does
         yield {"step": np.array([3]), "tokens": np.array([[1, 2]])}
 
     (row,) = module.rows_of(types.SimpleNamespace(iter_batches=iter_batches))
     assert row["step"] == 3 and row["tokens"].tolist() == [1, 2]
-    is_inline = isinstance(executors[0]._metadata_fetcher, metadata_fetcher.InlineMetadataFetcher)
+    is_inline = isinstance(fetchers[0], metadata_fetcher.InlineMetadataFetcher)
     assert is_inline == (asked is None)

@@ -460,8 +460,10 @@ async def test_a_server_goes_on_with_the_others_unless_the_next_sync_has_begun(
 async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     deployment, monkeypatch
 ):
+    from ray_apr.run import actors
     from ray_apr.run.actors import Actors
 
+    monkeypatch.setattr(actors, "load_tokenizer", lambda model: None)
     spec = run_spec(
         rollout=RolloutConfig(num_replicas=2),
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests
