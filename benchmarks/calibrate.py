@@ -16,6 +16,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cpu_time import CPUClock
@@ -260,11 +261,13 @@ def predict(
     found = {}
     for mode, (config, cluster) in modes.items():
         runs = [Simulation(trace, cluster, config, seed=seed).run() for seed in range(seeds)]
-        later = [
-            (run.step_ends[-1] - run.step_ends[0]) / max(1, len(run.step_ends) - 1) for run in runs
-        ]
         found[mode] = {
             "seconds": statistics.median(run.wall_s for run in runs),
-            "later_step_s": statistics.median(later),
+            "later_step_s": statistics.median(later_step_s(run.step_ends) for run in runs),
         }
     return found
+
+
+def later_step_s(ends: Sequence[float]) -> float:
+    """Seconds of a step after the first, from the times when steps have ended."""
+    return (ends[-1] - ends[0]) / max(1, len(ends) - 1)

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import gpu_models
-from calibrate import measure_engines, measured_cluster, predict
+from calibrate import later_step_s, measure_engines, measured_cluster, predict
 from cpu_time import CPUClock
 from host import describe_call, gpu_names, package_versions, ray_environment
 
-from ray_apr.tools.report.load import load_run
+from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.report.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -308,7 +308,7 @@ def times_of(run: Path) -> dict[str, Any]:
     """Of a run folder: times from its first generated token on, and what it wrote of its steps."""
     data = load_run(run)
     ends = [row["time_s"] for row in data.steps]
-    generates = min(span["start_s"] for span in data.timeline if span["what"] == "generate")
+    generates = generates_at(data)
     summary = summarize(data)
     return {
         "generates_at_s": generates,
@@ -321,6 +321,11 @@ def times_of(run: Path) -> dict[str, Any]:
         "steps": data.steps,
         "final": data.final,
     }
+
+
+def generates_at(run: RunData) -> float:
+    """When an engine of a run begins to generate."""
+    return float(min(span["start_s"] for span in run.timeline if span["what"] == "generate"))
 
 
 def baseline(modes: Iterable[str]) -> str:
@@ -359,8 +364,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _later_step_s(run: dict[str, Any]) -> float:
-    steps = run["steps"]
-    return float(steps[-1]["time_s"] - steps[0]["time_s"]) / max(1, len(steps) - 1)
+    return later_step_s([step["time_s"] for step in run["steps"]])
 
 
 def _later_tokens_per_s(run: dict[str, Any]) -> float:

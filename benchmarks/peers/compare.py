@@ -242,7 +242,7 @@ def our_run(
     data = load_run(folder / name)
     if not data.steps:
         return ended
-    first = min(span["start_s"] for span in data.timeline if span["what"] == "generate")
+    first = modes.generates_at(data)
     steps = [
         {"time_s": row["time_s"] - first, **{key: row[key] for key in OF_STEP if key in row}}
         for row in data.steps

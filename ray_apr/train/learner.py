@@ -22,11 +22,7 @@ from ray_apr.data.prompts import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import Progress, load_checkpoint
 from ray_apr.train.figures import Figures
-from ray_apr.train.fsdp import (
-    build_model,
-    build_optimizer,
-    give_states_memory_of_their_own,
-)
+from ray_apr.train.fsdp import build_model, build_optimizer, give_states_memory_of_their_own
 from ray_apr.train.logprobs import measure_recomputation, warm_up
 from ray_apr.train.spec import LearnerSpec
 from ray_apr.train.step import train_step

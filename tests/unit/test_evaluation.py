@@ -75,7 +75,7 @@ class FakeRecorder:
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make():
     def build(engine, rewards=(), scorer=None, turns=None, budget=8, **settings):
         recorder = FakeRecorder()
         evaluator = Evaluator(
