@@ -6,12 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from ray.train import Checkpoint
 from transformers import AutoModelForCausalLM
 
 from ray_apr.algorithms import group_advantages, importance_weights, policy_loss
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.core.exceptions import TrainError
+from ray_apr.train import learner as learner_module
 from ray_apr.train import step as step_module
+from ray_apr.train.checkpoint import Progress
 from ray_apr.train.figures import oldest_versions
 from ray_apr.train.fsdp import build_optimizer, give_states_memory_of_their_own
 from ray_apr.train.head import attach_response_logprobs
@@ -204,6 +207,21 @@ def test_states_get_memory_of_their_own_before_the_first_step_makes_them(folder,
         (row,) = make_batches(make_samples())
         train_step(model, optimizer, row, AlgorithmConfig(), TRAIN)
     assert made == [0] and optimizer.state
+
+
+def test_states_of_a_checkpoint_get_memory_of_their_own(folder, monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(
+        learner_module, "give_states_memory_of_their_own", lambda _: called.append("memory")
+    )
+    progress = Progress(step=3, policy_version=2)
+    monkeypatch.setattr(
+        learner_module, "load_checkpoint", lambda *_: called.append("load") or progress
+    )
+    learner = object.__new__(learner_module.Learner)
+    learner.model, learner.optimizer = load(folder), None
+    assert learner.restore(Checkpoint(tmp_path)) == progress
+    assert called == ["memory", "load"]
 
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 1)])

@@ -81,6 +81,15 @@ async def test_a_slow_call_holds_up_neither_those_it_began_with_nor_later_ones()
     assert not calls._tasks and not calls._num_owed and not worker.outcomes._num_owed
 
 
+async def begun_apart(calls, count, pause_s):
+    """Calls that begin one after the other, a pause between them."""
+    made = []
+    for number in range(count):
+        made.append(asyncio.create_task(make(calls, number)))
+        await asyncio.sleep(pause_s)
+    return made
+
+
 async def test_slow_calls_that_begin_one_by_one_need_no_more_exchanges_than_calls():
     async def answer(what, sample, limit_s):
         await asyncio.sleep(0.05)
@@ -88,10 +97,7 @@ async def test_slow_calls_that_begin_one_by_one_need_no_more_exchanges_than_call
 
     worker = Worker(answer)
     calls = Calls(worker)
-    made = []
-    for number in range(60):
-        made.append(asyncio.create_task(make(calls, number)))
-        await asyncio.sleep(0.002)
+    made = await begun_apart(calls, 60, 0.002)
     assert [found.reward for (found,) in await asyncio.gather(*made)] == list(range(60))
     assert len(worker.sizes) <= 60 + 5
     assert not worker.outcomes._waiters
@@ -106,10 +112,7 @@ async def test_outcomes_of_a_moment_wake_one_exchange_alone():
 
     worker = Worker(answer)
     calls = Calls(worker)
-    made = []
-    for number in range(20):
-        made.append(asyncio.create_task(make(calls, number)))
-        await asyncio.sleep(0.004)
+    made = await begun_apart(calls, 20, 0.004)
     assert len(worker.outcomes._waiters) == 20
     releases[0].set()
     await asyncio.gather(*made[::2])
