@@ -20,7 +20,7 @@ import ray
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENDED = "=== ended"
-_LIMIT_S = 280.0
+_LIMIT_S = 600.0
 """Of a run of a YAML file."""
 
 

@@ -26,7 +26,7 @@ SMALL = (
     "run.resume=true", *ONE_OF_EACH,
 )  # fmt: skip
 """The arithmetic example in small steps, on one engine and one train worker."""
-_END_S = 300.0
+_END_S = 500.0
 _BY_THE_CLOCK = (
     "inflight", "held", "buffered", "tokens_generated", "tokens_discarded", "samples_interrupted",
     "samples_resumed", "unscored", "stepping", "limited_by", "waiting_for", "engines_version",

@@ -93,7 +93,8 @@ def running_cluster(
 ) -> Iterator[tuple[str, str]]:
     """Start a cluster with a marked environment, on an address of this machine, and with further
     options of its node; yields its address with the port, and its dashboard's."""
-    port, dashboard = free_port(), free_port()
+    port = free_port()
+    dashboard = next(other for other in iter(free_port, None) if other != port)
     env = {**env, "RAY_AUTH_MODE": "disabled"}
     # not pytest's folder, whose path is too long for Ray's sockets
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:

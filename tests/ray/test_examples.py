@@ -21,7 +21,7 @@ from tests.example_runs import ENDED
 from tests.processes import marked_processes
 from tests.tracked import read_tensorboard
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(700)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -85,7 +85,7 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     _, env = marked
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES / "single_file.py"), "--steps", "4", "--storage", "."],
-        env=env, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path,
+        env=env, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert "step    4/4" in ended.stdout and "best reward 0." in ended.stdout
@@ -94,7 +94,8 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     assert saved_steps(folder) == [0, 1, 2, 3], "the last step's, too"
     rows = read_step(folder, 3)
     assert len(rows) == 64
-    assert all(row["response_text"] and row["prompt"].endswith("=") for row in rows)
+    assert all(row["num_generated"] and row["prompt"].endswith("=") for row in rows)
+    assert any(row["response_text"] for row in rows), "that of one which ends at once is empty"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     board = read_tensorboard(folder)
     for row in steps:

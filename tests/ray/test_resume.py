@@ -9,7 +9,7 @@ import pytest
 from tests.resumed_runs import SMALL, check_run, run_once
 from tests.whole_runs import start_run
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(700)]
 
 
 def test_a_killed_run_goes_on_where_its_checkpoint_is(tmp_path, marked):

@@ -24,7 +24,7 @@ from tests.whole_runs import (
     start_run,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(700)]
 
 FOLDER = CONFIG.parents[1] / "transports" / "folder.py"
 SUMMARY_KEYS = {

@@ -332,6 +332,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(folder, train, monkeyp
     writer.save({}, Progress(step=3, policy_version=3))
     with pytest.raises(StarvedError, match="checkpoint of step 3 was not written within 1 s"):
         writer.wait()  # Ray Train has ended the run long before
+    deadline = time.monotonic() + 20
+    while not train.errors and time.monotonic() < deadline:
+        time.sleep(0.01)
     (error,) = train.errors
     assert isinstance(error, TrainError)
     assert "step 3" in str(error) and "OSError: [Errno 28] No space left on device" in str(error)

@@ -112,8 +112,12 @@ async def test_outcomes_of_a_moment_wake_one_exchange_alone():
 
     worker = Worker(answer)
     calls = Calls(worker)
-    made = await begun_apart(calls, 20, 0.004)
-    assert len(worker.outcomes._waiters) == 20
+    made = []
+    async with asyncio.timeout(10):
+        for number in range(20):  # each in an exchange of its own
+            made.append(asyncio.create_task(make(calls, number)))
+            while len(worker.outcomes._waiters) <= number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
     releases[0].set()
     await asyncio.gather(*made[::2])
     assert len(worker.outcomes._waiters) == 19

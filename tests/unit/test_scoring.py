@@ -239,7 +239,7 @@ def test_without_a_reward_function_the_environment_gives_the_reward_of_what_ende
 
 
 async def test_the_times_in_which_calls_ran_are_spans(monkeypatch):
-    monkeypatch.setattr(scoring, "_APART_S", 0.01)
+    monkeypatch.setattr(scoring, "_APART_S", 0.1)
     ends = asyncio.Queue()
 
     async def reward(sample):
@@ -249,6 +249,7 @@ async def test_the_times_in_which_calls_ran_are_spans(monkeypatch):
     scorer = Scorer(reward, RolloutConfig(), make_worker=lambda: InProcessWorker(reward))
     assert scorer.take_spans() == []
     calls = [asyncio.create_task(scorer.score(SAMPLE)) for _ in range(2)]
+    await asyncio.sleep(0.01)  # they begin
     await asyncio.sleep(0.03)
     ends.put_nowait(1)
     await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +261,7 @@ async def test_the_times_in_which_calls_ran_are_spans(monkeypatch):
     await asyncio.wait(calls)
     (second,) = scorer.take_spans()
     assert second["start_s"] == first["end_s"], "one call went on"
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.3)
     for _ in range(3):
         ends.put_nowait(3)
         await scorer.score(SAMPLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -34,6 +35,7 @@ def test_another_process_reads_what_was_gathered_until_it_is_released():
     for phase in (sender.prepare, sender.deliver):
         with pytest.raises(WeightSyncError, match="comes before"):
             phase()
+    gc.collect()  # what tests before have left
     num_open = len(os.listdir("/proc/self/fd"))
     sender.gather()
     ((key, handles),) = sender.prepare().items()
@@ -58,6 +60,7 @@ def test_another_process_reads_what_was_gathered_until_it_is_released():
 def test_each_gather_takes_the_place_of_the_one_before():
     model = torch.nn.Linear(3, 2)
     sender = SharedSender(GatheredWeights(model, bucket_mb=1))
+    gc.collect()  # what tests before have left
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         sender.gather()

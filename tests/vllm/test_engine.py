@@ -85,6 +85,13 @@ def new_sample(budget):
 async def until_busy(engine, at_least=1):
     async with asyncio.timeout(20):
         while engine.status(drain=False).num_running < at_least:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def until_made(engine, before, count):
+    """Until so many tokens more than before have left the core; the first of a call does alone."""
+    async with asyncio.timeout(20):
+        while engine.status(drain=False).tokens_made < before + count:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
@@ -567,9 +574,9 @@ def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(par
     run, engine, trainer = parts
 
     async def body():
+        before = engine.status(drain=False).tokens_made
         tasks = [start(engine, sampling=FREE, max_tokens=300) for _ in range(64)]
-        await until_busy(engine, 64)
-        await asyncio.sleep(0.3)
+        await until_made(engine, before, 64 * 17)
         trainer.change()
         await trainer.sync(engine, 3)
         partials = await asyncio.gather(*tasks)
@@ -594,9 +601,9 @@ def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(
     run, engine, trainer = parts
 
     async def body():
+        before = engine.status(drain=False).tokens_made
         tasks = [start(engine, sampling=FREE, max_tokens=400) for _ in range(8)]
-        await until_busy(engine, 8)
-        await asyncio.sleep(0.2)
+        await until_made(engine, before, 8 * 17)
         trainer.change()
         await trainer.sync(engine, 4, mode="keep")
         for generation in await asyncio.gather(*tasks):
@@ -704,8 +711,9 @@ def test_requests_that_come_late_are_taken_in_together(tmp_path):
     engine = make_engine(make_tiny_model(tmp_path / "model"), additional_config=interval)
 
     async def body(num_late):
+        before = engine.status(drain=False).tokens_made
         others = [start(engine, max_tokens=400) for _ in range(many)]
-        await asyncio.sleep(0.2)
+        await until_made(engine, before, many)
         late = [start(engine, max_tokens=2) for _ in range(num_late)]
         done, _ = await asyncio.wait((*others, *late), return_when=asyncio.FIRST_COMPLETED)
         queued = engine.status().num_queued
@@ -761,9 +769,9 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
 
     async def body():
         version = engine.status().policy_version
+        before = engine.status(drain=False).tokens_made
         tasks = [start(engine, sampling=FREE, max_tokens=450) for _ in range(4)]
-        await until_busy(engine, 4)
-        await asyncio.sleep(0.1)
+        await until_made(engine, before, 4 * 17)
         await engine.pause("keep")
         receiving = asyncio.create_task(engine.receive_weights(version + 1))
         await asyncio.sleep(0.1)

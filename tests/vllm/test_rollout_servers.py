@@ -142,14 +142,14 @@ def test_a_request_whose_caller_has_gone_leaves_its_engine(servers):
 
     async def body():
         names = [f"gone{i}" for i in range(4)]
-        tasks = [asyncio.create_task(request(client, n, n, max_tokens=250)) for n in names]
+        tasks = [asyncio.create_task(request(client, n, n, max_tokens=480)) for n in names]
         await asyncio.sleep(0)
         tasks[0].cancel()  # before it was sent
         await asyncio.sleep(0.1)
         tasks[1].cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(e, asyncio.CancelledError) for e in ended] == [True, True, False, False]
-        assert [g.num_tokens for g in ended[2:]] == [250, 250]
+        assert [g.num_tokens for g in ended[2:]] == [480, 480]
         statuses = await client.status()
         assert sum(s.num_running for s in statuses) == 0
         assert sum(s.num_aborted for s in statuses) >= 1
@@ -163,7 +163,7 @@ def test_abort_by_id_ends_these_and_no_others(servers):
 
     async def body():
         names = [f"c{i}" for i in range(6)]
-        tasks = {n: asyncio.create_task(request(client, n, n, max_tokens=250)) for n in names}
+        tasks = {n: asyncio.create_task(request(client, n, n, max_tokens=480)) for n in names}
         await asyncio.sleep(0.1)
         await client.pause("keep")  # frozen, or still at the gate
         assert await client.abort(["c0", "c1", "unknown"]) == 2
@@ -174,7 +174,7 @@ def test_abort_by_id_ends_these_and_no_others(servers):
         assert not any(tasks[n].done() for n in names[3:])
         await client.resume()
         rest = await asyncio.gather(*(tasks[n] for n in names[3:]))
-        assert {(g.finish_reason, g.num_tokens) for g in rest} == {(FinishReason.LENGTH, 250)}
+        assert {(g.finish_reason, g.num_tokens) for g in rest} == {(FinishReason.LENGTH, 480)}
         assert [s.num_running for s in await client.status()] == [0, 0]
 
     run(body())
@@ -345,9 +345,11 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, 
     while max(ray.get(syncs.versions.remote(), timeout=30).values()) < 3:
         time.sleep(0.1)
     replicas = [
-        p for p in map(psutil.Process, processes_of(os.environ[MARK]))
-        if "ServeReplica" in p.cmdline()[0]
-        and any("Engine" in c.name() for c in p.children(recursive=True))
+        p for p in (
+            psutil.Process(pid) for pid, name in processes_of(os.environ[MARK]).items()
+            if "ServeReplica" in name
+        )
+        if any("Engine" in c.name() for c in p.children(recursive=True))
     ]  # fmt: skip
     assert len(replicas) == 2
     engine = next(c for c in replicas[0].children(recursive=True) if "Engine" in c.name())
@@ -356,12 +358,11 @@ def test_a_killed_replica_takes_its_engine_along_and_the_other_goes_on(servers, 
 
     async def body():
         async with asyncio.timeout(60):
-            for i in range(20):
+            for i in itertools.count():
                 try:
                     return await request(client, f"d{i}", "survivor")
                 except APRError:
                     await asyncio.sleep(0.5)
-        raise AssertionError("the surviving replica does not answer")
 
     assert run(body()).num_tokens == 32
     after, longest_s = ray.get(syncing, timeout=200)
