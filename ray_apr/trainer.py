@@ -130,7 +130,9 @@ class APRTrainer(RunOptions):
         Raises:
             ConfigError: If it does not.
         """
-        check_resources(self.spec.scaling, self.spec.rollout, resources)
+        spec = self.spec
+        evaluates = spec.evaluation is not None
+        check_resources(spec.scaling, spec.rollout, resources, evaluates=evaluates)
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
         """Run to the end and return Ray Train's result.

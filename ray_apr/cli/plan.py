@@ -118,7 +118,7 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
     engine_cpus = rollout.num_replicas * resources_of_engine(rollout).get("CPU", 0.0)
     ranks = scaling.ranks
     train_cpus = ranks.most * scaling.num_cpus_per_worker
-    reward_cpus = rollout.reward.num_workers * rollout.reward.num_cpus_per_worker
+    reward_cpus = rollout.reward.reserved_cpus(evaluates=settings.evaluation is not None)
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size
     shared = ", those of the trainer" if rollout.is_colocated else ""
     shared += ", in turns with it" if rollout.takes_turns else ""

@@ -28,3 +28,7 @@ class RewardConfig:
         at_least(s, self, 1, "concurrency", "num_workers")
         at_least(s, self, 0, "retries", "num_cpus_per_worker")
         positive(s, self, "timeout_s")
+
+    def reserved_cpus(self, *, evaluates: bool) -> float:
+        """Ray CPUs of all such processes; held-out prompts have as many of their own."""
+        return self.num_workers * self.num_cpus_per_worker * (2 if evaluates else 1)

@@ -83,7 +83,11 @@ def _check_context(rollout: RolloutConfig, context: int | None) -> None:
 
 
 def check_resources(
-    scaling: ray.train.ScalingConfig, rollout: RolloutConfig, have: Mapping[str, float]
+    scaling: ray.train.ScalingConfig,
+    rollout: RolloutConfig,
+    have: Mapping[str, float],
+    *,
+    evaluates: bool,
 ) -> None:
     """Check workers and servers against what a cluster has."""
     workers = RankRange.of(scaling.num_workers).least
@@ -117,15 +121,17 @@ def check_resources(
         )
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
     per_replica = rollout.engine.resources(on_gpus=on_gpu).get("CPU", 0.0)
-    wanted = workers * per_worker + rollout.num_replicas * per_replica
+    of_rewards = rollout.reward.reserved_cpus(evaluates=evaluates)
+    wanted = workers * per_worker + rollout.num_replicas * per_replica + of_rewards
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:
+        rewards = f" and workers of rewards ({of_rewards:g})" if of_rewards else ""
         raise ConfigError(
             "rollout.num_replicas",
             rollout.num_replicas,
-            f"replicas and {workers} train workers want {wanted:g} CPUs together, the cluster has "
-            f"{cpus:g}, and Ray Data needs one to encode the prompts; lower num_cpus_per_replica "
-            "or start Ray with more (logical) CPUs",
+            f"replicas and {workers} train workers{rewards} want {wanted:g} CPUs together, the "
+            f"cluster has {cpus:g}, and Ray Data needs one to encode the prompts; lower "
+            "num_cpus_per_replica or start Ray with more (logical) CPUs",
         )
 
 

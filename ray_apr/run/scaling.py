@@ -244,7 +244,8 @@ def start_scaling(
         return lambda number: _wait_for(actors()[index].scale.remote(number), closing)
 
     def check_room(number: int) -> None:
-        check_resources(spec.scaling, config_of(number), ray.cluster_resources())
+        have, evaluates = ray.cluster_resources(), spec.evaluation is not None
+        check_resources(spec.scaling, config_of(number), have, evaluates=evaluates)
 
     scaling = EngineScaling(
         spec,

@@ -20,11 +20,14 @@ from tests.run_specs import run_spec
 def check():
     """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
 
-    def check(*, replicas, workers, cpus=8, use_gpu=True, **engine):
+    def check(
+        *, replicas, workers, cpus=8, use_gpu=True, reward=None, evaluates=False, **engine
+    ):  # fmt: skip
         checks.check_resources(
             ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
-            RolloutConfig(num_replicas=replicas, engine=engine),
+            RolloutConfig(num_replicas=replicas, engine=engine, reward=reward or {}),
             {"GPU": 2.0, "CPU": float(cpus)},
+            evaluates=evaluates,
         )
 
     return check
@@ -35,6 +38,16 @@ def test_disaggregated_engines_and_train_workers_have_gpus_of_their_own(check):
     check(replicas=2, workers=1, use_gpu=False)
     with pytest.raises(ConfigError, match=r"want 3 GPUs together, the cluster has 2"):
         check(replicas=1, workers=2)
+
+
+def test_cpus_of_rewards_are_reserved_too_and_once_more_for_evaluations(check):
+    one = {"replicas": 1, "workers": 1, "reward": {"num_workers": 2, "num_cpus_per_worker": 1.5}}
+    check(**one, cpus=5)
+    with pytest.raises(ConfigError, match=r"workers of rewards \(3\) want 4 CPUs together"):
+        check(**one, cpus=4)
+    check(**one, cpus=8, evaluates=True)
+    with pytest.raises(ConfigError, match=r"workers of rewards \(6\) want 7 CPUs together"):
+        check(**one, cpus=7, evaluates=True)
 
 
 def test_colocated_ones_have_the_same(check):
