@@ -1,4 +1,5 @@
-"""What the actors of a run grow by while it trains, and how much of that the C library holds free.
+"""What the actors of a run and Ray's control store grow by while it trains, how much of that the C
+library holds free, and what CPU time they take.
 
     python benchmarks/actor_memory.py --arenas default 1 \\
         --out benchmarks/results/actor-memory-2cpu.json
@@ -6,9 +7,9 @@
 A run with engines that draw their tokens by chance (tests/scripted_backend.py) takes several steps
 a second and evaluates its held-out prompts without a pause, so that minutes of it make the calls of
 hours of another run. Each number of arenas is a run of its own, whose processes all have it as
-MALLOC_ARENA_MAX; "default" leaves that to the run. Growth is that of the second half; `heaps` is
-what of a process's memory belongs to the C library's arenas. Of `gcs_server`, which has an
-allocator of its own, it says nothing.
+MALLOC_ARENA_MAX; "default" leaves that to the run. Growth and CPU time are those of the second
+half; `heaps` is what of a process's memory belongs to the C library's arenas. Of `gcs_server`,
+which has an allocator of its own, `heaps` says nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -58,12 +61,13 @@ def memory_of(pid: int) -> dict[str, float]:
 
 
 def look(mark: str) -> dict[str, dict[str, float]]:
-    """MB of each part of a run."""
+    """MB of each part of a run, and CPU seconds."""
     found = {}
     for pid, command in processes_of(mark).items():
         kind = kind_of(command)
         if kind in PARTS:
-            found[kind] = memory_of(pid)
+            times = psutil.Process(pid).cpu_times()
+            found[kind] = memory_of(pid) | {"cpu_s": round(times.user + times.system, 2)}
     return found
 
 
@@ -84,7 +88,7 @@ def one_run(minutes: float, arenas: str) -> dict[str, Any]:
             started_s = round(time.monotonic() - began, 1)
             began = time.monotonic()
             while (now := time.monotonic() - began) < 60 * minutes:
-                rows.append({"s": round(now, 1), **look(mark)})
+                rows.append({"s": round(now, 1), "steps": len(run.times), **look(mark)})
                 time.sleep(_LOOK_EVERY_S)
             steps = len(run.times)
             evaluations = len(read_rows(Path(name) / "run/evaluations.jsonl"))
@@ -94,6 +98,8 @@ def one_run(minutes: float, arenas: str) -> dict[str, Any]:
             left = wait_until_none(mark, 30)
             kill_all(mark)
     half = [row for row in rows if row["s"] >= 30 * minutes]
+    steps_of_half = half[-1]["steps"] - half[0]["steps"]
+    cpu_s = {part: half[-1][part]["cpu_s"] - half[0][part]["cpu_s"] for part in PARTS}
     grown: dict[str, dict[str, Any]] = {}
     for part in PARTS:
         for what in ("uss", "heaps"):
@@ -105,6 +111,7 @@ def one_run(minutes: float, arenas: str) -> dict[str, Any]:
         "started_s": started_s,
         "steps": steps,
         "evaluations": evaluations,
+        "cpu_ms_a_step": {p: round(1000 * s / steps_of_half, 2) for p, s in cpu_s.items()},
         "grown_in_second_half": grown,
         "left_behind": list(left.values()),
         "rows": rows,

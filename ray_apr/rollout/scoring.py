@@ -307,6 +307,8 @@ def _start_worker(
 ) -> Any:
     at_once = config.reward.concurrency
     actor: Any = ray.remote(
-        num_cpus=config.reward.num_cpus_per_worker, max_concurrency=at_once + 8
+        num_cpus=config.reward.num_cpus_per_worker,
+        max_concurrency=at_once + 8,
+        enable_task_events=False,
     )(RewardWorker)
     return actor.remote(reward, at_once, environment)

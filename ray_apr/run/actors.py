@@ -97,6 +97,7 @@ class Actors:
             num_cpus=0,
             runtime_env={"env_vars": {_ARENAS: os.environ.get(_ARENAS, "1")}},
             max_concurrency=10_000,
+            enable_task_events=False,  # of each call some KB in Ray's control store otherwise
             max_restarts=max_restarts,
             max_task_retries=max_restarts,
             scheduling_strategy=scheduling_strategy,

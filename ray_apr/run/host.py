@@ -94,7 +94,10 @@ class HostedRun:
                 "must be one number where the caller says which steps are trained",
             )
         gate = ray.remote(StepGate).options(
-            num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+            num_cpus=0,
+            max_concurrency=10_000,
+            enable_task_events=False,
+            scheduling_strategy=here,
         )
         self._gate = gate.remote(spec.ranks.most)
         host = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_host)  # its process ends with it

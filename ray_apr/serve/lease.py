@@ -112,5 +112,6 @@ def start_lease(app_name: str, holder: str) -> Any:
         namespace=_NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
+        enable_task_events=False,
     )
     return actor.remote(app_name, holder, ray.get_runtime_context().namespace)

@@ -85,7 +85,7 @@ def new_sample(budget):
 async def until_busy(engine, at_least=1):
     async with asyncio.timeout(20):
         while engine.status(drain=False).num_running < at_least:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.002)
 
 
 async def until_made(engine, before, count):
