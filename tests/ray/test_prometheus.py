@@ -177,11 +177,11 @@ def test_rays_tables_name_the_run_and_its_parts(env, tmp_path):
                 actors = json.loads(read(f"{dashboard}/logical/actors"))["data"]["actors"].values()
                 names = {actor["name"].rpartition("-")[0] for actor in actors if actor["name"]}
         jobs = json.loads(read(f"{dashboard}/api/jobs/"))
-        tasks = json.loads(read(f"{dashboard}/api/v0/tasks?limit=10000"))["data"]["result"]["result"]
+        listed = json.loads(read(f"{dashboard}/api/v0/tasks?limit=10000"))["data"]["result"]
         run.kill()
         run.wait()
     assert [train["name"] for train in trains] == ["run"]
     assert [job["metadata"].get("ray_apr_run") for job in jobs] == ["run"]
-    classes = {task["name"].partition(".")[0] for task in tasks}
+    classes = {task["name"].partition(".")[0] for task in listed["result"]}
     own = {"RolloutWorker", "SampleBuffer", "RunRecorder", "Evaluator", "RewardWorker", "RunLease"}
     assert "TrainController" in classes and not classes & own, "their calls would fill Ray's store"
