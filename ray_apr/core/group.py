@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_apr.core.exceptions import RolloutError
@@ -71,6 +72,14 @@ class SampleMeta:
             reward_metrics=sample.reward_metrics,
             num_turns=max(1, sample.num_turns),
         )
+
+
+def num_by_version(groups: Iterable[Sequence[Sample]]) -> Counter[int]:
+    """Samples of scored groups, by the version of the oldest token of their group."""
+    counted: Counter[int] = Counter()
+    for group in groups:
+        counted[min(SampleMeta.of(sample).oldest_version for sample in group)] += len(group)
+    return counted
 
 
 def _version_tokens(segments: Iterable[Segment]) -> tuple[tuple[int, int], ...]:

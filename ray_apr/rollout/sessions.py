@@ -276,6 +276,7 @@ class Sessions:
         try:
             await self._buffer.put_group.remote(metas, [carry(group)])
             del self.on_their_way[group_id]
+            self.wake.set()  # it is not to come any more
         finally:
             self._num_arriving -= 1
             self._arrived.set()

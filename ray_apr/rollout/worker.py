@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
-from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
+from ray_apr.core.exceptions import APRError, RolloutError
+from ray_apr.core.group import num_by_version
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
@@ -334,10 +335,11 @@ class RolloutWorker(WeightSyncs):
             await self._buffer.fail.remote(sessions.fatal)
 
     async def _report_unfinished(self) -> None:
-        """Tell the buffer what is still to come, if it waits for that."""
+        """Tell the buffer what is still to come, if it waits for that; also what is on its way."""
         if self._partial_rollout.on_stale == "wait":
-            by_version = dict(self._scheduler.live.num_by_version)
-            await self._buffer.report_unfinished.remote(by_version)
+            on_their_way = num_by_version(self._sessions.on_their_way.values())
+            by_version = self._scheduler.live.num_by_version + on_their_way
+            await self._buffer.report_unfinished.remote(dict(by_version))
 
     def _budgets(self, prompt: Prompt) -> list[int]:
         """Response tokens of a prompt's samples: the lengths of the trace if one is replayed."""

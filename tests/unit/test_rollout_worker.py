@@ -16,6 +16,7 @@ from ray_apr.core.exceptions import (
 )
 from ray_apr.core.messages import WeightGroup
 from ray_apr.core.sample import FinishReason
+from ray_apr.data.journal import JournalFolder
 from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import worker as worker_module
@@ -564,3 +565,42 @@ async def test_a_start_that_is_told_again_meanwhile_begins_once(monkeypatch):
     await asyncio.gather(*starts)
     await run.worker.stop()
     assert taken == [{}]
+
+
+async def test_a_group_on_its_way_to_the_buffer_is_waited_for(tmp_path):
+    """known fault: it was neither unfinished nor there, and expired while others were trained."""
+    engine = ScriptedEngine(default_length=2)
+    async with running(
+        engine, batch_size=2, on_stale="wait", max_staleness=2, oversampling_factor=3.0,
+        max_live_batches=None, journal={"journal": JournalFolder.of(str(tmp_path))},
+    ) as run:  # fmt: skip
+        await until(lambda: len(engine.running) == 6)
+        due = engine.running[0].partition("#")[0].rpartition("-")[0]
+
+        def calls(*, of_due):
+            return [call for call in engine.running if call.startswith(f"{due}-") is of_due]
+
+        engine.advance(1, calls(of_due=True))  # it has tokens of version 0
+        for step in range(2):
+            engine.advance(99, calls(of_due=False)[:2])
+            assert due not in {sample.group_id for sample in await run.step(step)}
+            await run.sync(step + 1)
+            await until(lambda: len(calls(of_due=False)) >= 2)
+        engine.advance(99, calls(of_due=False)[:2])
+        stock = run.buffer._stock
+        await until(lambda: stock.num_waiting == 2)
+        await run.buffer.grant(2, 2)
+        await asyncio.sleep(0.05)
+        assert not stock.granted.groups, "a newer group is there, and the older one is to come"
+        held = asyncio.Event()
+        may = run.worker._sessions._may_hand_over
+        run.worker._sessions._may_hand_over = held  # as during a capture
+        engine.advance(99, calls(of_due=True))
+        await until(lambda: due in run.worker._sessions.on_their_way)
+        run.worker._wake.set()
+        await asyncio.sleep(0.1)
+        assert not stock.granted.groups, "it is on its way"
+        run.worker._sessions._may_hand_over = may
+        held.set()
+        await until(lambda: bool(stock.granted.groups))
+        assert [group.group_id for group in stock.granted.groups] == [due]
