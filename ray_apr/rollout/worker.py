@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _STOP_PAUSE_S = 0.5
-_STOP_TRIES = 40
+_STOP_S, _ABORT_S = 20.0, 5.0
 _AT_ONCE = 256
 """Calls that begin between two turns of the event loop, so that thousands hold nothing else up."""
 
@@ -278,13 +278,15 @@ class RolloutWorker(WeightSyncs):
 
     async def _abort_until_done(self, main: asyncio.Task[None]) -> None:
         """Abort again and again: a call that was just about to begin escapes the first time."""
-        for _ in range(_STOP_TRIES):
-            with contextlib.suppress(EngineUnavailableError):  # its calls end by themselves
-                await self._client.abort(None)
-            done, _ = await asyncio.wait({main}, timeout=_STOP_PAUSE_S)
-            if done:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                while not main.done():
+                    with contextlib.suppress(RolloutError, TimeoutError):  # others have answered
+                        async with asyncio.timeout(_ABORT_S):
+                            await self._client.abort(None)
+                    await asyncio.wait({main}, timeout=_STOP_PAUSE_S)
                 return
-        logger.error("rollout loops did not end within %.0f s", _STOP_TRIES * _STOP_PAUSE_S)
+        logger.error("rollout loops did not end within %.0f s", _STOP_S)
         main.cancel()
 
     async def _run(self) -> None:
