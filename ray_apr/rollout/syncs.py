@@ -53,8 +53,11 @@ class WeightSyncs:
         self._is_syncing = False
         """From the question who is there until the last engine goes on; a sync that is tried again
         is one sync."""
+        self._has_weights = asyncio.Event()
+        """Set from the first sync on that brings the version of the newest token; before it engines
+        may have none, or those of another version."""
         self._is_asked = False
-        """Whether the trainer was told to send its weights again, and has not yet."""
+        """Whether the trainer was told to send its weights, and has not yet."""
         self._turns = asyncio.Condition()
         """Held while engines come and go."""
         self._client: RolloutClient
@@ -116,11 +119,15 @@ class WeightSyncs:
             return None
 
     async def _see_to_weights(self, buffer: Any, policy_version: int) -> None:
-        """Have the trainer send its weights again, once, where no engine has them any more.
+        """Have the trainer send its weights, once, where no engine has them any more; and where it
+        waits for engines that have not had the version of the newest token yet, which is none that
+        it sends by itself (`sync_every`).
 
         Waits for: the buffer. Unblocked by: its answer or its death.
         """
-        if not (self._is_syncing or self._is_asked) and self._engines.lack(policy_version):
+        if self._is_syncing or self._is_asked:
+            return
+        if not self._has_weights.is_set() or self._engines.lack(policy_version):
             self._is_asked = await buffer.send_again.remote(policy_version)
 
     async def scale(self, num_engines: int) -> None:

@@ -142,9 +142,6 @@ class RolloutWorker(WeightSyncs):
         self._scorer = make_scorer()
         self._buffer = Line(buffer)
         self._recorder = recorder
-        self._has_weights = asyncio.Event()
-        """Set from the first sync on that brings the version of the newest token; before it engines
-        may have none, or those of another version."""
         self._goes_on_at = policy_version if replayed is None else replayed.goes_on_at
         self._received = replayed.received if replayed and replayed.takes_over else None
         """Tokens that a worker had from each engine, which was here before and died."""
