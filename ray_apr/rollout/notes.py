@@ -99,11 +99,15 @@ class Notes:
         self._journal.note_samples(live.group.samples, live.sample)
         self._journal.soon()
 
+    def of_cut(self, live: LiveSample) -> None:
+        """A sample may have lost its tokens, as where a new version begins it anew."""
+        if self._journal.num_noted(live.sample_id) > live.sample.num_tokens:
+            self.of(live)
+
     def of_cuts(self) -> None:
-        """Samples may have lost their tokens, as where a new version begins them anew."""
+        """Any sample may have."""
         for live in (member for group in self._scheduler.live.groups for member in group.members):
-            if self._journal.num_noted(live.sample_id) > live.sample.num_tokens:
-                self.of(live)
+            self.of_cut(live)
 
     def of_admitted(self, groups: Sequence[LiveGroup]) -> None:
         """Groups were admitted; those of new prompts follow from the position."""

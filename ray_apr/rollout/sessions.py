@@ -347,6 +347,7 @@ class Sessions:
     def _retry(self, live: LiveSample) -> None:
         if live.is_live:
             self._scheduler.on_retry(live)
+            self._notes.of_cut(live)
             self.wake.set()
         else:
             self.outage.ended(live.sample_id)

@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from ray_apr.config import RolloutConfig
+from ray_apr.core.exceptions import EngineUnavailableError
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.replay import Epoch, replay
@@ -20,6 +21,7 @@ from ray_apr.data.resumption import Begin, Counters, RolloutProgress
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import opened
 from ray_apr.scheduling.order import prompt_position
+from ray_apr.scheduling.orders import OrderKind
 from ray_apr.scheduling.scheduler import TurnRules
 from tests.fakes import ScriptedEngine
 from tests.rollout_run import PROMPTS, Run, Scorer, until, without_ray
@@ -621,6 +623,82 @@ async def test_turns_and_states_of_environments_are_kept(folder, monkeypatch):
     for sample in asked:
         assert (sample.environment_state, sample.num_turns) == ({"turns": 1}, 2)
         assert [len(part.token_ids) for part in sample.segments] == [3, 1, 3]
+
+
+async def test_a_sample_that_begins_anew_while_it_waits_for_an_engine_is_noted(folder, monkeypatch):
+    """known fault: its new tokens were written behind those of its dead try."""
+    from ray_apr.core.user import Step
+    from ray_apr.rollout import sessions as sessions_module
+
+    monkeypatch.setattr(sessions_module, "_RETRY_PAUSE_S", 0.3)
+
+    class Environment(Scorer):
+        async def step(self, sample):
+            return Step(token_ids=(5000 + sample.num_tokens,))
+
+    killed = Killed(
+        folder, trainer_lives=True, scorer=Environment(), batch_size=2,
+        turns=TurnRules(max_turns=9),
+        partial={
+            "interrupt": "batch_full", "after_interrupt": "restart", "max_staleness": 1,
+            "oversampling_factor": 1.0, "max_live_batches": None,
+        },
+    )  # fmt: skip
+    killed.engine = engine = ScriptedEngine(default_length=16, turn_length=4)
+    async with killed as run:
+        await until(lambda: len(engine.running) == 2)
+        name = engine.running[0].partition("#")[0]
+        of_it = lambda: [call for call in engine.running if call.startswith(f"{name}#")]  # noqa: E731
+        engine.fail[name] = [
+            EngineUnavailableError("its engine is gone")
+        ]  # that of its second turn
+        engine.advance(4, of_it())
+        await until(lambda: not engine.fail[name])
+        engine.turn_length = 8  # drawn anew, its first turn is longer
+        await run.run.sync(1)  # a version passes while it waits
+        await until(lambda: bool(of_it()))
+        engine.advance(8, of_it())
+        groups = run.run.worker._scheduler.live.groups
+        (live,) = [m for group in groups for m in group.members if m.sample_id == name]
+        await until(lambda: live.sample.num_turns == 1 and live.sample.num_tokens == 9)
+        await run.write()
+    (kept,) = [sample for sample in samples_of(killed.begin) if sample.sample_id == name]
+    assert [(s.policy_version, s.token_ids) for s in kept.segments] == [
+        (s.policy_version, s.token_ids) for s in live.sample.segments
+    ]
+
+
+async def test_a_run_that_begins_again_gets_a_version_that_is_not_due_for_a_sync(folder):
+    """known fault: it waited for that version, which its trainer never sent, and starved."""
+    partial = {
+        "max_staleness": 3, "oversampling_factor": 1.0, "sync_every": 2, "max_live_batches": 1.0,
+    }  # fmt: skip
+    killed = Killed(folder, trainer_lives=False, partial=partial)
+    async with killed as run:
+        run.engine._auto, run.engine.default_length = 0, 12
+        run.engine.lengths.clear()
+        await until(lambda: bool(run.engine.running))
+        run.engine.advance(99)
+        await run.run.step(0)
+        await run.run.sync(1)  # all engines had died
+        await until(lambda: bool(run.engine.running))
+        run.engine.advance(3)
+        await run.run.worker._sessions.abort(list(run.run.worker._scheduler.live.inflight.values()))
+        await asyncio.sleep(0.1)
+        await run.write()
+    assert killed.begin.replayed.goes_on_at == 1 and list(killed.begin.replayed.plan) == [0]
+    killed.engine = ScriptedEngine(default_length=12, auto=1)
+    async with killed as run:
+        assert await run.run.step(0)
+        assert not run.run.worker._has_weights.is_set(), "a step that is not due for a sync"
+        await run.run.buffer.grant(1, 1)
+        ticket = None
+        async with asyncio.timeout(10):
+            while ticket is None:
+                ticket = await run.run.buffer.take(0, 0)
+        assert ticket.order.kind is OrderKind.SEND_WEIGHTS
+        await run.run.sync(1)
+        await until(lambda: bool(run.engine.calls))
 
 
 def test_settings_of_a_journal_are_obeyed_or_refused():
