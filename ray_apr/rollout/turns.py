@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_apr.core.exceptions import StepError
+from ray_apr.core.exceptions import StepError, one_line
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, Step
 from ray_apr.scheduling.live import TurnRules
@@ -30,15 +30,20 @@ def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:
 
     Raises:
         StepError: If messages come where the template cannot continue: before the first turn, or
-            because it renders earlier messages in another way once others follow.
+            because it renders earlier messages in another way once others follow; or if it or the
+            tokenizer refuses them.
     """
-    if step.messages:
-        text = _continuation(tokenizer, sample, step)
-    elif step.text:
-        text = step.text
-    else:
+    if not (step.messages or step.text):
         return step.token_ids
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    try:
+        text = _continuation(tokenizer, sample, step) if step.messages else step.text
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except StepError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise StepError(
+            sample.sample_id, "invalid", f"cannot be encoded: {one_line(error)}"
+        ) from error
 
 
 def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:

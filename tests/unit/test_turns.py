@@ -6,6 +6,7 @@ import asyncio
 import types
 
 import pytest
+from jinja2.exceptions import TemplateError
 
 from ray_apr.core.exceptions import RolloutError, StepError
 from ray_apr.core.messages import Generation
@@ -14,7 +15,7 @@ from ray_apr.core.user import Environment, Step
 from ray_apr.rollout.turns import encode_step, turn_rules
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
-from tests.rollout_run import Scorer, running, until, without_ray
+from tests.rollout_run import Scorer, Tokenizer, running, until, without_ray
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +241,29 @@ def test_a_template_that_cannot_continue_is_an_error():
         said(step, 65, template=rewrites)
     with pytest.raises(StepError, match="before the first turn"):
         said(step)
+    with pytest.raises(StepError, match="cannot be encoded: 'roles' is undefined"):
+        said(step, 65, template="{{ roles.alternate }}")
+
+
+async def test_a_message_that_the_template_refuses_drops_its_group_alone(monkeypatch):
+    """known fault: it ended the run."""
+
+    class Alternating(Tokenizer):
+        def apply_chat_template(self, messages, **_):
+            raise TemplateError("roles must alternate")
+
+    class Chat(Scorer):
+        async def step(self, sample):
+            says = () if sample.sample_id != "e0-0-1" else ({"role": "tool", "content": "4"},)
+            return Step(done=not says, reward=None if says else 1.0, messages=says)
+
+    monkeypatch.setattr("tests.rollout_run.Tokenizer", Alternating)
+    async with running(engine_of_turns(auto=1), scorer=Chat(), turns=TurnRules()) as run:
+        samples = await run.step(0)
+        assert "e0-0" not in {sample.group_id for sample in samples}
+        await until(lambda: any(row["kind"] == "dropped" for row in run.recorder.rows))
+    (row,) = [row for row in run.recorder.rows if row["kind"] == "dropped"]
+    assert row["group_id"] == "e0-0" and "roles must alternate" in row["error"]
 
 
 def test_rules_follow_from_the_environment():
