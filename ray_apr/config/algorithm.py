@@ -250,6 +250,12 @@ class AlgorithmConfig:
                 getattr(self, name),
                 "has no meaning beside algorithm.correction, which takes its place; leave it out",
             )
+        require(
+            self.importance is not None or not self.importance_normalize,
+            f"{s}.importance_normalize",
+            self.importance_normalize,
+            "has no meaning without importance weights: leave it out, or set algorithm.importance",
+        )
         if self.proximal != "behavior":
             return
         unused = {

@@ -387,6 +387,7 @@ def test_overlong_buffer_is_a_part_of_the_response():
         ({"proximal": "behavior", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
         ({"proximal": "interpolated", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
         ({"proximal": "interpolated", "importance_normalize": True}, "importance_normalize"),
+        ({"importance": None, "importance_normalize": True}, "importance_normalize"),
         ({"proximal": "behavior", "rejection": "token_k1"}, "rejection"),
         ({"proximal": "behavior", "importance": "sequence"}, "importance"),
         ({"proximal": "behavior", "importance": "icepop"}, "importance"),
