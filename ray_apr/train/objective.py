@@ -144,7 +144,11 @@ def backward(
     advantages = whole.advantages_B[part.sample_index].unsqueeze(1).expand_as(mask)
     weights = correction(proximal, behavior, mask, algorithm)
     factors = whole.kept_B[part.sample_index].unsqueeze(1).expand_as(mask)
+    num_capped = mask.new_zeros(())
     if weights is not None:
+        is_capped = algorithm.importance in ("token", "sequence") and algorithm.correction is None
+        if is_capped and algorithm.importance_cap is not None:
+            num_capped = (weights >= algorithm.importance_cap).sum()
         weights = weights / whole.mean_weight
         factors = factors * weights
     kept = mask
@@ -174,16 +178,12 @@ def backward(
     (loss * whole.loss_scale).backward()
     with torch.no_grad():
         ratio, clipped = _clipping(logprobs.detach(), proximal, advantages, mask, algorithm)
-        is_capped = algorithm.importance in ("token", "sequence") and algorithm.correction is None
-        cap = algorithm.importance_cap if is_capped else None
         sums = {
             "loss": loss.detach(),
             "ratio": (ratio * mask).sum(),
             "clipped": clipped.sum(),
             "importance_weight": (mask if weights is None else weights).sum(),
-            "importance_capped": mask.new_zeros(())
-            if weights is None or cap is None
-            else (weights * whole.mean_weight >= cap).sum(),
+            "importance_capped": num_capped,
             "rejected": (mask - kept).sum(),
             "kl_reference": mask.new_zeros(()) if kl is None else (kl * mask).sum(),
             "entropy": entropies.sum(),
