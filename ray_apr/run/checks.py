@@ -125,13 +125,13 @@ def check_resources(
     wanted = workers * per_worker + rollout.num_replicas * per_replica + of_rewards
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:
-        rewards = f" and workers of rewards ({of_rewards:g})" if of_rewards else ""
+        told = f"{wanted:g} ({of_rewards:g} of them for rewards)" if of_rewards else f"{wanted:g}"
         raise ConfigError(
             "rollout.num_replicas",
             rollout.num_replicas,
-            f"replicas and {workers} train workers{rewards} want {wanted:g} CPUs together, the "
-            f"cluster has {cpus:g}, and Ray Data needs one to encode the prompts; lower "
-            "num_cpus_per_replica or start Ray with more (logical) CPUs",
+            f"replicas and {workers} train workers want {told} CPUs together, the cluster has "
+            f"{cpus:g}, and Ray Data needs one to encode the prompts; lower num_cpus_per_replica "
+            "or start Ray with more (logical) CPUs",
         )
 
 

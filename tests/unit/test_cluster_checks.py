@@ -43,10 +43,10 @@ def test_disaggregated_engines_and_train_workers_have_gpus_of_their_own(check):
 def test_cpus_of_rewards_are_reserved_too_and_once_more_for_evaluations(check):
     one = {"replicas": 1, "workers": 1, "reward": {"num_workers": 2, "num_cpus_per_worker": 1.5}}
     check(**one, cpus=5)
-    with pytest.raises(ConfigError, match=r"workers of rewards \(3\) want 4 CPUs together"):
+    with pytest.raises(ConfigError, match=r"want 4 \(3 of them for rewards\) CPUs together"):
         check(**one, cpus=4)
     check(**one, cpus=8, evaluates=True)
-    with pytest.raises(ConfigError, match=r"workers of rewards \(6\) want 7 CPUs together"):
+    with pytest.raises(ConfigError, match=r"want 7 \(6 of them for rewards\) CPUs together"):
         check(**one, cpus=7, evaluates=True)
 
 
