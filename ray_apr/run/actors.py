@@ -241,7 +241,8 @@ class Actors:
         spec, config = self._spec, self._spec.evaluation
         assert config is not None  # there are held-out prompts
         tables = self._encode(held_out, "held_out", drops_too_long=None).tables
-        if config.rewards and (column := config.suite_column):  # of a file it was checked before
+        has_own = config.suites or config.rewards
+        if has_own and (column := config.suite_column):  # of a file it was checked before
             held = pa.concat_tables(_fetched(tables), promote_options="default")
             check_suites(held[column].unique().to_pylist(), config)
         rollout, environment = spec.rollout, spec.environment

@@ -32,19 +32,20 @@ async def test_a_suite_is_scored_by_its_own_reward():
     assert reward_of_suites(score, without) is score
 
 
-def test_suites_of_a_dataset_are_looked_at_once_they_are_here(monkeypatch):
+@pytest.mark.parametrize(("field", "own"), [("rewards", len), ("suites", {"samples": 1})])
+def test_suites_of_a_dataset_are_looked_at_once_they_are_here(monkeypatch, field, own):
     """Rows of a file are looked at when the trainer is made."""
     table = pa.table({TOKEN_IDS: [[1], [2]], "level": [1, 2]})
     monkeypatch.setattr(actors, "_fetched", lambda tables: tables)
     monkeypatch.setattr(actors, "load_tokenizer", lambda model: None)
     made = []
-    for rewards in ({"1": len}, {"3": len}):
-        config = EvaluationConfig(suite_column="level", rewards=rewards)
+    for name in ("1", "3"):
+        config = EvaluationConfig(suite_column="level", **{field: {name: own}})
         parts = actors.Actors(run_spec(evaluation=config, reward=len))
         monkeypatch.setattr(parts, "_encode", lambda *_, **__: SimpleNamespace(tables=[table]))
         monkeypatch.setattr(parts, "make", lambda *_, **given: made.append(given))
-        if "3" in rewards:
-            with pytest.raises(ConfigError, match=r"evaluation.rewards = '3'.*which are 1, 2;"):
+        if name == "3":
+            with pytest.raises(ConfigError, match=rf"evaluation.{field} = '3'.*which are 1, 2;"):
                 parts.make_evaluator(None, None)
         else:
             parts.make_evaluator(None, None)
