@@ -70,7 +70,7 @@ def progress() -> RolloutProgress:
     """Where the rollout side stood, without what follows from the samples' file."""
     return RolloutProgress(
         seed=3, num_prompts=NUM_PROMPTS, position=8, pending=(2, 5, 6, 7), counters=COUNTERS,
-        retries=("e1-2~1",), num_long_retries=1, num_owed=2,
+        retries=("e1-2~1",), num_long_retries=1, num_stops={"e1-2~1": 1}, num_owed=2,
         sampled=sampled_with(ROLLOUT, resets=True),
     )  # fmt: skip
 

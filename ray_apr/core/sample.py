@@ -117,8 +117,15 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset's row, for the reward function."""
-    num_retries: int = 0
-    """Times that a group of this prompt was dropped and tried again."""
+    num_filtered: int = 0
+    """Times that a group of this prompt was filtered and tried again."""
+    num_stops: int = 0
+    """Times that a full batch stopped a group of this prompt, which was tried again."""
+
+    @property
+    def num_retries(self) -> int:
+        """Times that this prompt was tried again."""
+        return self.num_filtered + self.num_stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -326,9 +326,9 @@ class PromptSource:
         return int(self._table[ROW][index].as_py())
 
     def of(self, group_id: str) -> Prompt:
-        """The prompt of a group, as often tried again as the group's id says."""
+        """The prompt of a group, as often tried again as the group's id says (`with_stops`)."""
         prompt = self._at(prompt_position(group_id, len(self)))
-        return retried(prompt, num_retries(group_id))
+        return retried(prompt, num_filtered=num_retries(group_id))
 
     @property
     def pending(self) -> tuple[int, ...]:

@@ -189,9 +189,13 @@ class _Journal:
     trained: tuple[int, Mapping[str, float]] | None = None
     state: dict[str, Any] = field(default_factory=dict)
     """The worker's last figures."""
+    num_stops: dict[str, int] = field(default_factory=dict)
+    """Of each group and prompt that had any (`SchedulerState`)."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
+        if self.begin.rollout is not None:
+            self.num_stops |= self.begin.rollout.num_stops
         if self.begin.samples is not None:
             for values, tokens in _rows(self.begin.samples):
                 self.rows[values["sample_id"]] = _Row(values, tokens)
@@ -209,6 +213,7 @@ class _Journal:
                 self.gone |= {row["group_id"]: row for row in event.get("gone", ())}
                 self.handed.update(event.get("handed", ()))
                 self.admitted |= dict.fromkeys(event.get("admitted", ()))
+            self.num_stops |= frame.notes["state"].get("num_stops", {})
         for frame in epoch.buffer:
             for event in frame.notes["events"]:
                 self._take_event(event)
@@ -317,7 +322,8 @@ class _Journal:
         retries += [i for i in self.admitted if i not in {*groups, *gone, *retries}]
         position: int = state.get("position", known.position)
         handed_out = {*known.pending, *range(known.position, position)}
-        alive = {prompt_position(i, num_prompts) for i in (*groups, *retries)}
+        under_way = {*groups, *retries}
+        alive = {prompt_position(i, num_prompts) for i in under_way}
         ended = {prompt_position(i, num_prompts) for i in gone}
         return dataclasses.replace(
             known,
@@ -325,6 +331,7 @@ class _Journal:
             pending=tuple(sorted((handed_out - ended) | alive)),
             retries=tuple(retries),
             num_long_retries=state.get("num_long_retries", known.num_long_retries),
+            num_stops={i: n for i, n in self.num_stops.items() if i in under_way},
             num_owed=state.get("num_owed", known.num_owed),
         )
 

@@ -35,8 +35,9 @@ SAMPLES_FILE = "samples.arrow"
 """File of a checkpoint with the samples under way."""
 WEIGHTS = "prompts.weights"
 """Of the settings of samples (`sampled_with`): that which the order of the prompts follows from."""
-FORMAT = 2
-"""Of `RolloutProgress`. 1, without a journal, and 0, without samples, are read, too."""
+FORMAT = 3
+"""Of `RolloutProgress`. 2, without stops, 1, without a journal, and 0, without samples, are read,
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,9 @@ class RolloutProgress:
     retries: tuple[str, ...] = ()
     """Ids of those of the pending prompts that wait to be tried again (`SchedulerState`)."""
     num_long_retries: int = 0
+    num_stops: Mapping[str, int] = field(default_factory=dict)
+    """Of those and of the prompts of samples under way; with an older format all further tries
+    count as filtered."""
     num_owed: int = 0
     sampled: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the samples were made with (`sampled_with`)."""
@@ -193,6 +197,7 @@ class RolloutProgress:
             counters=before + Counters.of(summary, stats),
             retries=state.retries,
             num_long_retries=state.num_long_retries,
+            num_stops=state.num_stops,
             num_owed=state.num_owed,
             sampled=summary.sampled,
             epoch=epoch,
@@ -201,7 +206,7 @@ class RolloutProgress:
     def without_samples(self) -> RolloutProgress:
         """The same where the samples are given up: all pending prompts begin anew."""
         return dataclasses.replace(
-            self, retries=(), num_long_retries=0, num_owed=0, samples_digest=None
+            self, retries=(), num_long_retries=0, num_stops={}, num_owed=0, samples_digest=None
         )
 
     def to_json(self) -> str:

@@ -143,6 +143,7 @@ class Notes:
             "position": self._prompts.position,
             "retries": list(state.retries),
             "num_long_retries": state.num_long_retries,
+            "num_stops": state.num_stops,
             "num_owed": state.num_owed,
             "version": self._scheduler.policy_version,
             "received": self._engines.received,

@@ -30,6 +30,7 @@ from ray_apr.run.preflight import wait_for_cpu
 from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
+from ray_apr.scheduling.order import with_stops
 
 if TYPE_CHECKING:
     import ray.data
@@ -307,12 +308,15 @@ def _state_maker(begin: Begin) -> Callable[[Callable[[str], Prompt]], SchedulerS
     samples = put(begin.samples)
 
     def make_state(prompt_of: Callable[[str], Prompt]) -> SchedulerState:
-        live, handed_over = groups_of(_fetched(samples), prompt_of)
+        live, handed_over = groups_of(
+            _fetched(samples), lambda name: with_stops(prompt_of(name), progress.num_stops)
+        )
         return SchedulerState(
             groups=tuple(live),
             handed_over=tuple(handed_over),
             retries=progress.retries,
             num_long_retries=progress.num_long_retries,
+            num_stops=progress.num_stops,
             num_owed=progress.num_owed,
         )
 

@@ -9,8 +9,8 @@ Invariants, kept by `Intake`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.scheduling.limits import Limits
@@ -30,6 +30,9 @@ class SchedulerState:
     """Ids of the prompts that are to be tried again."""
     num_long_retries: int = 0
     """How many of these, the last ones, wait for a round of their own."""
+    num_stops: Mapping[str, int] = field(default_factory=dict)
+    """By the id of a live group or of a prompt to be tried again: how many of its tries ended as a
+    full batch stopped it, where any did."""
     num_owed: int = 0
     """Groups that were dropped and not yet replaced."""
 
@@ -82,9 +85,11 @@ class Intake(Limits):
     def state(self, *, with_groups: bool = True) -> SchedulerState:
         """What a checkpoint has of this scheduler (`Scheduler.restore`)."""
         groups = self.live.groups if with_groups else ()
+        prompts = [*self._retries, *(group.prompt for group in self.live.groups)]
         return SchedulerState(
             groups=tuple(group.samples for group in groups),
             retries=tuple(prompt.prompt_id for prompt in self._retries),
             num_long_retries=self._retries.num_long,
+            num_stops={p.prompt_id: p.num_stops for p in prompts if p.num_stops},
             num_owed=self._num_owed,
         )

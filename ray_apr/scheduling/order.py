@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,12 +80,27 @@ def prompt_id(epoch: int, offset: int) -> str:
     return f"e{epoch}-{offset}"
 
 
-def retried(prompt: Prompt, number: int) -> Prompt:
-    """A prompt as it is tried for the `number`-th time again: under an id of its own."""
+def retried(prompt: Prompt, *, num_filtered: int = 0, num_stops: int = 0) -> Prompt:
+    """A prompt as it is tried after so many filtered groups and stops: each further try has an id
+    of its own."""
+    number = num_filtered + num_stops
     if not number:
         return prompt
-    name = prompt.prompt_id.partition("~")[0]
-    return dataclasses.replace(prompt, prompt_id=f"{name}~{number}", num_retries=number)
+    again = f"{prompt.prompt_id.partition('~')[0]}~{number}"
+    return dataclasses.replace(
+        prompt, prompt_id=again, num_filtered=num_filtered, num_stops=num_stops
+    )
+
+
+def with_stops(prompt: Prompt, num_stops: Mapping[str, int]) -> Prompt:
+    """A prompt that is known from an id alone, which has the sum of its tries.
+
+    Args:
+        prompt: All of its tries count as filtered.
+        num_stops: How many of them were stops, by id; none of those of other ids.
+    """
+    stops = num_stops.get(prompt.prompt_id, 0)
+    return retried(prompt, num_filtered=prompt.num_retries - stops, num_stops=stops)
 
 
 def num_retries(group_id: str) -> int:

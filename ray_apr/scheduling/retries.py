@@ -54,13 +54,16 @@ class Retries:
         """Try a prompt later, whose group has not begun."""
         self._now.append(prompt)
 
-    def again(self, prompt: Prompt) -> None:
-        """Try a prompt again at once."""
-        self._now.append(_again(prompt))
+    def after_filter(self, prompt: Prompt) -> None:
+        """Try a prompt again at once whose group was filtered."""
+        filtered, stops = prompt.num_filtered + 1, prompt.num_stops
+        self._now.append(retried(prompt, num_filtered=filtered, num_stops=stops))
 
     def after_stop(self, prompt: Prompt) -> None:
         """Try a prompt again that a full batch stopped; a second time it waits for its round."""
-        (self._long if prompt.num_retries else self._now).append(_again(prompt))
+        filtered, stops = prompt.num_filtered, prompt.num_stops + 1
+        queue = self._long if stops > 1 else self._now
+        queue.append(retried(prompt, num_filtered=filtered, num_stops=stops))
 
     def begin_version(self) -> None:
         """Decide whether the version that begins is a catch-up round."""
@@ -71,8 +74,3 @@ class Retries:
         if self._long and self.is_catching_up:
             return self._long.popleft()
         return self._now.popleft() if self._now else None
-
-
-def _again(prompt: Prompt) -> Prompt:
-    """The same prompt for another try, under an id of its own."""
-    return retried(prompt, prompt.num_retries + 1)

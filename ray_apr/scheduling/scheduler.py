@@ -31,6 +31,7 @@ from ray_apr.core.sample import Prompt, Sample, SampleState
 from ray_apr.core.user import GroupFilter, RewardResult, Step
 from ray_apr.scheduling.intake import Intake, SchedulerState
 from ray_apr.scheduling.live import LiveGroup, LiveSample, TurnRules, transition
+from ray_apr.scheduling.order import with_stops
 
 
 class Actions(NamedTuple):
@@ -122,7 +123,8 @@ class Scheduler(Intake):
             Groups that are scored, which go to the buffer at once.
         """
         self._num_owed = state.num_owed
-        self._retries.restore([prompt_of(i) for i in state.retries], state.num_long_retries)
+        again = [with_stops(prompt_of(i), state.num_stops) for i in state.retries]
+        self._retries.restore(again, state.num_long_retries)
         scored = []
         for samples in state.handed_over:
             scored.append(self._hand_over(self.live.add_group(samples[0].prompt, samples)))
@@ -303,8 +305,8 @@ class Scheduler(Intake):
     def _complete(self, group: LiveGroup) -> tuple[Sample, ...] | None:
         """A group is scored: it leaves for the buffer, or is filtered out."""
         if self._is_filtered(group.samples):
-            if group.prompt.num_retries < self._config.max_filter_retries:
-                self._retries.again(group.prompt)
+            if group.prompt.num_filtered < self._config.max_filter_retries:
+                self._retries.after_filter(group.prompt)
             self._num_filtered += 1
             self._drop(group, "filtered")
             return None

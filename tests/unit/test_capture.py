@@ -13,7 +13,7 @@ from ray_apr.core.user import Step
 from ray_apr.data.resumption import Begin, Counters, RolloutProgress
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.rollout import sessions as sessions_module
-from ray_apr.scheduling.intake import SchedulerState
+from ray_apr.run import actors
 from ray_apr.scheduling.live import TurnRules
 from ray_apr.scheduling.order import prompt_position
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
@@ -45,17 +45,8 @@ async def take(run, before: Counters | None = None) -> Begin:
 
 def settings_of(begin: Begin) -> dict:
     """Of a worker that goes on."""
-
-    def make_state(prompt_of):
-        live, handed_over = groups_of(begin.samples, prompt_of)
-        rollout = begin.rollout
-        return SchedulerState(
-            groups=tuple(live), handed_over=tuple(handed_over), retries=rollout.retries,
-            num_long_retries=rollout.num_long_retries, num_owed=rollout.num_owed,
-        )  # fmt: skip
-
     return {
-        "make_state": make_state,
+        "make_state": actors._state_maker(begin),
         "position": begin.rollout.position,
         "pending": begin.prompts_again,
     }

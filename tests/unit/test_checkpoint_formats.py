@@ -67,14 +67,16 @@ def test_a_checkpoint_of_format_0_is_read(tmp_path):
     assert (begin.rollout.position, begin.rollout.retries) == (8, ())
 
 
-def test_a_checkpoint_of_format_1_is_read(tmp_path):
-    begin = begin_with(STORED / "1", tmp_path)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_checkpoint_of_a_format_with_samples_is_read(tmp_path, number):
+    begin = begin_with(STORED / str(number), tmp_path)
     assert (begin.step, begin.policy_version) == (2, 2)
     live, handed_over = groups_of(begin.samples, prompt_of)
     assert live == [live_group()] and handed_over == [group_in_buffer()]
     assert begin.rollout.counters == COUNTERS
     assert begin.rollout.retries == ("e1-2~1",)
     assert (begin.rollout.num_long_retries, begin.rollout.num_owed) == (1, 2)
+    assert begin.rollout.num_stops == {}, "it does not say how often a prompt was stopped"
     assert begin.prompts_again == (2,), "neither with samples, nor to be tried again"
     assert begin.num_kept == 3 + 3 + 2 + 2
 

@@ -321,6 +321,27 @@ async def test_a_run_that_is_killed_between_checkpoints_loses_nothing(
         assert lost <= {prompt_position(group, len(PROMPTS)) for group in gone}
 
 
+@pytest.mark.parametrize("saves", [False, True])
+async def test_a_prompt_that_goes_on_knows_how_often_it_was_stopped(folder, saves):
+    """Its id has only the sum of its tries."""
+    partial = {**PARTIAL[4], "max_staleness": 0}
+    killed = Killed(folder, trainer_lives=True, partial=partial)
+    async with killed as run:
+        scheduler = run.run.worker._scheduler
+        while not scheduler.state().num_stops:
+            await run.train(1)
+        killed.engine._auto = 0  # nothing ends any more
+        if saves:
+            await run.save()
+        await run.write()
+        num_stops = scheduler.state().num_stops
+    assert num_stops and killed.begin.rollout.num_stops == num_stops
+    assert not saves or killed.checkpoint.rollout.num_stops == num_stops
+    async with killed as run:
+        scheduler = run.run.worker._scheduler
+        assert scheduler.state().num_stops == num_stops
+
+
 @pytest.mark.parametrize("trainer_lives", [True, False])
 async def test_what_was_not_written_is_lost_and_counted(folder, monkeypatch, trainer_lives):
     append = JournalFolder.append

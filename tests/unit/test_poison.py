@@ -189,7 +189,7 @@ def test_prompts_that_are_set_aside_are_not_tried_again():
     made = scheduler(groups=1)
     prompts = [Prompt(prompt_id=f"e0-{i}", token_ids=(1,)) for i in range(3)]
     for prompt in prompts:
-        made._retries.again(prompt)
+        made._retries.after_filter(prompt)
     made.forget(lambda prompt: prompt.prompt_id.startswith("e0-1"))
     assert [prompt.prompt_id for prompt in made._retries] == ["e0-0~1", "e0-2~1"]
 

@@ -77,7 +77,9 @@ def test_a_checkpoint_notes_what_worker_and_buffer_hold():
         held_groups=("e1-1", "e2-0~1"), trained_samples=4,
         ledger=LedgerSnapshot(trained=30, discarded={"stale": 6}),
     )  # fmt: skip
-    state = SchedulerState(retries=("e2-0~1",), num_long_retries=1, num_owed=2)
+    state = SchedulerState(
+        retries=("e2-0~1",), num_long_retries=1, num_stops={"e2-0~1": 1}, num_owed=2
+    )
     progress = RolloutProgress.of(summary, stats, seed=2, before=BEFORE, state=state)
     assert progress.pending == (3, 5, 8)
     assert (progress.seed, progress.num_prompts, progress.position) == (2, 4, 9)

@@ -12,6 +12,7 @@ from ray_apr.core.exceptions import ConfigError, RolloutError
 from ray_apr.core.sample import SampleState
 from ray_apr.core.user import RewardResult
 from ray_apr.scheduling.live import TRANSITIONS
+from ray_apr.scheduling.order import num_retries, retried
 from tests.schedules import Driven, generation, prompt
 
 
@@ -642,7 +643,7 @@ def test_what_full_batches_stopped_gets_a_version_of_its_own():
     for num_stopped, names in ((1, "abcd"), (2, "ab")):
         d = make(eta=0, batch=4, factor=2, **settings)
         for name in "xy"[:num_stopped]:  # one member has ended, the other one is too long
-            d.admit(dataclasses.replace(prompt(f"{name}~1"), num_retries=1))
+            d.admit(dataclasses.replace(prompt(f"{name}~1"), num_stops=1))
             (first, _) = d.start_all()
             d.finish(first)
         d.on_version(1)
@@ -652,3 +653,65 @@ def test_what_full_batches_stopped_gets_a_version_of_its_own():
             assert admitted == list(names), "beside what is new it would lose"
         else:
             assert admitted == ["x~2", "y~2"], "without supplementation"
+
+
+RESTART = dict(
+    eta=0, factor=2, interrupt="batch_full", after_interrupt="restart", filter_zero_variance=True
+)
+
+
+def again(d):
+    """Groups that are tried again now; they are the only ones, and all of them runs."""
+    return [group.group_id for group in d.tick(lambda: None).admit]
+
+
+def filter_out(d):
+    d.complete(sorted(d.live.inflight), d.policy_version)
+
+
+def stop(d):
+    """One member has ended, the other one is stopped by the next version."""
+    d.finish(min(d.live.inflight), d.policy_version)
+    d.on_version(d.policy_version + 1)
+
+
+def restored(d, settings):
+    """Another one with what a checkpoint has, whose prompts are known from their ids."""
+    state = d.state()
+    names = [*state.retries, *(group[0].group_id for group in state.groups)]
+    known = {name: retried(prompt(name), num_filtered=num_retries(name)) for name in names}
+    other = make(**settings, version=d.policy_version)
+    other.restore(state, known.__getitem__)
+    return other
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_group_that_was_filtered_and_stopped_once_is_not_long(restores):
+    """known fault: one counter counted both, and it waited for a catch-up round."""
+    settings = dict(RESTART, max_filter_retries=5)
+    d = make(**settings)
+    d.admit(prompt("x"))
+    d.start_all()
+    filter_out(d)
+    assert again(d) == ["x~1"]
+    stop(d)
+    for name, num_long in (("x~2", 0), (None, 1)):
+        d = restored(d, settings) if restores else d
+        assert d.state().num_long_retries == num_long
+        if name is not None:
+            assert again(d) == [name]
+            stop(d)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_stop_takes_no_retry_of_a_filter(restores):
+    """known fault: one counter counted both."""
+    settings = dict(RESTART, max_filter_retries=1)
+    d = make(**settings)
+    d.admit(prompt("x"))
+    d.start_all()
+    stop(d)
+    for names in (["x~1"], ["x~2"], []):
+        d = restored(d, settings) if restores else d
+        assert again(d) == names
+        filter_out(d)

@@ -302,7 +302,8 @@ class APRMachine(RuleBasedStateMachine):
 
     @staticmethod
     def prompt_of(group_id: str) -> Prompt:
-        return retried(Prompt(prompt_id=group_id, token_ids=PROMPT_IDS), num_retries(group_id))
+        prompt = Prompt(prompt_id=group_id, token_ids=PROMPT_IDS)
+        return retried(prompt, num_filtered=num_retries(group_id))
 
     @rule(pick=PICK)
     def event_in_wrong_state(self, pick: int) -> None:
