@@ -58,7 +58,8 @@ class EngineConfig:
     autoscaling: AutoscalingConfig | None = None
     """When the run asks for more or fewer engines by itself; None: it never does."""
     start_timeout_s: float = 600.0
-    """Limit for all servers to become ready, and for the train workers to find a place."""
+    """Limit for all servers to become ready, for the train workers to find a place, and for each
+    worker of the reward to start."""
     stall_timeout_s: float = 300.0
     """Longest time without a new token of an engine that has requests, pauses left out; then its
     requests end with the tokens that they have, and the engine is replaced. However long a request

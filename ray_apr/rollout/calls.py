@@ -131,11 +131,39 @@ class Calls:
         """Calls that the worker has."""
         self._num_exchanges = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Lock()
+        self._num_waiting = 0
+        """Calls that wait until the worker is ready."""
+        self._is_ready = False
+        self._ready_by: float | None = None
 
     @property
     def load(self) -> int:
         """Calls that have no outcome yet."""
-        return len(self._pending)
+        return len(self._pending) + self._num_waiting
+
+    async def ready(self, limit_s: float) -> None:
+        """Wait until the worker's process has started, so that no call's limit counts that.
+
+        Waits for: an exchange without calls. Unblocked by: its end, the worker's death, or the
+        limit, which begins with the first call that waits.
+
+        Raises:
+            TimeoutError: If it has not started within the limit.
+            RayError: If it died.
+        """
+        if self._is_ready:
+            return
+        if self._ready_by is None:
+            self._ready_by = asyncio.get_running_loop().time() + limit_s
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout_at(self._ready_by), self._starting:
+                if not self._is_ready:
+                    await self.worker.exchange.remote([])
+                    self._is_ready = True
+        finally:
+            self._num_waiting -= 1
 
     async def make(self, what: Call, sample: Sample, limit_s: float) -> Answer:
         """Make a call together with all others of this moment.

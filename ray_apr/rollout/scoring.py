@@ -5,7 +5,8 @@ Invariants, kept by `Scorer`:
     * A reward is a finite number or a `RewardError` with its kind; a failure is never a zero. So it
       is with the steps of an environment and `StepError`.
     * A call that does not return costs its worker, not the run: after the time limit the process is
-      killed and replaced, and the innocent calls it held are made again.
+      killed and replaced, and the innocent calls it held are made again. The limit begins once the
+      process has started.
     * At most ``rollout.reward.concurrency`` calls run at once.
 """
 
@@ -275,15 +276,18 @@ class Scorer:
     async def _try(self, what: Call, sample: Sample) -> RewardResult | Step:
         """One try; calls that died with a worker that another call blocked are made again."""
         failure, limit_s = ERRORS[what], self._config.reward.timeout_s
+        start_s = self._config.engine.start_timeout_s
         for _ in range(1 + self._config.reward.concurrency):
             calls = min(self._workers, key=lambda calls: calls.load)
+            late = f"its worker did not start within {start_s:g} s (rollout.engine.start_timeout_s)"
             try:
+                await calls.ready(start_s)
+                late = f"did not return within {limit_s:g} s"
                 async with asyncio.timeout(limit_s + _GRACE_S):
                     return await calls.make(what, sample, limit_s)
             except TimeoutError:
                 self._replace(calls)
-                detail = f"did not return within {limit_s:g} s"
-                raise failure(sample.sample_id, "timeout", detail) from None
+                raise failure(sample.sample_id, "timeout", late) from None
             except RayError:  # dead, killed for its memory, or its answer is lost
                 self._replace(calls)
         raise failure(sample.sample_id, "raised", "its worker process died again and again")

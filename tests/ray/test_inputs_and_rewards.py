@@ -275,8 +275,7 @@ def sample(number: int) -> Sample:
 async def score_all(reward, count, **config):
     scorer = Scorer(reward, RolloutConfig(reward=config))
     try:
-        async with asyncio.timeout(200):  # the limits of `config` are not for the start of a worker
-            await asyncio.gather(*(call.worker.__ray_ready__.remote() for call in scorer._workers))
+        async with asyncio.timeout(200):
             return await asyncio.gather(
                 *(scorer.score(sample(i)) for i in range(count)), return_exceptions=True
             )

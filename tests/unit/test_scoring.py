@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
@@ -165,6 +165,65 @@ async def test_a_worker_that_ray_has_killed_for_its_memory_is_replaced_and_the_c
     results = await asyncio.gather(*(scorer.score(SAMPLE) for _ in range(5)))
     assert [result.reward for result in results] == [1.0] * 5
     assert killed == made[:1] and len(made) == 2
+
+
+class StartsSlowly(InProcessWorker):
+    """Its process takes some time before it answers anything; with None it dies in its start."""
+
+    def __init__(self, reward, start_s) -> None:
+        super().__init__(reward)
+        self._takes, self.remote, self._start_s = self.remote, self._remote, start_s
+        self._made_s = time.monotonic()
+
+    async def _remote(self, requests):
+        if self._start_s is None:
+            raise RayActorError()
+        await asyncio.sleep(max(0.0, self._made_s + self._start_s - time.monotonic()))
+        return await self._takes(requests)
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """Score SAMPLE some times at once where a worker starts in so many seconds; returns (results or
+    errors, workers made)."""
+    killed = []
+    monkeypatch.setattr(scoring.ray, "kill", killed.append)
+    monkeypatch.setattr(scoring, "_GRACE_S", 0.05)
+
+    async def run(reward, start_s, count, **config):
+        made = []
+
+        def make():
+            made.append(StartsSlowly(reward, start_s))
+            return made[-1]
+
+        config = RolloutConfig(reward={"timeout_s": 0.05, "retries": 0}, **config)
+        scorer = Scorer(reward, config, make_worker=make)
+        results = await asyncio.gather(
+            *(scorer.score(SAMPLE) for _ in range(count)), return_exceptions=True
+        )
+        assert killed == made[: len(killed)] and all(calls.load == 0 for calls in scorer._workers)
+        return results, len(made)
+
+    return run
+
+
+async def test_the_start_of_a_worker_is_not_the_time_of_a_call(scores):
+    """known fault: each worker after one that hung was killed while it started."""
+    results, workers = await scores(lambda sample: 1.0, 0.5, 5)
+    assert [result.reward for result in results] == [1.0] * 5 and workers == 1
+
+
+async def test_a_worker_that_does_not_start_is_replaced_after_a_limit_of_its_own(scores):
+    results, workers = await scores(lambda sample: 1.0, 60, 5, engine={"start_timeout_s": 0.2})
+    assert {result.kind for result in results} == {"timeout"} and workers == 2
+    assert "did not start within 0.2 s (rollout.engine.start_timeout_s)" in str(results[0])
+
+
+async def test_workers_that_die_in_their_start_end_a_call(scores):
+    (error,), workers = await scores(lambda sample: 1.0, None, 1)
+    assert error.kind == "raised" and "died again and again" in str(error)
+    assert workers == 1 + (1 + RolloutConfig().reward.concurrency)
 
 
 # -- environments ----------------------------------------------------------------------------------
