@@ -248,28 +248,28 @@ class SampleBuffer:
         await self._notes.flush()
         return ticket
 
-    async def ack(self, step: int, next_policy_version: int | None = None) -> dict[str, float]:
+    async def ack(
+        self, step: int, next_policy_version: int | None = None
+    ) -> dict[str, float] | None:
         """The optimizer has done `step`: its samples are trained, and their payload is let go. It
         may be told twice, also while the first call runs.
-
-        Waits for: the groups of the step, where a buffer that died had handed them out. Unblocked
-        by: the rollout worker, which puts them; a failure; `close`.
 
         Args:
             step: The step that was trained.
             next_policy_version: With it, the next step is granted at this version at once.
 
         Returns:
-            Figures of what rewards told beside their number, and the turns (`told_figures`).
+            Figures of what rewards told beside their number, and the turns (`told_figures`); None
+            if the trainer should call again: a buffer that died had handed the step's groups out,
+            and they are on their way here.
 
         Raises:
-            APRError: If this is not the step that was handed out.
+            APRError: If this is not the step that was handed out, or what stopped the rollout side.
         """
         async with self._changed:
-            # of a buffer that has just taken over; its groups are on their way
-            await self._changed.wait_for(
-                lambda: not self._stock.awaits_batch_of(step) or self._failure or self._closed
-            )
+            is_over = self._closed or self._failure is not None
+            if self._stock.awaits_batch_of(step) and not (is_over or self._is_starved()):
+                return None
             if step != self._ended[0]:  # else it was told, and who told it has not heard of it
                 await self._end_step(step, next_policy_version)
             figures = dict(self._ended[1])

@@ -100,15 +100,14 @@ class WeightSyncs:
     async def weight_group_state(self) -> WeightGroupState | None:
         """Which replicas run, and whether just these are in the weight group; a sync begins.
 
-        Waits for: the engines' start. Unblocked by: that; the train worker that asks has a limit.
-
         Returns:
-            None if none runs yet: the caller calls again.
+            None if none runs yet, or this worker has not taken them over: the caller calls again.
 
         Raises:
             NoEngineError: If none has come for too long.
         """
-        await self._running()
+        if not await self.engines_run():
+            return None
         async with self._turns:
             self._is_syncing = True
         try:

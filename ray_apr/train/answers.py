@@ -74,8 +74,8 @@ def until_engines_run(workers: Part, buffer: Part, limit_s: float) -> None:
 def group_state_of(workers: Part, buffer: Part, limit_s: float) -> WeightGroupState:
     """Who is there to get weights, once anybody is.
 
-    Waits for: engines, where none runs. Unblocked by: one that runs, the rollout worker, which
-    has a limit for that, or a failure of the run.
+    Waits for: engines, where none runs, and a rollout worker that takes them over. Unblocked by:
+    these; the rollout worker and the driver, which have limits; a failure of the run.
 
     Args:
         workers: The rollout worker, whichever lives.

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _SERVERS_TIMEOUT_S = CALL_TIMEOUT_S + 15.0
 """Where the rollout worker asks the servers: its own limit says more than this one."""
+_PAUSE_S = 0.5
 _LOOK_S = 2.0
 """How often who waits for an evaluation looks whether the run has failed."""
 
@@ -133,6 +134,9 @@ class RunControl:
     def end_step(self, step: int, next_policy_version: int | None) -> Mapping[str, float]:
         """Tell the buffer that `step` is trained, and let it choose the next batch.
 
+        Waits for: the step's groups, which come again where buffer and rollout worker have begun
+        again. Unblocked by: these; a failure of the run, such as that of the worker's start.
+
         Args:
             step: The step that was trained.
             next_policy_version: Version that the next batch is chosen against; None after the last.
@@ -144,13 +148,10 @@ class RunControl:
             self._captured()
             self._captured = None
         # one call: the order in which an async actor runs two of them is not certain
-        figures: Mapping[str, float] = self._buffer.ask(
-            "ack",
-            step,
-            next_policy_version,
-            limit_s=CALL_TIMEOUT_S,
-            what=f", to end step {step}",
-        )
+        told, what = ("ack", step, next_policy_version), f", to end step {step}"
+        figures: Mapping[str, float] | None
+        while (figures := self._buffer.ask(*told, limit_s=CALL_TIMEOUT_S, what=what)) is None:
+            time.sleep(_PAUSE_S)
         return figures
 
     def capture(self) -> Callable[[], tuple[RolloutProgress, pa.Table]]:

@@ -14,6 +14,7 @@ from ray_apr.core.sample import FinishReason
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.journal import JournalFolder
 from ray_apr.data.movement import Moves
+from ray_apr.data.resumption import Replayed
 from ray_apr.scheduling import stock as stock_module
 from ray_apr.scheduling.orders import Order, OrderKind
 
@@ -31,7 +32,7 @@ class FakeRecorder:
 
 def make(
     *, batch_size=4, max_staleness=1, on_stale="evict", num_ranks=1, recorder=None, journal=None,
-    num_steps=None, **config,
+    num_steps=None, replayed=None, **config,
 ):  # fmt: skip
     recorder = recorder or FakeRecorder()
     buffer = SampleBuffer(
@@ -44,6 +45,7 @@ def make(
         config=BufferConfig(**{"poll_timeout_s": 0.05, **config}),
         recorder=recorder,
         journal=journal,
+        replayed=replayed,
     )
     return buffer, recorder
 
@@ -415,6 +417,44 @@ async def test_a_step_that_is_acknowledged_again_while_the_first_call_runs_count
     assert await asyncio.gather(*acks) == [{"num_turns": 4}] * 3
     assert (await buffer.take(0, 0)).plan.step == 1
     assert (await buffer.stats()).trained_samples == 4 and len(recorder.rows) == 4
+
+
+def taken_over(plan, *, granted, policy_version) -> Replayed:
+    return Replayed(
+        plan=plan, policy_version=policy_version, goes_on_at=policy_version, takes_over=True,
+        granted=granted, trained=(granted[0] - 1, {}), ended=(), dropped=(),
+    )  # fmt: skip
+
+
+async def test_the_end_of_a_step_is_told_again_while_its_groups_are_on_their_way():
+    """known fault: the call waited for them, and the trainer for no longer than a minute."""
+    replayed = taken_over({6: ("a", "b")}, granted=(6, 6), policy_version=6)
+    buffer, recorder = make(replayed=replayed)
+    async with asyncio.timeout(5):
+        for name in "ab":
+            assert await buffer.ack(6, 7) is None
+            await put(buffer, name, 6)
+        assert await buffer.ack(6, 7) == {"num_turns": 4}
+    assert len(recorder.rows) == 4
+
+
+@pytest.mark.parametrize("why", ["failed", "starved"])
+async def test_the_end_of_a_step_whose_groups_do_not_come_says_why(why):
+    replayed = taken_over({6: ("a", "b")}, granted=(6, 6), policy_version=6)
+    buffer, _ = make(replayed=replayed, wait_timeout_s=0.05)
+    if why == "failed":
+        await buffer.fail(RolloutError("engine-0 does not answer"))
+    else:
+        await buffer.report_rollout("2 groups wait for reward", Moves())
+        await asyncio.sleep(0.1)
+    expected = {
+        "failed": (RolloutError, "engine-0 does not answer"),
+        "starved": (StarvedError, r"nothing has moved for 0\.05 s"),
+    }
+    error, said = expected[why]
+    async with asyncio.timeout(5):
+        with pytest.raises(error, match=said):
+            await buffer.ack(6, 7)
 
 
 async def test_a_buffer_that_dies_as_it_records_a_step_has_not_counted_it(tmp_path):

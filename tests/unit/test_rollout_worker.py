@@ -19,6 +19,7 @@ from ray_apr.core.sample import FinishReason
 from ray_apr.data.journal import JournalFolder
 from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
+from ray_apr.rollout import syncs as syncs_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.heap import freeze_heap
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
@@ -494,6 +495,17 @@ async def test_a_worker_that_follows_another_one_may_be_asked_before_its_engines
         await scaled
     finally:
         await run.worker.stop()
+
+
+async def test_a_worker_that_takes_engines_over_says_in_time_that_it_does(monkeypatch):
+    """known fault: the trainer waited no longer than 75 s for the answer, and the run failed."""
+    monkeypatch.setattr(syncs_module, "_LOOK_S", 0.01)
+    run = Run(ScriptedEngine(auto=1))
+    async with asyncio.timeout(5):
+        assert await run.worker.weight_group_state() is None
+    await run.worker.start()
+    assert (await run.worker.weight_group_state()).num_workers == 1
+    await run.worker.stop()
 
 
 @pytest.mark.parametrize("started", [True, False])

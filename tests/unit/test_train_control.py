@@ -267,6 +267,30 @@ def test_the_next_step_ends_after_the_look_of_a_checkpoint(monkeypatch):
     assert waited_for == [("worker.capture",), "table", ("buffer.ack", 3, 4), ("buffer.ack", 4, 5)]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_a_step_outlives_the_longest_start_of_a_rollout_worker(monkeypatch, fails):
+    """known fault: after a minute the run failed, with a worker that had 180 s and more."""
+    now, limits = [0.0], set()
+
+    def get(ref, timeout):
+        assert ref == ("buffer.ack", 3, 4)
+        limits.add(timeout)
+        if now[0] >= 200.0 and fails:
+            raise NoEngineError("engine-0 does not answer")
+        return {"num_turns": 4} if now[0] >= 200.0 else None
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(control_module.ray, "get", get)
+    monkeypatch.setattr(control_module.time, "sleep", sleep)
+    control = RunControl(buffer=Actor("buffer"), worker=None, recorder=None, sync_timeout_s=5.0)
+    expected = pytest.raises(NoEngineError) if fails else contextlib.nullcontext()
+    with expected:
+        assert control.end_step(3, 4) == {"num_turns": 4}
+    assert now == [200.0] and limits == {60.0}
+
+
 @pytest.mark.parametrize(
     ("lost", "error"),
     [
