@@ -21,7 +21,8 @@ The life of a token::
     failed     a generation or a reward of the group failed for good
     poison     the group's prompt kills engines
     shutdown   the run ended
-    lost       who was to get the token died, or the run began again before it was noted
+    lost       who was to get the token died or had given its call up, or the run began again
+               before it was noted
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ is the Serve client in a run and a scripted engine in unit tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from ray_apr.core.messages import (
@@ -23,6 +23,10 @@ PauseMode = Literal["abort", "keep", "wait"]
 
 class RolloutClient(Protocol):
     """All rollout servers, as their users see them. Every method has a time limit inside."""
+
+    on_late: Callable[[Generation], None]
+    """Gets what came of a request after `generate` had failed or was cancelled, as a connection
+    breaks while the engine lives; set by who counts the tokens."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a prompt; requests of one session share a replica.

@@ -26,7 +26,7 @@ from ray_apr.core.exceptions import (
     RolloutError,
     one_line,
 )
-from ray_apr.core.messages import ServerStatus
+from ray_apr.core.messages import Generation, ServerStatus
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.scheduling.limits import Limits
@@ -172,6 +172,11 @@ class EngineWatch:
     def count_received(self, replica_id: str, num_tokens: int) -> None:
         """Tokens have come from an engine."""
         self._received[replica_id] += num_tokens
+
+    def count_late(self, generation: Generation) -> None:
+        """Tokens have come from an engine, of a call that had been given up."""
+        self.count_received(generation.replica_id, generation.num_tokens)
+        self._scheduled.live.ledger.lose(generation.num_tokens)
 
     async def read(self, client: RolloutClient) -> set[str]:
         """Ask all servers for their status and record what they did since the last time.

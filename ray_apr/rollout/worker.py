@@ -45,8 +45,7 @@ from ray_apr.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_STOP_PAUSE_S = 0.5
-_STOP_S, _ABORT_S = 20.0, 5.0
+_STOP_S, _STOP_PAUSE_S, _ABORT_S = 20.0, 0.5, 5.0
 _AT_ONCE = 256
 """Calls that begin between two turns of the event loop, so that thousands hold nothing else up."""
 
@@ -211,13 +210,14 @@ class RolloutWorker(WeightSyncs):
                 await self._start()
 
     async def _start(self) -> None:
-        self._sessions.client = self._make_client()
+        client = self._sessions.client = self._make_client()
+        client.on_late = self._engines.count_late
         if self._received is not None:
-            lost = await self._engines.take_over(self._sessions.client, self._received)
+            lost = await self._engines.take_over(client, self._received)
             self._scheduler.live.ledger.lose(lost)
             if self._engines.version_found > self._scheduler.policy_version:  # not written in time
                 await self._on_weights(self._engines.version_found)
-        self._open_syncs(self._sessions.client)
+        self._open_syncs(client)
         freeze_heap()
         self._main = asyncio.create_task(self._run(), name="rollout")
 

@@ -23,7 +23,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -91,7 +91,8 @@ class ServeRolloutClient:
         self._asking: asyncio.Task[None] | None = None
         """Asks the others again."""
         self._none_until, self._why_none = -math.inf, ""
-        self._exchange = Exchange(self._engines)
+        self.on_late: Callable[[Generation], None] = lambda generation: None
+        self._exchange = Exchange(self._engines, lambda late: self.on_late(late))  # noqa: PLW0108
         self._learning = asyncio.Lock()
         self._placement = Placement((), limit=max_inflight)
         self._max_inflight = max_inflight

@@ -13,6 +13,7 @@ Invariants:
     * A request has one outcome: its own, or that its replica is unavailable; then it is aborted
       where it may still run. How long it takes does not matter. `EngineDiedError` is for those that
       the replica had, or was being sent, when it died.
+    * Tokens that come once nobody waits for them, which their engine has counted, are told.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,15 @@ class Exchange:
 
     Args:
         engines: By their names.
+        on_late: Gets what has come of a request once nobody waits for it any more.
     """
 
-    def __init__(self, engines: Mapping[str, EngineHandle]) -> None:
+    def __init__(
+        self, engines: Mapping[str, EngineHandle], on_late: Callable[[Generation], None]
+    ) -> None:
         self._id = uuid.uuid4().hex
         self._engines = engines
+        self._on_late = on_late
         self._calls: dict[str, _Call] = {}
         self._num_calls: Counter[str] = Counter()
         """Of each replica."""
@@ -149,32 +154,41 @@ class Exchange:
             self._begin(self._receive(there, handle))
 
     async def _receive(self, replica_id: str, handle: EngineHandle) -> None:
-        """Hand out what a replica streams, as long as it owes an outcome.
+        """Hand out what a replica streams, as long as it owes an outcome; once more where a stream
+        broke off and the replica may live: it has tokens of the calls that have failed here."""
+        comes_late = False
+        try:
+            while self._num_calls[replica_id] or comes_late:
+                comes_late = False
+                try:
+                    await self._listen(replica_id, handle)
+                except BaseException as broken:  # noqa: BLE001  (callers get it)
+                    if isinstance(broken, NoEngineError):
+                        broken = EngineDiedError(f"{replica_id} is gone")
+                    owed = self._owed_by(replica_id)
+                    self._fail(owed, broken, handle)
+                    comes_late = bool(owed) and not isinstance(broken, EngineDiedError)
+        finally:
+            self._streams.discard(replica_id)
+
+    async def _listen(self, replica_id: str, handle: EngineHandle) -> None:
+        """Hand out what comes by one stream.
 
         Waits for: outcomes, and the end of `held_back`. Unblocked by: the stream's end, the
         replica's death, the time limit.
         """
-        try:
-            while self._num_calls[replica_id]:
-                owed = self._owed_by(replica_id)
-                async with ours(f"outcomes of {replica_id}", STREAM_S + _SILENT_S):
-                    pieces = handle.stream("outcomes", self._id, replica_id)
-                    await self._until_there(pieces, replica_id, handle)
-                    async for _, outcomes in pieces:
-                        if outcomes is None:  # an older stream was cut off with them
-                            lost = EngineUnavailableError(f"{replica_id}: outcomes are lost")
-                            self._fail(owed, lost)
-                        for number, (request_id, outcome) in enumerate(outcomes or ()):
-                            if number % _AT_ONCE == 0:
-                                await asyncio.sleep(0)
-                                await self._flows.wait()
-                            self._end(request_id, outcome)
-        except BaseException as broken:  # noqa: BLE001  (callers get it)
-            if isinstance(broken, NoEngineError):
-                broken = EngineDiedError(f"{replica_id} is gone")
-            self._fail(self._owed_by(replica_id), broken, handle)
-        finally:
-            self._streams.discard(replica_id)
+        owed = self._owed_by(replica_id)
+        async with ours(f"outcomes of {replica_id}", STREAM_S + _SILENT_S):
+            pieces = handle.stream("outcomes", self._id, replica_id)
+            await self._until_there(pieces, replica_id, handle)
+            async for _, outcomes in pieces:
+                if outcomes is None:  # an older stream was cut off with them
+                    self._fail(owed, EngineUnavailableError(f"{replica_id}: outcomes are lost"))
+                for number, (request_id, outcome) in enumerate(outcomes or ()):
+                    if number % _AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                        await self._flows.wait()
+                    self._end(request_id, outcome)
 
     @staticmethod
     async def _until_there(
@@ -234,11 +248,11 @@ class Exchange:
     def _end(self, request_id: str, outcome: Outcome) -> None:
         """Hand out an outcome, unless its caller has gone."""
         call = self._calls.pop(request_id, None)
-        if call is None:
-            return
-        if call.replica_id:
+        if call is not None and call.replica_id:
             self._num_calls[call.replica_id] -= 1
-        if call.future.done():
+        if call is None or call.future.done():
+            if isinstance(outcome, Generation):
+                self._on_late(outcome)
             return
         if isinstance(outcome, APRError):
             call.future.set_exception(outcome)

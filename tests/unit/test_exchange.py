@@ -6,21 +6,29 @@ import asyncio
 import itertools
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from ray_apr.core.exceptions import EngineDiedError, EngineUnavailableError, RolloutError
 from ray_apr.core.messages import Generation
-from ray_apr.core.sample import FinishReason
+from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.serve import exchange, mailbox
 from ray_apr.serve.exchange import Exchange
 from ray_apr.serve.mailbox import Mailboxes
 from tests.fakes import generate_request
 
 
-def generation(request_id: str, replica_id: str) -> Generation:
+def generation(request_id: str, replica_id: str, num_tokens: int = 0) -> Generation:
+    tokens = Segment(policy_version=0, token_ids=(7,) * num_tokens, logprobs=(0.0,) * num_tokens)
     return Generation(
-        request_id=request_id, segments=(), finish_reason=FinishReason.STOP, replica_id=replica_id
+        request_id=request_id,
+        segments=(tokens,) if num_tokens else (),
+        finish_reason=FinishReason.STOP,
+        replica_id=replica_id,
     )
+
+
+def none_is_late(late: Generation) -> None:
+    pytest.fail(f"{late} came late")
 
 
 class Server:
@@ -92,7 +100,7 @@ def servers(monkeypatch):
 
 @pytest.fixture
 async def client(servers):
-    return Exchange(servers)
+    return Exchange(servers, none_is_late)
 
 
 async def test_what_begins_together_goes_in_one_call_and_so_does_what_ends_together(
@@ -195,7 +203,7 @@ async def test_requests_of_a_replica_that_was_replaced_fail_at_once(
 
 async def test_steady_traffic_outlives_every_limit(servers, monkeypatch):
     monkeypatch.setattr(mailbox, "STREAM_S", 0.1)
-    client = Exchange(servers)
+    client = Exchange(servers, none_is_late)
     futures = []
     for i in range(40):
         futures.append(client.post("a", generate_request(f"{i}")))
@@ -222,6 +230,55 @@ async def test_any_error_on_the_way_ends_the_request_there_and_here(client, serv
         await asyncio.wait_for(future, 5)
     assert server.aborted == ["y"]
     assert not client._calls and not +client._num_calls
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_tokens_of_calls_that_failed_with_their_stream_are_told(servers, follows):
+    """known fault: the engine had counted them, and nobody else: `ledger_error` in final.json."""
+    server, late = servers["a"], []
+    client = Exchange(servers, late.append)
+    broken = asyncio.Event()
+    stream = server.stream
+
+    async def breaks(verb, client_id, replica_id):
+        yield server.replica_id, []
+        server.stream = stream
+        await broken.wait()
+        raise ActorUnavailableError("connection reset", None)
+
+    server.stream = breaks
+    failed = client.post("a", generate_request("x#0"))
+    await server.until_submitted(1)
+    await asyncio.sleep(0.05)
+    broken.set()
+    with pytest.raises(EngineUnavailableError, match="connection reset"):
+        await asyncio.wait_for(failed, 5)
+    await asyncio.sleep(0)
+    assert server.aborted == ["x#0"]
+    if follows:
+        again = client.post("a", generate_request("x#1"))
+        await server.until_submitted(2)
+        server.end("x#1", generation("x#1", "a", 8))
+        assert (await asyncio.wait_for(again, 5)).num_tokens == 8
+    server.end("x#0", generation("x#0", "a", 5))
+    async with asyncio.timeout(5):
+        while client._streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert [(g.request_id, g.num_tokens) for g in late] == [("x#0", 5)]
+    assert not client._calls and not +client._num_calls
+
+
+async def test_tokens_of_a_caller_that_has_gone_are_told(servers):
+    late: list[Generation] = []
+    client = Exchange(servers, late.append)
+    future = client.post("a", generate_request("x"))
+    await servers["a"].until_submitted(1)
+    future.cancel()
+    servers["a"].end("x", generation("x", "a", 5))
+    async with asyncio.timeout(5):
+        while not late:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert [g.num_tokens for g in late] == [5]
 
 
 async def test_an_outcome_that_was_lost_on_the_way_is_an_error(client, servers):

@@ -14,8 +14,8 @@ from ray_apr.core.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
-from ray_apr.core.messages import WeightGroup
-from ray_apr.core.sample import FinishReason
+from ray_apr.core.messages import Generation, WeightGroup
+from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.data.journal import JournalFolder
 from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
@@ -558,6 +558,23 @@ async def test_an_actor_that_is_not_reached_is_not_asked_for_ever(monkeypatch):
     with pytest.raises(ActorUnavailableError):
         await line_module.Line(Handle(Unreached())).verb.remote(7)
     assert len(calls) > 2 and set(calls) == {7}
+
+
+async def test_tokens_of_a_call_that_was_given_up_are_lost_and_counted():
+    """known fault: the engine had counted them, and the ledger had not."""
+    engine = ScriptedEngine(auto=1)
+    async with running(engine, max_staleness=1) as run:
+        await run.step(0)
+        segments = (Segment(policy_version=0, token_ids=(7, 7, 7), logprobs=(0.0,) * 3),)
+        engine.tokens_generated += 3
+        late = Generation(
+            request_id="s#0", segments=segments, finish_reason=FinishReason.ABORT,
+            replica_id="engine-0",
+        )  # fmt: skip
+        engine.on_late(late)
+    await run.check_ledger(run.summary)
+    assert run.summary.ledger.discarded["lost"] == 3
+    assert run.worker._engines.received == {"engine-0": engine.tokens_generated}
 
 
 async def test_a_start_that_is_told_again_meanwhile_begins_once(monkeypatch):

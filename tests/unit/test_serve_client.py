@@ -19,7 +19,7 @@ from ray_apr.core.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
-from ray_apr.core.messages import ServerStatus, WeightGroup, WeightGroupState
+from ray_apr.core.messages import Generation, ServerStatus, WeightGroup, WeightGroupState
 from ray_apr.core.sample import FinishReason
 from ray_apr.data.resumption import Begin
 from ray_apr.serve import client as client_module
@@ -494,6 +494,16 @@ async def test_a_new_client_begins_at_the_version_that_engines_have(deployment):
         with pytest.raises(EngineUnavailableError, match="enough"):
             await client.generate(generate_request(request_id=f"s{number}#0"))
     assert sent == [("engine-0", 3)] * 4
+
+
+async def test_what_comes_late_is_told_to_who_counts_it(deployment):
+    _, client = deployment
+    late = Generation(request_id="s#0", segments=(), finish_reason=FinishReason.ABORT)
+    client._exchange._end("s#0", late)  # of an evaluation, say: nobody counts it
+    told: list[Generation] = []
+    client.on_late = told.append
+    client._exchange._end("s#0", late)
+    assert told == [late]
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
