@@ -117,10 +117,11 @@ class SampleBuffer:
         """Take up the state of the buffer that was here before, but for its groups."""
         self._stock.go_on(replayed.plan)
         self._ended = replayed.trained or self._ended
-        if replayed.granted is not None:
-            self._stock.grant(*replayed.granted, time.monotonic())
         if replayed.takes_over:
             self._stock.trainer_version = replayed.policy_version
+        if replayed.granted is not None:  # the engines may have none as new yet
+            self._stock.grant(*replayed.granted, time.monotonic())
+            self._stock.trainer_version = replayed.granted[1]
         self._notes.of_grant()
 
     async def put_group(self, samples: Sequence[SampleMeta], refs: Sequence[Any]) -> None:
@@ -317,8 +318,7 @@ class SampleBuffer:
         self._diagnosis = diagnosis
         self._movement.report(moves)
         grant = self._stock.granted
-        waits = grant is not None and not grant.groups
-        waited_s = time.monotonic() - grant.granted_at if grant is not None and waits else 0.0
+        waited_s = 0.0 if grant is None or grant.groups else time.monotonic() - grant.granted_at
         self._metrics.set("apr_buffer_limit_samples", self._limit)
         self._metrics.set("apr_buffer_batch_wait_seconds", waited_s)
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from ray_apr.config import BufferConfig
+from ray_apr.config import BufferConfig, PartialRolloutConfig
 from ray_apr.core.exceptions import APRError, ResourceError, RolloutError, StarvedError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import FinishReason
@@ -17,6 +17,7 @@ from ray_apr.data.movement import Moves
 from ray_apr.data.resumption import Replayed
 from ray_apr.scheduling import stock as stock_module
 from ray_apr.scheduling.orders import Order, OrderKind
+from ray_apr.scheduling.scheduler import Scheduler
 
 
 class FakeRecorder:
@@ -436,6 +437,27 @@ async def test_the_end_of_a_step_is_told_again_while_its_groups_are_on_their_way
             await put(buffer, name, 6)
         assert await buffer.ack(6, 7) == {"num_turns": 4}
     assert len(recorder.rows) == 4
+
+
+async def test_a_buffer_that_follows_in_a_sync_knows_how_far_the_trainer_is():
+    """known fault: it took the engines' version for it, and in mode sync a batch was generated
+    under the weights of before, to be evicted."""
+    buffer, _ = make(replayed=taken_over({}, granted=(7, 7), policy_version=6), max_staleness=0)
+    state = await buffer.watch(-1)
+    assert state.trainer_version == 7
+    config = PartialRolloutConfig.preset("sync")
+    scheduler = Scheduler(
+        config, batch_size=4, group_size=2, max_inflight=99, budgets=lambda prompt: [9],
+        policy_version=6,
+    )  # fmt: skip
+    scheduler.on_buffer_counts(
+        num_buffered=state.num_buffered,
+        num_received=state.num_received,
+        trainer_version=state.trainer_version,
+    )
+    assert scheduler.room().num_groups == 0
+    scheduler.on_version(7)
+    assert scheduler.room().num_groups == 2
 
 
 @pytest.mark.parametrize("why", ["failed", "starved"])
