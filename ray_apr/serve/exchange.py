@@ -167,7 +167,8 @@ class Exchange:
                         broken = EngineDiedError(f"{replica_id} is gone")
                     owed = self._owed_by(replica_id)
                     self._fail(owed, broken, handle)
-                    comes_late = bool(owed) and not isinstance(broken, EngineDiedError)
+                    is_dead = isinstance(broken, EngineDiedError)
+                    comes_late = bool(owed) and isinstance(broken, Exception) and not is_dead
         finally:
             self._streams.discard(replica_id)
 
