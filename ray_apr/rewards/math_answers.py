@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ray_apr.core.checks import of_type, require, whole
@@ -48,7 +49,7 @@ class MathEqual:
 
     def _expected(self, math_verify: Any, sample: Sample) -> list[Any]:
         """The reference as SymPy expressions; bare LaTeX is set between dollar signs first."""
-        text = str(column_of(sample, self.column)).strip()
+        text = self._text_of(sample)
         marked = any(mark in text for mark in _LATEX_MARKS)
         expressions: list[Any] = math_verify.parse(
             text if marked else f"${text}$", fallback_mode="no_fallback", parsing_timeout=None
@@ -57,6 +58,20 @@ class MathEqual:
             detail = f"column {self.column!r} of its row holds {text!r}, which is no mathematics"
             raise RewardError(sample.sample_id, "invalid", detail)
         return expressions
+
+    def _text_of(self, sample: Sample) -> str:
+        """The reference as text: numbers without the exponent that Python writes, of which LaTeX
+        makes a product."""
+        value = column_of(sample, self.column)
+        text = str(value).strip()
+        try:
+            number = Decimal(text)
+        except InvalidOperation:
+            number = None
+        if isinstance(value, bool) or (number is not None and not number.is_finite()):
+            detail = f"column {self.column!r} of its row holds {text!r}, which is no number"
+            raise RewardError(sample.sample_id, "invalid", detail)
+        return text if number is None else format(number, "f")
 
     def _answers(self, math_verify: Any, text: str) -> list[Any]:
         """The response's answer as SymPy expressions; empty if there is none."""

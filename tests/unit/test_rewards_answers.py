@@ -117,6 +117,12 @@ def math_verify():
     return pytest.importorskip("math_verify")
 
 
+@pytest.mark.parametrize("answer", [True, float("nan"), float("inf")])
+def test_what_is_no_number_is_no_reference_of_math_equal(math_verify, answer):
+    with pytest.raises(RewardError, match="which is no number"):
+        round_trip(math_equal())(sample_of("42", answer=answer))
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "expected"),
     [
@@ -129,6 +135,11 @@ def math_verify():
         (f"${BOX}{{1,000}}$", "1000", 1.0),
         ("The answer is 42", "42", 1.0),
         ("The answer is 41", 42, 0.0),
+        (f"${BOX}{{0.00005}}$", 0.00005, 1.0),
+        (f"${BOX}{{5 \\times 10^{{-5}}}}$", 5e-5, 1.0),
+        (f"${BOX}{{5e - 5}}$", 5e-5, 0.0),
+        (f"${BOX}{{0.0025}}$", "2.5e-3", 1.0),
+        (f"${BOX}{{10^{{16}}}}$", 1e16, 1.0),
         ("I do not know.", "42", 0.0),
         ("", "42", 0.0),
     ],
