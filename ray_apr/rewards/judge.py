@@ -20,8 +20,11 @@ from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import compiled, last_match, response_of
 
-SCORE = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
-"""A verdict such as ``Score: 0.7``."""
+SCORE = (
+    r"(?i)(?<![a-z])score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
+    r"(?!\d|[.,]\d|e[-+]?\d)"
+)
+"""A verdict such as ``Score: 0.7``, in bold face, too; no part of ``0,7`` or ``1e-1``."""
 
 ASKS = "ray_apr.llm_judge"
 """Audit event of a judge that is about to be asked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import aiohttp
 import pytest
@@ -12,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.rewards import llm_judge
+from ray_apr.rewards.judge import SCORE
 from tests.reward_samples import round_trip, sample_of
 
 TEMPLATE = "Question: {row[question]} Answer: {response} Reply with Score: <0..10> and {{}}."
@@ -76,6 +78,23 @@ async def test_the_prompt_goes_out_and_the_last_score_comes_back(serve):
     message = {"role": "user", "content": text}
     assert body == {"model": "m", "messages": [message], "max_tokens": 9}
     assert "Authorization" not in headers
+
+
+@pytest.mark.parametrize(
+    ("verdict", "score"),
+    [
+        ("**Score:** 8", 8.0),
+        ("Score: **8**, because", 8.0),
+        ("Score: 7.", 7.0),
+        ("Score: 8, as it is short", 8.0),
+        ("Score: 0,75", None),
+        ("Score = 1e-1", None),
+        ("Underscore: 3", None),
+    ],
+)
+def test_a_verdict_is_a_whole_number_after_the_word(verdict, score):
+    found = re.search(SCORE, verdict)
+    assert (None if found is None else float(found[1])) == score
 
 
 async def test_the_key_is_sent_and_kept_nowhere(serve, monkeypatch):
