@@ -170,6 +170,8 @@ def _add_adapters(model: nn.Module, lora: LoRAConfig, seed: int) -> None:
         except ValueError as error:
             raise ConfigError(name, names, f"peft says: {error}") from error
     for path, module in model.named_modules():
+        if getattr(module, "lora_embedding_A", None):
+            raise ConfigError(name, names, f"leave out {path}, which is an embedding")
         if hasattr(module, "lora_A") and num_owners[id(module.get_base_layer().weight)] > 1:
             raise ConfigError(name, names, f"leave out {path}, whose weights are tied to others")
 

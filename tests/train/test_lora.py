@@ -120,7 +120,12 @@ def test_named_layers_alone_get_an_adapter(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"), [(["nonsense"], "nonsense"), (["lm_head"], "leave out lm_head")]
+    ("names", "says"),
+    [
+        (["nonsense"], "nonsense"),
+        (["lm_head"], "leave out lm_head"),
+        (["embed_tokens", "q_proj"], "leave out model.embed_tokens, which is an embedding"),
+    ],
 )
 def test_layers_that_are_not_there_or_tied_are_refused(tmp_path, folder, names, says):
     train = dataclasses.replace(TRAIN, lora=LoRAConfig(target_modules=names))
