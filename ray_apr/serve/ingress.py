@@ -117,11 +117,11 @@ class _Verbs:
             raise HTTPException(400, str(error)) from error
         return _Reply(dataclasses.asdict(generation))
 
-    async def abort(self, body: AbortBody) -> _Reply:
+    async def abort(self, body: AbortBody = AbortBody(request_ids=None)) -> _Reply:  # noqa: B008
         """Stop calls, all or by id."""
         return _Reply({"num_aborted": await self._client.abort_anywhere(body.request_ids)})
 
-    async def pause(self, body: PauseBody) -> _Reply:
+    async def pause(self, body: PauseBody = PauseBody()) -> _Reply:  # noqa: B008
         """Freeze all engines."""
         await self._client.pause(body.mode)
         return _Reply({"is_paused": True})

@@ -42,6 +42,13 @@ async def test_generate_answers_with_tokens_of_no_rollout(http):
     assert [s.origin for s in engines.asked] == [Origin.OUTSIDE]
 
 
+@pytest.mark.parametrize("verb", ["abort", "pause"])
+async def test_verbs_whose_body_says_nothing_need_none(http, verb):
+    client, _ = http
+    reply = await client.post(f"/v1/rollouts/{verb}")
+    assert reply.status_code == 200
+
+
 @pytest.mark.parametrize("path", [GENERATE, "/v1/rollouts/abort", "/v1/rollouts/pause",
                                   "/v1/rollouts/resume", "/status", "/openapi.json"])  # fmt: skip
 async def test_every_verb_but_health_needs_the_token(path):
