@@ -118,7 +118,7 @@ class AlgorithmConfig:
     rejection_bound: float | tuple[float, float] = 2.0
     """Largest value that is kept, or (smallest, largest) ratio for the k1 metrics."""
     kl_coef: float = 0.0
-    """Factor of the KL divergence from the reference policy, the model that the run begins with;
+    """Factor of the KL divergence from the reference policy, which is the model that `model` names;
     above 0 each train worker holds a shard of it."""
     kl: KLKind = "k3"
     """Estimator of that divergence; see `algorithms.kl_estimate`."""
@@ -174,7 +174,7 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the model that the run begins with is asked for its log-probs."""
+        """Whether the reference policy is asked for its log-probs."""
         return self.kl_coef > 0
 
     @property
