@@ -23,9 +23,11 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from ray_apr.core.exceptions import TrainError
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
@@ -44,8 +46,10 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
-    "generation_config.json",
+    GENERATION_CONFIG_NAME,
 )
+_TEMPLATES = "additional_chat_templates"
+"""A folder."""
 _SHARD_SIZE = "4GB"
 
 
@@ -157,23 +161,34 @@ def load_checkpoint(
 ) -> Progress:
     """Restore what `Snapshot.write` wrote; all ranks call this together.
 
-    Ranks that the checkpoint has no random state for (more ranks than before) keep their own.
+    The optimizer gets its states, and keeps the settings that it was made with. Ranks that the
+    checkpoint has no random state for (more ranks than before) keep their own.
 
     Raises:
-        TrainError: If the folder holds no checkpoint of ours.
+        TrainError: If the folder holds no checkpoint of ours, or one of another model.
     """
     folder = Path(folder)
     if not (folder / PROGRESS_FILE).is_file():
         raise TrainError(f"{folder} holds no checkpoint of a run: {PROGRESS_FILE} is missing")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=str(folder))
+    try:
+        dcp.load(state, checkpoint_id=str(folder))
+    except CheckpointException as error:
+        remedy = "see whether model and train.lora are those that it was written with"
+        raise TrainError(f"{folder} cannot be read, or does not fit; {remedy}") from error
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
+    for group, of_this_run in zip(optimizer.param_groups, settings, strict=True):
+        group.update(of_this_run)
     random_file = folder / _random_file(dist.get_rank())
     if random_file.is_file():
         _set_random_state(torch.load(random_file, weights_only=True))
@@ -249,10 +264,18 @@ def _write_tokenizer(folder: Path, source: str) -> None:
     """Copy the tokenizer's files from the source folder, or save a hub model's tokenizer."""
     if not Path(source).is_dir():
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        ends = cached_file(
+            source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+        )
+        if ends is not None:
+            shutil.copy2(ends, folder / GENERATION_CONFIG_NAME)
         return
     for pattern in _TOKENIZER_FILES:
-        for file in Path(source).glob(pattern):
+        for file in filter(Path.is_file, Path(source).glob(pattern)):
             shutil.copy2(file, folder / file.name)
+    templates = Path(source) / _TEMPLATES
+    if templates.is_dir():
+        shutil.copytree(templates, folder / _TEMPLATES, dirs_exist_ok=True)
 
 
 def _random_file(rank: int) -> str:

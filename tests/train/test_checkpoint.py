@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ray_apr.config import AlgorithmConfig, TrainConfig
+from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
 from ray_apr.core.exceptions import TrainError
 from ray_apr.train.checkpoint import (
     Progress,
@@ -89,10 +91,33 @@ def test_a_checkpoint_does_not_depend_on_sharding(tmp_path, folder, before, afte
         assert torch.equal(moments[0][name], moments[1][name]), name
 
 
+def test_a_restored_optimizer_has_the_settings_of_its_own_run(tmp_path, folder):
+    """known fault: it had those of its checkpoint."""
+    model, optimizer = build(folder)
+    train(model, optimizer, range(1))
+    saved = Progress(step=1, policy_version=1)
+    take_snapshot(model, optimizer, saved).write(tmp_path / "checkpoint")
+    given = replace(TRAIN, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-5)
+    restored, restored_optimizer = build(folder, given)
+    load_checkpoint(tmp_path / "checkpoint", restored, restored_optimizer)
+    groups = restored_optimizer.param_groups
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.5, 0.75), 1e-5)}
+    assert {group["weight_decay"] for group in groups} == {0.25, 0.0}
+    assert restored_optimizer.state, "what it knows of the gradients is the checkpoint's"
+
+
 def test_a_folder_without_checkpoint_is_refused(tmp_path, folder):
     model, optimizer = build(folder)
     with pytest.raises(TrainError, match=r"progress\.json"):
         load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_a_checkpoint_of_another_lora_is_refused_with_what_to_look_at(tmp_path, folder):
+    saved = Progress(step=0, policy_version=0)
+    take_snapshot(*build(folder), saved).write(tmp_path / "checkpoint")
+    restored, optimizer = build(folder, replace(TRAIN, lora=LoRAConfig(rank=2)))
+    with pytest.raises(TrainError, match=r"does not fit; see whether model and train\.lora"):
+        load_checkpoint(tmp_path / "checkpoint", restored, optimizer)
 
 
 def test_exported_model_loads_in_transformers(tmp_path, folder):
@@ -112,3 +137,33 @@ def test_exported_model_loads_in_transformers(tmp_path, folder):
     assert tokenizer("1+2").input_ids == AutoTokenizer.from_pretrained(folder)("1+2").input_ids
     names = {f.name for f in (tmp_path / "hf").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
+
+
+def test_a_model_of_a_hub_is_exported_with_its_generation_config(tmp_path, folder, monkeypatch):
+    """known fault: ends that stand in it alone were gone."""
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [0, 7]}))
+    model, _ = build(folder)
+    # as huggingface_hub lays a model out that it has fetched
+    cache, commit = tmp_path / "hub", "0123456789" * 4
+    repository = cache / "models--me--tiny"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
+    export_hf(tmp_path / "hf", model, "me/tiny")
+    exported = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == [0, 7]
+
+
+def test_folders_beside_a_tokenizer_do_not_stop_an_export(tmp_path, folder):
+    """known fault: they were copied like files, which failed with the last checkpoint."""
+    model, _ = build(folder)
+    (folder / "vocab_old").mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    export_hf(tmp_path / "hf", model, str(folder))
+    assert not (tmp_path / "hf" / "vocab_old").exists()
+    assert (tmp_path / "hf" / "additional_chat_templates" / "tools.jinja").is_file()
