@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import yaml
@@ -115,9 +114,7 @@ def _alternatives(tuning: Tuning, name: str) -> str:
         getattr(trial.config, name): trial.score
         for trial in tuning.trials
         if trial.cluster == choice.cluster
-        and dataclasses.replace(trial.config, **{name: getattr(choice.config, name)})
-        == choice.config
-        and trial.config != choice.config
+        and {k for k, v in vars(trial.config).items() if v != getattr(choice.config, k)} == {name}
     }
     if not found:
         return ""
