@@ -201,7 +201,7 @@ def load_code(key: str, spec: str, base_dir: Path) -> Any:
             if where.endswith(".py")
             else importlib.import_module(where)
         )
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = f"importing {where} raised {type(error).__name__}: {error}"
         raise ConfigError(key, spec, remedy) from error
     value = getattr(module, name, None)
@@ -232,7 +232,7 @@ def load_environment(spec: str, base_dir: Path) -> Environment:
     if isinstance(value, type):
         try:
             value = value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             remedy = f"making one raised {type(error).__name__}: {error}"
             raise ConfigError("environment", spec, remedy) from error
     if not callable(getattr(value, "step", None)):
