@@ -38,7 +38,12 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         s = "trackers.wandb"
+        words = "a list of texts"
+        of_type(s, self, list | tuple, words, "tags")
+        require(all(isinstance(tag, str) for tag in self.tags), f"{s}.tags", self.tags, words)
         object.__setattr__(self, "tags", tuple(self.tags))
+        of_type(s, self, str, "a text", "project")
+        of_type(s, self, str | None, "a text, or null", "entity", "group")
         one_of(s, self, {"mode": _Mode})
         _needs("wandb", s, self)
 
@@ -53,7 +58,10 @@ class MLflowConfig:
     """Where the run is listed."""
 
     def __post_init__(self) -> None:
-        _needs("mlflow", "trackers.mlflow", self)
+        s = "trackers.mlflow"
+        of_type(s, self, str, "a text", "experiment")
+        of_type(s, self, str | None, "a text, or null", "tracking_uri")
+        _needs("mlflow", s, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,9 @@ class TensorBoardConfig:
     """Where they go; None: ``tensorboard/`` of the run folder."""
 
     def __post_init__(self) -> None:
-        _needs("tensorboardX", "trackers.tensorboard", self)
+        s = "trackers.tensorboard"
+        of_type(s, self, str | None, "a text, or null", "folder")
+        _needs("tensorboardX", s, self)
 
 
 _KINDS: Mapping[str, type] = {

@@ -159,6 +159,11 @@ def test_the_table_of_a_step_comes_when_its_samples_are_there(tmp_path):
     [
         ({"wandb": {"mode": "maybe"}}, r"trackers\.wandb\.mode = 'maybe': must be one of online"),
         ({"wandb": {"project_name": "x"}}, r"trackers\.wandb\.project_name"),
+        ({"wandb": {"tags": "smoke"}}, r"trackers\.wandb\.tags = 'smoke': must be a list of texts"),
+        ({"wandb": {"tags": [5]}}, r"trackers\.wandb\.tags"),
+        ({"wandb": {"project": None}}, r"trackers\.wandb\.project = None: must be a text"),
+        ({"mlflow": {"tracking_uri": 5}}, r"trackers\.mlflow\.tracking_uri = 5"),
+        ({"tensorboard": {"folder": [1]}}, r"trackers\.tensorboard\.folder"),
         ({"mlflow": "here"}, r"trackers\.mlflow = 'here': must be a mapping"),
         ({"samples_every": -1}, r"trackers\.samples_every"),
         ({"samples_each": 0}, r"trackers\.samples_each"),
