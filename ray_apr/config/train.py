@@ -199,6 +199,7 @@ class TrainConfig:
             f"says where the run ends, and so does {s}.{', '.join(others)}; leave one of them out",
         )
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
+        require(self.seed < 2**32, f"{s}.seed", self.seed, "must be below 2**32")
         if self.weight_check_every != "auto":
             of_type(s, self, int, 'a whole number, or "auto"', "weight_check_every")
             at_least(s, self, 0, "weight_check_every")

@@ -52,8 +52,8 @@ def _parse(text: str, name: str) -> Any:
         seen = lines[line - 1].strip() if line <= len(lines) else ""
         problem = error.problem or "not valid YAML"
         raise ConfigError(f"{name}, line {line}", seen, f"{problem}; correct this line") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(name, "", f"not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(name, text[:80], f"not valid YAML: {error}") from error  # a date, say
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

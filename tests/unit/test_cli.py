@@ -85,6 +85,9 @@ GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1
         ("rollout.http.port={port}", "cannot be opened"),
         ("reward=broken.py:reward", "raised ModuleNotFoundError: No module named 'no_such"),
         ("environment=broken.py:Tools", "raised ModuleNotFoundError"),
+        ("reward=exits.py:reward", "importing exits.py raised SystemExit: 0"),
+        ("run.name=2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("train.seed=4294967296", "train.seed = 4294967296: must be below 2**32"),
         ("ray={{address: '127.0.0.1:{closed}'}}", "no Ray cluster can be joined there"),
         ("prompts=broken.jsonl", "broken.jsonl, line 5"),
         ("prompts=chat.jsonl", "has no chat template"),
@@ -105,6 +108,7 @@ def test_the_dry_run_refuses_what_the_run_would(
 ) -> None:
     files = {
         "broken.py": "import no_such_package_at_all\nreward = Tools = None\n",
+        "exits.py": "import sys\ndef reward(sample):\n    return 1.0\nsys.exit(0)\n",
         "broken.jsonl": f'{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{{"prompt": \n',
         "chat.jsonl": CHAT,
         "raises.py": "def reward(sample):\n    return sample.row['answer']\n",

@@ -151,6 +151,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("train", "betas", (math.nan, 0.9)),
         ("train", "betas", 0.9),
         ("train", "batch_size", 0),
+        ("train", "seed", 2**32),
         ("train", "activation_checkpointing", "yes"),
         ("train", "compile", "yes"),
         ("train", "cpu_offload", "yes"),
