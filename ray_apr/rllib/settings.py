@@ -396,7 +396,9 @@ def _section(
     default = cls()
     for path, (theirs, value) in of_rllib.items():
         mine = _find(given, path)
-        allowed = (None, value, _find(default, path))
+        allowed: tuple[Any, ...] = (None, value)
+        if not isinstance(given, Mapping):  # which has all fields, whoever has set them
+            allowed += (_find(default, path),)
         remedy = f"is also said by {theirs}, to be {value!r}; leave one of them out"
         require(mine in allowed, f"{name}.{path}", mine, remedy)
         given = _with(given, path, value)

@@ -185,6 +185,10 @@ def test_a_setting_that_is_given_twice_has_one_value():
         with pytest.raises(ConfigError, match=r"train.learning_rate = 1e-05: is also said by lr"):
             resolve(config(train=train, lr=2e-5))
         assert resolve(config(train=train, lr=1e-5)).train.learning_rate == 1e-5
+    default = TrainConfig().learning_rate  # in a mapping it was given, whatever it is
+    with pytest.raises(ConfigError, match=r"train.learning_rate = .*: is also said by lr"):
+        resolve(config(train={"learning_rate": default}, lr=2 * default))
+    assert resolve(config(train=TrainConfig(), lr=2 * default)).train.learning_rate == 2 * default
 
 
 def test_a_batch_is_no_number_of_turns():
