@@ -94,7 +94,8 @@ def shares_of(run: RunData) -> Shares:
 def _too_few(run: RunData) -> ConfigError:
     """The error of a run with too few steps; it says what the last one saw the run wait for."""
     fewest = FILLING_STEPS + _FEWEST
-    remedy = f"has {len(run.steps)} steps, of which nothing can be said yet; wait for "
+    verb = "it takes" if run.final else "wait for"
+    remedy = f"has {len(run.steps)} steps, of which nothing can be said; {verb} "
     if len(run.steps) < fewest:
         remedy += f"{fewest} of them"
     else:

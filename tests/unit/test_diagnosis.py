@@ -302,9 +302,12 @@ def test_a_run_of_few_steps_is_refused_with_what_it_waits_for():
         (0, "6 of them$"),
     ):
         with pytest.raises(
-            ConfigError, match=f"has {num_steps} steps, of which nothing .* yet; wait for {end}"
+            ConfigError, match=f"has {num_steps} steps, of which nothing .* said; wait for {end}"
         ):
-            shares_of(dataclasses.replace(run, steps=run.steps[:num_steps]))
+            shares_of(dataclasses.replace(run, steps=run.steps[:num_steps], final=None))
+    ended = dataclasses.replace(run, steps=[], final={"status": "failed"})
+    with pytest.raises(ConfigError, match=r"nothing can be said; it takes 6 of them$"):
+        shares_of(ended)
     with pytest.raises(ConfigError, match=r"has no timeline\.jsonl"):
         shares_of(dataclasses.replace(run, timeline=[]))
 
