@@ -108,8 +108,8 @@ class RunFolderSettings:
                 self.storage_path,
                 "must be a folder; a URI is taken in Python, by RunConfig(storage_path=...)",
             )
-        name = self.name
-        if name is not None and (not name or name in (".", "..") or "/" in name):
+        name = "-" if self.name is None else self.name
+        if name in ("", ".", "..") or len(name.encode()) > 255 or {*name} & {"/", "\0"}:
             raise ConfigError("run.name", name, "must be the name of one folder, without a slash")
 
 

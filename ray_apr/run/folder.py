@@ -46,12 +46,16 @@ def _has_content(path: Path) -> bool:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Check that a run folder holds no run yet, which would be gone on with; one that came to
-    nothing, and that nobody trains now, is no run.
+    """Check that a run folder can be made, and holds no run yet, which would be gone on with; one
+    that came to nothing, and that nobody trains now, is no run.
 
     Raises:
-        ConfigError: If it does.
+        ConfigError: If it cannot, or does.
     """
+    there = next(path for path in folder.absolute().parents if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        remedy = f"must be a folder that may be written to; {there} is none"
+        raise ConfigError("run.storage_path", str(folder.parent), remedy)
     if holds_run(folder) and (is_held(folder) or not came_to_nothing(folder)):
         raise ConfigError(
             "run.name",

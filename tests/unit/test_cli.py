@@ -86,6 +86,7 @@ GOOD, CHAT = '{"prompt": "1+1="}', '{"prompt": [{"role": "user", "content": "1+1
         ("reward=broken.py:reward", "raised ModuleNotFoundError: No module named 'no_such"),
         ("environment=broken.py:Tools", "raised ModuleNotFoundError"),
         ("reward=exits.py:reward", "importing exits.py raised SystemExit: 0"),
+        ("run.storage_path=fine.jsonl", "fine.jsonl is none"),
         ("run.name=2024-13-45", "not valid YAML: month must be in 1..12"),
         ("train.seed=4294967296", "train.seed = 4294967296: must be below 2**32"),
         ("ray={{address: '127.0.0.1:{closed}'}}", "no Ray cluster can be joined there"),

@@ -446,6 +446,8 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("scaling.num_workers=9", "train.batch_size", "1 x 9"),
         ("scaling.num_workers=0", "scaling.num_workers", "at least 1"),
         ("run.name=a/b", "run.name", "one folder"),
+        ('run.name="a\\0b"', "run.name", "one folder"),
+        (f"run.name={'n' * 256}", "run.name", "one folder"),
         ("ray.num_cpus=0", "ray.num_cpus", "at least 1"),
         ("ray={address: auto, num_cpus: 2}", "ray.num_cpus", "leave it out"),
         ("train.steps", "--set", "key=value"),
