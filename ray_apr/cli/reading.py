@@ -125,10 +125,13 @@ def diagnose(run_dir: Path) -> int:
     from ray_apr.tools.diagnosis import findings
     from ray_apr.tools.report.load import load_run
     from ray_apr.tools.report.parts import left_out
+    from ray_apr.tools.report.summary import how_it_ended
     from ray_apr.tools.shares import shares_of
     from ray_apr.tools.simulator.of_run import estimate
 
     run = load_run(run_dir)
+    if ended := how_it_ended(run):
+        show(f"{ended}\n")
     shares = shares_of(run)
     show(
         f"{run.name}, {len(run.steps)} steps; without {left_out(run)}, in which the engines fill: "

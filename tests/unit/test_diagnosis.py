@@ -524,4 +524,8 @@ def test_the_command_shows_shares_findings_and_estimates(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "no estimates of the simulator: this run is too short to simulate (8 steps)" in out
-    assert "the run as it was" not in out
+    assert "the run as it was" not in out and "failed" not in out
+    failed = {**run.final, "status": "failed", "error": "no GPU is left"}
+    (tmp_path / "final.json").write_text(json.dumps(failed))
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("the run failed: no GPU is left\n")

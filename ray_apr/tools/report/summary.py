@@ -108,14 +108,18 @@ def covered_s(spans: Iterable[Window], window: Window) -> float:
     return total
 
 
+def how_it_ended(run: RunData) -> str:
+    """How a run ended before its time; empty where it did not."""
+    final = run.final or {}
+    status, reason = final.get("status", "ok"), final.get("error") or "no error was recorded"
+    if status == "ok":
+        return ""
+    return f"the run was {reason}" if status == "stopped" else f"the run failed: {reason}"
+
+
 def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know: a failure, broken promises, sources that disagree."""
-    final = run.final or {}
-    warnings = list(run.warnings)
-    status, reason = final.get("status", "ok"), final.get("error") or "no error was recorded"
-    if status != "ok":
-        how = f"the run was {reason}" if status == "stopped" else f"the run failed: {reason}"
-        warnings.insert(0, how)
+    warnings = [*filter(None, [how_it_ended(run)]), *run.warnings]
     bound, oldest = summary["max_staleness"], summary["staleness_max"]
     if bound is not None and oldest is not None and oldest > bound:
         warnings.append(f"staleness {oldest} was trained, above the bound of {bound}")
@@ -129,7 +133,7 @@ def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
     failed = failed_line(run.dropped, summary["tokens_generated"])
     if failed is not None:
         warnings.append(failed)
-    return warnings + _disagreements(run, final)
+    return warnings + _disagreements(run, run.final or {})
 
 
 def _disagreements(run: RunData, final: Row) -> list[str]:
