@@ -120,7 +120,7 @@ def test_short_parts_tell_nothing():
     assert len(steady_steps(run)) == NUM_STEPS // 3, "two steps of three are left out"
     few = dataclasses.replace(run, steps=run.steps[:9], resumes=run.resumes[:2])
     with pytest.raises(
-        ConfigError, match="wait for 4 without the first 2 of each of its 3 parts, in which"
+        ConfigError, match="it takes 4 without the first 2 of each of its 3 parts, in which"
     ):
         shares_of(few)
     with pytest.raises(
