@@ -42,6 +42,8 @@ def check_prompts(path: str, base_dir: Path, column: str) -> str:
         raise ConfigError("prompts", path, f"there is no file {file}; make it or correct the path")
     try:
         names = columns_of(file)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         remedy = f"cannot be read as {file.suffix[1:]}: {error}"
         raise ConfigError("prompts", path, remedy) from error
@@ -55,14 +57,23 @@ def check_prompts(path: str, base_dir: Path, column: str) -> str:
 
 
 def columns_of(file: Path) -> list[str]:
-    """Columns of the first row; ValueError if there is none (pyarrow's errors are ValueErrors)."""
+    """Columns of the first row.
+
+    Raises:
+        ValueError: If there is none (pyarrow's errors are ValueErrors).
+        ConfigError: If two have the same name.
+    """
     if file.suffix == ".parquet":
         import pyarrow.parquet  # a quarter of a second, and only for this kind of file
 
         meta = pyarrow.parquet.read_metadata(file)
         if meta.num_rows == 0:
             raise ValueError("it has no rows")
-        return list(meta.schema.to_arrow_schema().names)
+        names = list(meta.schema.to_arrow_schema().names)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            remedy = f"has more than one column {', '.join(map(repr, twice))}; rename or remove one"
+            raise ConfigError("prompts", file.name, remedy)
+        return names
     with file.open(encoding="utf-8") as lines:
         if file.suffix == ".json":
             rows = json.load(lines)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_apr.cli.prompt_files import PromptFile, read_prompts
+from ray_apr.cli.user_files import check_prompts
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import encode_dataset
@@ -68,6 +69,33 @@ def test_a_parquet_file_is_read_a_batch_at_a_time(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"prompts = .*a\.parquet.*: cannot be read"):
         read_prompts(PromptFile(path=str(path)))
+
+
+def test_dictionary_columns_hold_their_values(tmp_path: Path) -> None:
+    """known fault: "Dictionary replacement detected when writing IPC file format"."""
+    levels = [f"level {n // 2}" for n in range(200_000)]
+    table = pa.table({"prompt": levels, "level": pa.array(levels).dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=70_000)
+    rows = read_prompts(PromptFile(path=str(tmp_path / "a.parquet")))
+    assert rows.column("level") == levels
+    inner = pa.array(["a", "b"]).dictionary_encode()
+    nested = pa.table({
+        "list": pa.ListArray.from_arrays([0, 2], inner),
+        "large": pa.LargeListArray.from_arrays([0, 2], inner),
+        "struct": pa.StructArray.from_arrays([inner[1:]], ["of"]),
+    })  # fmt: skip
+    other = [{"list": ["c"], "large": ["d"], "struct": {"of": "e"}}]
+    tables = [nested, pa.Table.from_pylist(other).cast(nested.schema)]
+    mapped = mapped_table(nested.schema, tables)
+    assert mapped.to_pylist() == nested.to_pylist() + other
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    column = pa.array(["1+1="])
+    table = pa.Table.from_arrays([column] * 3, names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"^prompts = 'a\.parquet': .*'answer'; rename"):
+        check_prompts("a.parquet", tmp_path, "prompt")
 
 
 def test_large_tables_are_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
