@@ -6,13 +6,14 @@ The checks read files and import nothing of the user's; `load_code` does, at run
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import json
 import sys
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ _KINDS: dict[type, str] = {
 """Of values in JSON; null goes with all."""
 PROMPT_SUFFIXES = (".parquet", ".jsonl", ".json")
 """Of files of prompts."""
+_ENCODING = "utf-8-sig"
+"""Of those of JSON: some programs begin a file with a byte order mark."""
 
 
 def check_prompts(path: str, base_dir: Path, column: str) -> str:
@@ -61,7 +64,7 @@ def columns_of(file: Path) -> list[str]:
 
     Raises:
         ValueError: If there is none (pyarrow's errors are ValueErrors).
-        ConfigError: If two have the same name.
+        ConfigError: If two have the same name, or the file is no UTF-8.
     """
     if file.suffix == ".parquet":
         import pyarrow.parquet  # a quarter of a second, and only for this kind of file
@@ -74,7 +77,7 @@ def columns_of(file: Path) -> list[str]:
             remedy = f"has more than one column {', '.join(map(repr, twice))}; rename or remove one"
             raise ConfigError("prompts", file.name, remedy)
         return names
-    with file.open(encoding="utf-8") as lines:
+    with _is_utf8(file), file.open(encoding=_ENCODING) as lines:
         if file.suffix == ".json":
             rows = json.load(lines)
             first = rows[0] if isinstance(rows, list) and rows else None
@@ -93,10 +96,12 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
         The rows; and of a .jsonl file the line of each, from 1.
 
     Raises:
-        ConfigError: Names the first row that is no JSON object, or has another kind of value in a
-            column than the rows before, of which no table can be made.
+        ConfigError: Names the first row that is no JSON object, has half of a character, or has
+            another kind of value in a column than the rows before, of which no table can be made;
+            or the first line that is no UTF-8.
     """
-    text = file.read_text(encoding="utf-8")
+    with _is_utf8(file):
+        text = file.read_text(encoding=_ENCODING)
     has_lines = file.suffix != ".json"
     unit = "line" if has_lines else "row"
     if not has_lines:
@@ -110,20 +115,43 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
                 where = f"{file.name}, {unit} {number}"
                 raise ConfigError("prompts", where, f"is no JSON: {error}") from error
     kinds: dict[str, tuple[str, int]] = {}
+    may_have_halves = "\\ud" in text or "\\uD" in text
     for number, row in numbered:
+        where = f"{file.name}, {unit} {number}"
         if not isinstance(row, dict):
-            where = f"{file.name}, {unit} {number}"
             raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
+        if may_have_halves:
+            _check_characters(where, row)
         for name, value in row.items():
             if (kind := _KINDS.get(type(value))) is None:
                 continue
             of_first, first = kinds.setdefault(name, (kind, number))
             if kind != of_first:
-                where = f"{file.name}, {unit} {number}"
                 remedy = f"has {kind} as {name}, and {unit} {first} {of_first}; make them alike"
                 raise ConfigError("prompts", where, remedy)
     lines = array("Q", (number for number, _ in numbered)) if has_lines else None
     return [row for _, row in numbered], lines
+
+
+@contextlib.contextmanager
+def _is_utf8(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        lines = enumerate(file.read_bytes().splitlines(), start=1)
+        number = next(n for n, line in lines if line.decode(errors="ignore").encode() != line)
+        remedy = f"is no UTF-8: {error.reason}; save the file as UTF-8"
+        raise ConfigError("prompts", f"{file.name}, line {number}", remedy) from error
+
+
+def _check_characters(where: str, row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            remedy = f"has {half!r} in {name!r}, half of a character; correct it"
+            raise ConfigError("prompts", where, remedy) from error
 
 
 def _split(key: str, spec: str) -> tuple[str, str]:

@@ -88,14 +88,18 @@ def encode_prompt(tokenizer: Any, prompt: Any, *, field: str = "prompts") -> lis
         field: What an error calls the prompt.
 
     Raises:
-        ConfigError: For anything else, for an empty prompt, or if the chat template does not take
-            the messages.
+        ConfigError: For anything else, for an empty prompt, or if the tokenizer does not take the
+            text, or its chat template the messages.
     """
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, str):
         # not verbose: of a prompt that is too long we say so ourselves
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        try:
+            ids = tokenizer(prompt, verbose=False)["input_ids"]
+        except (TypeError, UnicodeEncodeError) as error:  # of half a character, as "\ud800" is
+            remedy = f"the tokenizer does not take this text: {error}; correct it"
+            raise ConfigError(field, prompt, remedy) from error
     elif _is_chat(prompt):
         try:
             ids = tokenizer.apply_chat_template(
