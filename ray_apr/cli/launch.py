@@ -75,7 +75,7 @@ def _preview(
     """Encode the prompts with the model's tokenizer, if that is here."""
     from ray_apr.data.encoding import LengthLimit
     from ray_apr.data.preview import preview
-    from ray_apr.data.prompts import load_tokenizer
+    from ray_apr.data.prompts import load_tokenizer, num_token_ids
     from ray_apr.run.ending import passes_line
 
     try:
@@ -88,6 +88,7 @@ def _preview(
         return [f"{spec.model} is not on this machine, {why}"]
     check_hub_model(spec.model, is_here=True)
     max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
+    num_ids = num_token_ids(spec.model, tokenizer)
     warnings = []
     for name, prompts in rows.items():
         limit = LengthLimit(
@@ -97,7 +98,7 @@ def _preview(
             name=name,
             place=prompts.place,
         )
-        warnings += preview(prompts, tokenizer, limit, limit_s=_PREVIEW_LIMIT_S)
+        warnings += preview(prompts, tokenizer, limit, limit_s=_PREVIEW_LIMIT_S, num_ids=num_ids)
         passes = spec.train.passes
         if name == "prompts" and passes is not None and limit.num_seen == len(prompts):
             counted = spec.with_steps(limit.num_left)

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import ROW, TOKEN_IDS, encode_prompt, load_tokenizer
+from ray_apr.data.prompts import ROW, TOKEN_IDS, encode_prompt, load_tokenizer, num_token_ids
 
 if TYPE_CHECKING:
     import ray
@@ -29,6 +29,20 @@ logger = logging.getLogger(__name__)
 
 _REFUSAL = "__apr_refusal"
 """Column of a table that stands for one with a prompt that was refused."""
+
+
+class _RefusedError(Exception):
+    """A prompt of a table was refused.
+
+    Args:
+        row: Of the table.
+        error: Why.
+    """
+
+    def __init__(self, row: int, error: ConfigError) -> None:
+        super().__init__(row, error)
+        self.row = row
+        self.error = error
 
 
 class LengthLimit:
@@ -162,20 +176,22 @@ def encode_dataset(
         num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
 
     Raises:
-        ConfigError: If a prompt is too long, naming the first one; or there are not so many.
+        ConfigError: If a prompt is too long or cannot be encoded, naming the first one; or
+            there are not so many.
     """
     import ray
 
     tokenizer = load_tokenizer(model)
+    num_ids = num_token_ids(model, tokenizer)
 
     def encode(table: pa.Table) -> pa.Table:
-        return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column))
+        return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column, num_ids))
 
     refs = _run(dataset, encode, name)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
     schemas = []
     for number, ref in enumerate(refs):
-        table = _checked(ray.get(ref))
+        table = _checked(ray.get(ref), limit.field, limit.num_seen)
         if drops_too_long:
             rows = range(limit.num_seen, limit.num_seen + table.num_rows)
             table = table.append_column(ROW, pa.array(rows, pa.int64()))
@@ -223,28 +239,35 @@ def count_fitting(
         name: What Ray Data calls it, in its metrics and its log.
 
     Raises:
-        ConfigError: If a prompt cannot be encoded.
+        ConfigError: If a prompt cannot be encoded, naming the first one.
     """
     import ray
 
     tokenizer = load_tokenizer(model)
+    num_ids = num_token_ids(model, tokenizer)
 
     def count(table: pa.Table) -> pa.Table:
-        limit = LengthLimit(max_prompt_tokens, column=column, drops=True)
-        limit.fits(_ids(table, tokenizer, column).value_lengths().to_pylist())
-        return pa.table({"fitting": [limit.num_left]})
+        fitting = LengthLimit(max_prompt_tokens, column=column, drops=True)
+        lengths = _ids(table, tokenizer, column, num_ids).value_lengths().to_pylist()
+        return pa.table({"fitting": pa.array(fitting.fits(lengths), pa.bool_())})
 
-    counts = (_checked(ray.get(ref)) for ref in _run(dataset, count, name))
-    return sum(sum(table["fitting"].to_pylist()) for table in counts)
+    field = LengthLimit(max_prompt_tokens, column=column).field
+    num_seen = num_fitting = 0
+    for ref in _run(dataset, count, name):
+        table = _checked(ray.get(ref), field, num_seen)
+        num_seen += table.num_rows
+        num_fitting += sum(table["fitting"].to_pylist())
+    return num_fitting
 
 
-def _ids(table: pa.Table, tokenizer: Any, column: str) -> pa.ListArray:
-    ids = [encode_prompt(tokenizer, prompt) for prompt in table[column].to_pylist()]
-    try:
-        return pa.array(ids, pa.list_(pa.int32()))
-    except (pa.ArrowInvalid, OverflowError) as error:
-        largest = max(max(of_prompt) for of_prompt in ids)
-        raise ConfigError(f"prompts.{column}", largest, "is no token id: too large") from error
+def _ids(table: pa.Table, tokenizer: Any, column: str, num_ids: int) -> pa.ListArray:
+    ids = []
+    for row, prompt in enumerate(table[column].to_pylist()):
+        try:
+            ids.append(encode_prompt(tokenizer, prompt, num_ids=num_ids))
+        except ConfigError as error:
+            raise _RefusedError(row, error) from error
+    return pa.array(ids, pa.list_(pa.int32()))
 
 
 def _run(
@@ -258,8 +281,8 @@ def _run(
     def encode(table: pa.Table) -> pa.Table:
         try:
             return stage(table)
-        except ConfigError as error:  # raised here it would come out as a traceback of Ray Data
-            return pa.table({_REFUSAL: [pickle.dumps(error)]})
+        except _RefusedError as error:  # raised here it would come out as a traceback of Ray Data
+            return pa.table({_REFUSAL: [pickle.dumps((error.row, error.error))]})
 
     staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
     staged.set_name(name)
@@ -272,8 +295,17 @@ def _run(
     return refs
 
 
-def _checked(table: pa.Table) -> pa.Table:
-    """A table of a stage; raises what the stage refused."""
-    if _REFUSAL in table.column_names:
-        raise pickle.loads(next(filter(None, table[_REFUSAL].to_pylist())))
+def _checked(table: pa.Table, field: Callable[[int], str], num_before: int) -> pa.Table:
+    """A table of a stage; raises what the stage refused.
+
+    Args:
+        table: It.
+        field: What an error calls the prompt of a row.
+        num_before: Rows of the tables before it.
+    """
+    refusals = table[_REFUSAL].to_pylist() if _REFUSAL in table.column_names else []
+    for number, refusal in enumerate(refusals, start=num_before):
+        if refusal is not None:
+            row, error = pickle.loads(refusal)
+            raise ConfigError(field(number + row), error.value, error.remedy)
     return table

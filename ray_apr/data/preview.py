@@ -22,6 +22,7 @@ def preview(
     limit: LengthLimit,
     *,
     limit_s: float,
+    num_ids: int,
 ) -> list[str]:
     """Encode the prompts, as many as the time allows.
 
@@ -30,6 +31,7 @@ def preview(
         tokenizer: That of the model.
         limit: Of their lengths; it counts them, and says what messages call them.
         limit_s: Time after which the rest is left out.
+        num_ids: How many token ids there are.
 
     Returns:
         What is no error, but worth knowing.
@@ -49,7 +51,7 @@ def preview(
             break
         prompts = [row.get(column) for row in rows.slice(start, start + _AT_ONCE)]
         encoded = [
-            encode_prompt(tokenizer, prompt, field=limit.field(start + i))
+            encode_prompt(tokenizer, prompt, field=limit.field(start + i), num_ids=num_ids)
             for i, prompt in enumerate(prompts)
         ]
         limit.fits([len(ids) for ids in encoded])

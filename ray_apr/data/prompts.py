@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 TOKEN_IDS = "__apr_prompt_token_ids"
 ROW = "__apr_row"
 """Column with the row of the dataset, of tables from which rows were left out."""
+_MOST_TOKEN_IDS = 2**31
+"""As int32 holds them, which Arrow has them as."""
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.json")
 
 
@@ -79,17 +81,33 @@ def end_token_ids(model: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def encode_prompt(tokenizer: Any, prompt: Any, *, field: str = "prompts") -> list[int]:
+def num_token_ids(model: str, tokenizer: Any) -> int:
+    """How many token ids a prompt may have, from 0 on: as many as the model or its tokenizer has,
+    whichever are more; any, where the model's config is not on this machine."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except (OSError, ValueError):
+        return _MOST_TOKEN_IDS
+    of_model = getattr(config, "vocab_size", None)
+    return max(of_model, len(tokenizer)) if of_model else _MOST_TOKEN_IDS
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Any, *, field: str = "prompts", num_ids: int = _MOST_TOKEN_IDS
+) -> list[int]:
     """Turn text, chat messages or token ids into token ids.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         prompt: ``str``, a list of ``{"role", "content"}`` mappings, or a list of ints.
         field: What an error calls the prompt.
+        num_ids: How many token ids there are (`num_token_ids`).
 
     Raises:
-        ConfigError: For anything else, for an empty prompt, or if the tokenizer does not take the
-            text, or its chat template the messages.
+        ConfigError: For anything else, for an empty prompt, for an id that there is not, or if
+            the tokenizer does not take the text, or its chat template the messages.
     """
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
@@ -108,8 +126,13 @@ def encode_prompt(tokenizer: Any, prompt: Any, *, field: str = "prompts") -> lis
         except Exception as error:  # a template may raise whatever it likes
             remedy = f"the tokenizer's chat template does not take these messages: {error}"
             raise ConfigError(field, prompt, remedy) from error
-    elif isinstance(prompt, list | tuple) and all(isinstance(i, int) for i in prompt):
+    elif isinstance(prompt, list | tuple) and all(
+        isinstance(i, int) and not isinstance(i, bool) for i in prompt
+    ):
         ids = list(prompt)
+        wrong = [i for i in ids if not 0 <= i < num_ids]
+        remedy = f"are no token ids, which are 0 to {num_ids - 1}; give those of the model"
+        require(not wrong, field, wrong, remedy)
     else:
         raise ConfigError(field, prompt, "must be text, chat messages or token ids")
     if not ids:

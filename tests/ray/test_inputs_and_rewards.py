@@ -158,7 +158,7 @@ def test_chat_messages_without_a_chat_template(model):
 
 def test_a_prompt_that_cannot_be_encoded_is_no_traceback_of_ray_data(model):
     rows = ray.data.from_items([{"prompt": "1+1"}, {"prompt": ""}], override_num_blocks=1)
-    with pytest.raises(ConfigError, match=r"^prompts = '': is empty"):
+    with pytest.raises(ConfigError, match=r"^prompts\[1\]\.prompt = '': is empty"):
         encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
 
 

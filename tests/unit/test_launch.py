@@ -128,7 +128,7 @@ class Letters:
 
 def look(rows, *, drops=False, limit_s=10.0):
     limit = LengthLimit(5, column="prompt", drops=drops)
-    return preview(PromptRows(rows), Letters(), limit, limit_s=limit_s)
+    return preview(PromptRows(rows), Letters(), limit, limit_s=limit_s, num_ids=2**31)
 
 
 def prompts_of(*prompts):
@@ -198,7 +198,7 @@ def of_the_hub(monkeypatch):
     asked: list[bool] = []
 
     def know(config):
-        def get(model, *, local_files_only):
+        def get(model, *, local_files_only, **_):
             asked.append(local_files_only)
             if isinstance(config, OSError):
                 raise config

@@ -126,5 +126,7 @@ def test_encoded_prompts_of_a_file_are_handed_out_as_those_in_memory(monkeypatch
 
 
 def test_a_number_that_is_no_token_id_is_an_error(monkeypatch) -> None:
-    with pytest.raises(ConfigError, match=r"prompts\.prompt = 2147483648: is no token id"):
+    with pytest.raises(
+        ConfigError, match=r"prompts\[1\]\.prompt = \[2147483648\]: are no token ids"
+    ):
         encoded(monkeypatch, pa.table({"prompt": [[1], [2**31]]}))

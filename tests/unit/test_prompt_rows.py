@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from ray_apr.cli.prompt_files import PromptFile, read_prompts
 from ray_apr.cli.user_files import check_prompts
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import encode_prompt
+from ray_apr.data import encoding
+from ray_apr.data.encoding import LengthLimit, count_fitting, encode_dataset
+from ray_apr.data.preview import preview
+from ray_apr.data.prompts import encode_prompt, num_token_ids
+from ray_apr.data.rows import Origin, PromptRows
+from tests.fakes import ArrowDataset
 
 
 def read(path: Path):
@@ -55,3 +61,48 @@ def test_a_text_that_the_tokenizer_does_not_take_is_refused_with_its_place():
 
     with pytest.raises(ConfigError, match=r"row 3 = '\\ud800': the tokenizer does not take"):
         encode_prompt(tokenizer, "\ud800", field="row 3")
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [[-1, 2], [2, 10], [2, 10_000_000]])
+def test_ids_that_the_model_does_not_have_are_refused(prompt):
+    """known fault: the dry run passed them, and the engine died minutes later."""
+    with pytest.raises(ConfigError, match=r"^row 3 = \[-?\d+\]: are no token ids, .* 0 to 9; "):
+        encode_prompt(None, prompt, field="row 3", num_ids=10)
+    assert encode_prompt(None, [0, 9], num_ids=10) == [0, 9]
+
+
+def test_true_is_no_token_id():
+    with pytest.raises(ConfigError, match=r"\[True, 2\]: must be text, chat messages or token ids"):
+        encode_prompt(None, [True, 2])
+
+
+def test_there_are_as_many_ids_as_the_model_or_its_tokenizer_has(tmp_path):
+    assert num_token_ids(str(tmp_path), "abc") == 2**31, "it has no config.json"
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen3", "vocab_size": 5}')
+    assert num_token_ids(str(tmp_path), "abc") == 5
+    assert num_token_ids(str(tmp_path), "abcdefg") == 7
+    config.write_text('{"model_type": "gemma3", "text_config": {"vocab_size": 6}}')
+    assert num_token_ids(str(tmp_path), "abc") == 6
+
+
+def test_a_dry_run_refuses_ids_with_their_line():
+    rows = PromptRows(
+        [{"prompt": [1]}, {"prompt": [9]}], [Origin(name="a", num_rows=2, lines=[1, 3])]
+    )
+    limit = LengthLimit(5, column="prompt", place=rows.place)
+    with pytest.raises(ConfigError, match=r"^a, line 3, prompt = \[9\]: are no token ids"):
+        preview(rows, None, limit, limit_s=9.0, num_ids=9)
+
+
+@pytest.mark.parametrize("stage", [encode_dataset, count_fitting])
+def test_a_run_refuses_ids_with_their_row_of_the_dataset(monkeypatch, stage):
+    monkeypatch.setattr("ray.get", lambda ref: ref)
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda model: "abc")
+    monkeypatch.setattr(encoding, "num_token_ids", lambda model, tokenizer: 9)
+    tables = [pa.table({"prompt": [[1], [1, 2, 3]]}), pa.table({"prompt": [[8], [9, 1, 12]]})]
+    with pytest.raises(ConfigError, match=r"^prompts\[3\]\.prompt = \[9, 12\]: are no token ids"):
+        stage(ArrowDataset(tables), model="m", column="prompt", max_prompt_tokens=5)
