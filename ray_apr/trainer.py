@@ -12,6 +12,7 @@ import ray
 import ray.train
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.encoding import check_replayed
 from ray_apr.data.prompts import Mix, check_dataset
 from ray_apr.data.rows import PromptRows
 from ray_apr.rollout.suites import check_suites
@@ -90,8 +91,11 @@ class APRTrainer(RunOptions):
         sources = spec.prompts.source_column if spec.prompts.weights else None
         columns = (rollout.prompt_column, rollout.replay_column, sources)
         check_dataset(self.prompts, spec.model, *columns)
-        if sources is not None and isinstance(self.prompts, PromptRows):
-            Mix.of(self.prompts.column(sources), spec.prompts)  # others are here once Ray runs
+        if isinstance(self.prompts, PromptRows):  # others are here once Ray runs
+            if sources is not None:
+                Mix.of(self.prompts.column(sources), spec.prompts)
+            if rollout.replay_column is not None:
+                check_replayed(self.prompts, rollout.replay_column)
         if held_out is not None and spec.evaluation is not None:
             suites = spec.evaluation.suite_column
             check_dataset(held_out, spec.model, rollout.prompt_column, suite_column=suites)

@@ -9,17 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.prompts import ROW, TOKEN_IDS, encode_prompt, load_tokenizer, num_token_ids
+from ray_apr.data.rows import PromptRows, field_of
 
 if TYPE_CHECKING:
     import ray
@@ -32,16 +35,18 @@ _REFUSAL = "__apr_refusal"
 
 
 class _RefusedError(Exception):
-    """A prompt of a table was refused.
+    """A value of a table was refused.
 
     Args:
         row: Of the table.
+        column: Its own.
         error: Why.
     """
 
-    def __init__(self, row: int, error: ConfigError) -> None:
-        super().__init__(row, error)
+    def __init__(self, row: int, column: str, error: ConfigError) -> None:
+        super().__init__(row, column, error)
         self.row = row
+        self.column = column
         self.error = error
 
 
@@ -84,8 +89,7 @@ class LengthLimit:
 
     def field(self, row: int) -> str:
         """What an error calls the prompt of a row."""
-        place = self._place(row)
-        return f"{place}, {self.column}" if place else f"{self.name}[{row}].{self.column}"
+        return field_of(self._place(row), row, self.column, name=self.name)
 
     def fits(self, lengths: Sequence[int]) -> list[bool]:
         """Whether each of the next prompts fits.
@@ -159,6 +163,7 @@ def encode_dataset(
     drops_too_long: bool | None = False,
     name: str | None = None,
     num_prompts: int | None = None,
+    replay_column: str | None = None,
 ) -> EncodedPrompts:
     """Encode every prompt as a Ray Data stage.
 
@@ -174,10 +179,11 @@ def encode_dataset(
             ones, of which none is.
         name: What Ray Data calls it, in its metrics and its log.
         num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
+        replay_column: That of a trace, if one is replayed.
 
     Raises:
-        ConfigError: If a prompt is too long or cannot be encoded, naming the first one; or
-            there are not so many.
+        ConfigError: If a prompt is too long, cannot be encoded or has no lengths to replay, naming
+            the first one; or there are not so many.
     """
     import ray
 
@@ -185,13 +191,15 @@ def encode_dataset(
     num_ids = num_token_ids(model, tokenizer)
 
     def encode(table: pa.Table) -> pa.Table:
+        if replay_column is not None:
+            _of_each(table, replay_column, _check_lengths)
         return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column, num_ids))
 
     refs = _run(dataset, encode, name)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
     schemas = []
     for number, ref in enumerate(refs):
-        table = _checked(ray.get(ref), limit.field, limit.num_seen)
+        table = _checked(ray.get(ref), limit.num_seen)
         if drops_too_long:
             rows = range(limit.num_seen, limit.num_seen + table.num_rows)
             table = table.append_column(ROW, pa.array(rows, pa.int64()))
@@ -251,23 +259,59 @@ def count_fitting(
         lengths = _ids(table, tokenizer, column, num_ids).value_lengths().to_pylist()
         return pa.table({"fitting": pa.array(fitting.fits(lengths), pa.bool_())})
 
-    field = LengthLimit(max_prompt_tokens, column=column).field
     num_seen = num_fitting = 0
     for ref in _run(dataset, count, name):
-        table = _checked(ray.get(ref), field, num_seen)
+        table = _checked(ray.get(ref), num_seen)
         num_seen += table.num_rows
         num_fitting += sum(table["fitting"].to_pylist())
     return num_fitting
 
 
+def check_replayed(rows: PromptRows, column: str) -> None:
+    """Check the response lengths of a trace that is replayed.
+
+    Args:
+        rows: The prompts.
+        column: Their column of lengths.
+
+    Raises:
+        ConfigError: Names the first row that has none.
+    """
+    for row, lengths in enumerate(rows.column(column)):
+        _check_lengths(lengths, field_of(rows.place(row), row, column))
+
+
+def _check_lengths(lengths: Any, field: str = "") -> None:
+    if isinstance(lengths, np.ndarray):
+        lengths = lengths.tolist()
+    is_right = isinstance(lengths, list | tuple) and bool(lengths)
+    remedy = "must be a list of whole numbers of at least 1, the tokens of each response"
+    require(
+        is_right and all(type(length) is int and length >= 1 for length in lengths),
+        field,
+        lengths,
+        f"{remedy}; correct it, or leave out rollout.replay_column",
+    )
+
+
 def _ids(table: pa.Table, tokenizer: Any, column: str, num_ids: int) -> pa.ListArray:
-    ids = []
-    for row, prompt in enumerate(table[column].to_pylist()):
+    encode = functools.partial(encode_prompt, tokenizer, num_ids=num_ids)
+    return pa.array(_of_each(table, column, encode), pa.list_(pa.int32()))
+
+
+def _of_each(table: pa.Table, column: str, function: Callable[[Any], Any]) -> list[Any]:
+    """What a function makes of the values of a column.
+
+    Raises:
+        _RefusedError: If it refuses one.
+    """
+    made = []
+    for row, value in enumerate(table[column].to_pylist()):
         try:
-            ids.append(encode_prompt(tokenizer, prompt, num_ids=num_ids))
+            made.append(function(value))
         except ConfigError as error:
-            raise _RefusedError(row, error) from error
-    return pa.array(ids, pa.list_(pa.int32()))
+            raise _RefusedError(row, column, error) from error
+    return made
 
 
 def _run(
@@ -282,7 +326,7 @@ def _run(
         try:
             return stage(table)
         except _RefusedError as error:  # raised here it would come out as a traceback of Ray Data
-            return pa.table({_REFUSAL: [pickle.dumps((error.row, error.error))]})
+            return pa.table({_REFUSAL: [pickle.dumps((error.row, error.column, error.error))]})
 
     staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
     staged.set_name(name)
@@ -295,17 +339,16 @@ def _run(
     return refs
 
 
-def _checked(table: pa.Table, field: Callable[[int], str], num_before: int) -> pa.Table:
+def _checked(table: pa.Table, num_before: int) -> pa.Table:
     """A table of a stage; raises what the stage refused.
 
     Args:
         table: It.
-        field: What an error calls the prompt of a row.
         num_before: Rows of the tables before it.
     """
     refusals = table[_REFUSAL].to_pylist() if _REFUSAL in table.column_names else []
     for number, refusal in enumerate(refusals, start=num_before):
         if refusal is not None:
-            row, error = pickle.loads(refusal)
-            raise ConfigError(field(number + row), error.value, error.remedy)
+            row, column, error = pickle.loads(refusal)
+            raise ConfigError(field_of(None, number + row, column), error.value, error.remedy)
     return table

@@ -26,6 +26,18 @@ class Origin:
     """Of a file of lines: that of each row, from 1. None: its rows count, from 0."""
 
 
+def field_of(place: str | None, row: int, column: str, *, name: str = "prompts") -> str:
+    """What an error calls a value.
+
+    Args:
+        place: Where a person finds its row; None: nobody knows.
+        row: Of the dataset.
+        column: Of the value.
+        name: Of the dataset.
+    """
+    return f"{place}, {column}" if place else f"{name}[{row}].{column}"
+
+
 class PromptRows:
     """Rows of files of prompts.
 

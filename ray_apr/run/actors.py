@@ -142,7 +142,11 @@ class Actors:
             num_prompts = None if known is None else known.num_prompts
             drops = self._spec.prompts.on_too_long == "drop"
             self.prompts = self._encode(
-                prompts, "prompts", num_prompts=num_prompts, drops_too_long=drops
+                prompts,
+                "prompts",
+                num_prompts=num_prompts,
+                drops_too_long=drops,
+                replay_column=self._spec.rollout.replay_column,
             )
             config = self._spec.prompts
             if config.weights:  # what is wrong with them would be the worker's death

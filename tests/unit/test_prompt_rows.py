@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from ray_apr.cli.prompt_files import PromptFile, read_prompts
 from ray_apr.cli.user_files import check_prompts
+from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data import encoding
-from ray_apr.data.encoding import LengthLimit, count_fitting, encode_dataset
+from ray_apr.data.encoding import LengthLimit, check_replayed, count_fitting, encode_dataset
 from ray_apr.data.preview import preview
 from ray_apr.data.prompts import encode_prompt, num_token_ids
 from ray_apr.data.rows import Origin, PromptRows
+from ray_apr.trainer import APRTrainer
 from tests.fakes import ArrowDataset
 
 
@@ -106,3 +109,42 @@ def test_a_run_refuses_ids_with_their_row_of_the_dataset(monkeypatch, stage):
     tables = [pa.table({"prompt": [[1], [1, 2, 3]]}), pa.table({"prompt": [[8], [9, 1, 12]]})]
     with pytest.raises(ConfigError, match=r"^prompts\[3\]\.prompt = \[9, 12\]: are no token ids"):
         stage(ArrowDataset(tables), model="m", column="prompt", max_prompt_tokens=5)
+
+
+# -- lengths that are replayed ---------------------------------------------------------------------
+
+NO_LENGTHS = ["78", [], None, 5, [3, 0], [-5], [3.0], ["a"], [None], [True]]
+SAID = ".*: must be a list of whole numbers of at least 1, .*leave out rollout.replay_column"
+
+
+@pytest.mark.parametrize("lengths", NO_LENGTHS)
+def test_lengths_to_replay_that_are_none_are_refused_with_their_line(lengths):
+    """known fault: a text became the budgets of its characters."""
+    given = [{"prompt": "a", "n": [3]}, {"prompt": "a", "n": lengths}]
+    rows = PromptRows(given, [Origin(name="a.jsonl", num_rows=2, lines=[1, 3])])
+    with pytest.raises(ConfigError, match=rf"^a\.jsonl, line 3, n = {SAID}"):
+        check_replayed(rows, "n")
+    check_replayed(PromptRows([{"n": [1, 30]}, {"n": np.array([2])}]), "n")
+
+
+def test_a_trainer_checks_the_lengths_to_replay(monkeypatch):
+    for name in ("check_spec", "check_port", "check_dataset", "find_begin"):
+        monkeypatch.setattr(f"ray_apr.trainer.{name}", lambda *_: None)
+    rows = PromptRows([{"prompt": "a", "n": [3]}, {"prompt": "a", "n": [0]}])
+    with pytest.raises(ConfigError, match=rf"^prompts\[1\]\.n = {SAID}"):
+        APRTrainer(
+            model="owner/name",
+            prompts=rows,
+            reward=lambda sample: 0.0,
+            rollout_config=RolloutConfig(replay_column="n"),
+        )
+
+
+def test_a_run_refuses_lengths_to_replay_with_their_row_of_the_dataset(monkeypatch):
+    monkeypatch.setattr("ray.get", lambda ref: ref)
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda model: "abc")
+    tables = [pa.table({"prompt": [[1], [1]], "n": [[1], n]}) for n in ([2], [2, 0])]
+    settings = {"model": "m", "column": "prompt", "max_prompt_tokens": 5}
+    with pytest.raises(ConfigError, match=rf"^prompts\[3\]\.n = {SAID}"):
+        encode_dataset(ArrowDataset(tables), **settings, replay_column="n")
+    encode_dataset(ArrowDataset(tables[:1]), **settings, replay_column="n")
