@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 
@@ -27,10 +28,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def session(monkeypatch, tmp_path):
-    """Sessions are fakes, and none outlives its test."""
+    """Sessions are fakes, and none outlives its test; nor does a level of logging."""
+    levels = {name: logging.getLogger(name).level for name in ("ray.rllib", "ray_apr")}
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
     monkeypatch.setattr(APR, "_open_session", staticmethod(FakeSession))
     yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     assert FakeSession.living == []
 
 
