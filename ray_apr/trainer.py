@@ -134,9 +134,7 @@ class APRTrainer(RunOptions):
         Raises:
             ConfigError: If it does not.
         """
-        spec = self.spec
-        evaluates = spec.evaluation is not None
-        check_resources(spec.scaling, spec.rollout, resources, evaluates=evaluates)
+        check_resources(self.spec, resources)
 
     def fit(self, *, progress: Callable[[str], None] | None = None) -> ray.train.Result:
         """Run to the end and return Ray Train's result.

@@ -82,14 +82,9 @@ def _check_context(rollout: RolloutConfig, context: int | None) -> None:
         )
 
 
-def check_resources(
-    scaling: ray.train.ScalingConfig,
-    rollout: RolloutConfig,
-    have: Mapping[str, float],
-    *,
-    evaluates: bool,
-) -> None:
-    """Check workers and servers against what a cluster has."""
+def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
+    """Check workers and servers of a run against what a cluster has."""
+    scaling, rollout = spec.scaling, spec.rollout
     workers = RankRange.of(scaling.num_workers).least
     gpus = have.get("GPU", 0.0)
     if scaling.use_gpu and gpus < 1:
@@ -121,7 +116,7 @@ def check_resources(
         )
     per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
     per_replica = rollout.engine.resources(on_gpus=on_gpu).get("CPU", 0.0)
-    of_rewards = rollout.reward.reserved_cpus(evaluates=evaluates)
+    of_rewards = rollout.reward.reserved_cpus(evaluates=spec.evaluation is not None)
     wanted = workers * per_worker + rollout.num_replicas * per_replica + of_rewards
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:

@@ -112,9 +112,7 @@ def run(
         check_hub_model(spec.model)
         if not ray.is_initialized():
             ray.init()
-            evaluates = spec.evaluation is not None
-            have = ray.cluster_resources()
-            check_resources(spec.scaling, spec.rollout, have, evaluates=evaluates)
+            check_resources(spec, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
         show, began_at = progress or logger.info, unix_s()

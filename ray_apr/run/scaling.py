@@ -244,8 +244,8 @@ def start_scaling(
         return lambda number: _wait_for(actors()[index].scale.remote(number), closing)
 
     def check_room(number: int) -> None:
-        have, evaluates = ray.cluster_resources(), spec.evaluation is not None
-        check_resources(spec.scaling, config_of(number), have, evaluates=evaluates)
+        scaled = dataclasses.replace(spec, rollout=config_of(number))
+        check_resources(scaled, ray.cluster_resources())
 
     scaling = EngineScaling(
         spec,

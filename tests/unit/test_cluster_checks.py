@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray.train
 
-from ray_apr.config import PartialRolloutConfig, RolloutConfig, Sections
+from ray_apr.config import EvaluationConfig, PartialRolloutConfig, RolloutConfig, Sections
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import checks, training
 from ray_apr.serve import builder
@@ -23,12 +23,12 @@ def check():
     def check(
         *, replicas, workers, cpus=8, use_gpu=True, reward=None, evaluates=False, **engine
     ):  # fmt: skip
-        checks.check_resources(
-            ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
-            RolloutConfig(num_replicas=replicas, engine=engine, reward=reward or {}),
-            {"GPU": 2.0, "CPU": float(cpus)},
-            evaluates=evaluates,
+        spec = SimpleNamespace(
+            scaling=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+            rollout=RolloutConfig(num_replicas=replicas, engine=engine, reward=reward or {}),
+            evaluation=EvaluationConfig() if evaluates else None,
         )
+        checks.check_resources(spec, {"GPU": 2.0, "CPU": float(cpus)})
 
     return check
 

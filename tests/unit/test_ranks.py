@@ -84,9 +84,10 @@ class Here:
 def test_the_cluster_has_to_hold_the_least_number():
     spec = elastic(2, 4)
     rollout = RolloutConfig(num_replicas=1, engine=EngineConfig(num_cpus_per_replica=1))
-    check_resources(spec.scaling, rollout, {"CPU": 4.0}, evaluates=False)
+    spec = dataclasses.replace(spec, rollout=rollout)
+    check_resources(spec, {"CPU": 4.0})
     with pytest.raises(ConfigError, match="2 train workers want 3 CPUs"):
-        check_resources(spec.scaling, rollout, {"CPU": 2.5}, evaluates=False)
+        check_resources(spec, {"CPU": 2.5})
 
 
 def test_room_is_counted_node_by_node_beside_the_engines():
