@@ -78,7 +78,8 @@ def num_by_version(groups: Iterable[Sequence[Sample]]) -> Counter[int]:
     """Samples of scored groups, by the version of the oldest token of their group."""
     counted: Counter[int] = Counter()
     for group in groups:
-        counted[min(SampleMeta.of(sample).oldest_version for sample in group)] += len(group)
+        versions = (sample.oldest_version for sample in group)
+        counted[min(version for version in versions if version is not None)] += len(group)
     return counted
 
 
