@@ -104,6 +104,10 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
         text = file.read_text(encoding=_ENCODING)
     has_lines = file.suffix != ".json"
     unit = "line" if has_lines else "row"
+
+    def where(number: int) -> str:
+        return f"{file.name}, {unit} {number}"
+
     if not has_lines:
         numbered = list(enumerate(json.loads(text)))
     else:
@@ -112,23 +116,22 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
             try:
                 numbered += [(number, json.loads(line))] if line.strip() else []
             except ValueError as error:
-                where = f"{file.name}, {unit} {number}"
-                raise ConfigError("prompts", where, f"is no JSON: {error}") from error
+                raise ConfigError("prompts", where(number), f"is no JSON: {error}") from error
     kinds: dict[str, tuple[str, int]] = {}
     may_have_halves = "\\ud" in text or "\\uD" in text
     for number, row in numbered:
-        where = f"{file.name}, {unit} {number}"
         if not isinstance(row, dict):
-            raise ConfigError("prompts", where, "is no JSON object with a prompt; correct it")
+            remedy = "is no JSON object with a prompt; correct it"
+            raise ConfigError("prompts", where(number), remedy)
         if may_have_halves:
-            _check_characters(where, row)
+            _check_characters(where(number), row)
         for name, value in row.items():
             if (kind := _KINDS.get(type(value))) is None:
                 continue
             of_first, first = kinds.setdefault(name, (kind, number))
             if kind != of_first:
                 remedy = f"has {kind} as {name}, and {unit} {first} {of_first}; make them alike"
-                raise ConfigError("prompts", where, remedy)
+                raise ConfigError("prompts", where(number), remedy)
     lines = array("Q", (number for number, _ in numbered)) if has_lines else None
     return [row for _, row in numbered], lines
 
