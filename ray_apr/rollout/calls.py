@@ -134,7 +134,8 @@ class Calls:
         self._starting = asyncio.Lock()
         self._num_waiting = 0
         """Calls that wait until the worker is ready."""
-        self._is_ready = False
+        self.is_ready = False
+        """Whether the worker's process has started."""
         self._ready_by: float | None = None
 
     @property
@@ -152,16 +153,16 @@ class Calls:
             TimeoutError: If it has not started within the limit.
             RayError: If it died.
         """
-        if self._is_ready:
+        if self.is_ready:
             return
         if self._ready_by is None:
             self._ready_by = asyncio.get_running_loop().time() + limit_s
         self._num_waiting += 1
         try:
             async with asyncio.timeout_at(self._ready_by), self._starting:
-                if not self._is_ready:
+                if not self.is_ready:
                     await self.worker.exchange.remote([])
-                    self._is_ready = True
+                    self.is_ready = True
         finally:
             self._num_waiting -= 1
 

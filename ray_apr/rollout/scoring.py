@@ -279,15 +279,17 @@ class Scorer:
         start_s = self._config.engine.start_timeout_s
         for _ in range(1 + self._config.reward.concurrency):
             calls = min(self._workers, key=lambda calls: calls.load)
-            late = f"its worker did not start within {start_s:g} s (rollout.engine.start_timeout_s)"
             try:
                 await calls.ready(start_s)
-                late = f"did not return within {limit_s:g} s"
                 async with asyncio.timeout(limit_s + _GRACE_S):
                     return await calls.make(what, sample, limit_s)
             except TimeoutError:
                 self._replace(calls)
-                raise failure(sample.sample_id, "timeout", late) from None
+                detail = f"did not return within {limit_s:g} s"
+                if not calls.is_ready:
+                    limit = f"{start_s:g} s (rollout.engine.start_timeout_s)"
+                    detail = f"its worker did not start within {limit}"
+                raise failure(sample.sample_id, "timeout", detail) from None
             except RayError:  # dead, killed for its memory, or its answer is lost
                 self._replace(calls)
         raise failure(sample.sample_id, "raised", "its worker process died again and again")
