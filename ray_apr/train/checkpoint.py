@@ -20,14 +20,14 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from_cache
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ray_apr.core.exceptions import TrainError
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
@@ -264,10 +264,8 @@ def _write_tokenizer(folder: Path, source: str) -> None:
     """Copy the tokenizer's files from the source folder, or save a hub model's tokenizer."""
     if not Path(source).is_dir():
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        ends = cached_file(
-            source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
-        )
-        if ends is not None:
+        ends = try_to_load_from_cache(source, GENERATION_CONFIG_NAME)
+        if isinstance(ends, str):  # the model was loaded from there, too
             shutil.copy2(ends, folder / GENERATION_CONFIG_NAME)
         return
     for pattern in _TOKENIZER_FILES:
