@@ -675,6 +675,14 @@ def stop(d):
     d.on_version(d.policy_version + 1)
 
 
+def started(settings):
+    """One whose only prompt, x, runs."""
+    d = make(**settings)
+    d.admit(prompt("x"))
+    d.start_all()
+    return d
+
+
 def restored(d, settings):
     """Another one with what a checkpoint has, whose prompts are known from their ids."""
     state = d.state()
@@ -689,9 +697,7 @@ def restored(d, settings):
 def test_a_group_that_was_filtered_and_stopped_once_is_not_long(restores):
     """known fault: one counter counted both, and it waited for a catch-up round."""
     settings = dict(RESTART, max_filter_retries=5)
-    d = make(**settings)
-    d.admit(prompt("x"))
-    d.start_all()
+    d = started(settings)
     filter_out(d)
     assert again(d) == ["x~1"]
     stop(d)
@@ -707,9 +713,7 @@ def test_a_group_that_was_filtered_and_stopped_once_is_not_long(restores):
 def test_a_stop_takes_no_retry_of_a_filter(restores):
     """known fault: one counter counted both."""
     settings = dict(RESTART, max_filter_retries=1)
-    d = make(**settings)
-    d.admit(prompt("x"))
-    d.start_all()
+    d = started(settings)
     stop(d)
     for names in (["x~1"], ["x~2"], []):
         d = restored(d, settings) if restores else d
