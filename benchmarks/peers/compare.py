@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -74,9 +75,9 @@ def main() -> None:
         folder = Path(path)
         task = TASKS[args.task](folder, args)
         result["task"] = {k: v for k, v in task.items() if k not in ("model", "prompts", "reward")}
-        for repeat in range(args.repeats):
+        for seed in args.seeds:
             for system in args.systems:
-                run = one_run(system, repeat, task, folder, args)
+                run = one_run(system, seed, task, folder, args)
                 result["runs"].append(run)
                 result["systems"] = figures(result["runs"], args.rewards)
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -88,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=list(TASKS), required=True)
     parser.add_argument("--systems", nargs="+", default=["trl", "sync:awake", "apr"])
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one turn of all each")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--batch-prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
@@ -187,28 +188,28 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_run(
-    system: str, repeat: int, task: dict[str, Any], folder: Path, args: argparse.Namespace
+    system: str, seed: int, task: dict[str, Any], folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Train once; a run that fails or exceeds its limit says so, with the end of its log beside the
     steps that it has done."""
     run = our_run if system != "trl" else trl_run
-    log = args.out.with_name(f"{args.out.stem}-{system.replace(':', '-')}-{repeat}.log")
+    log = args.out.with_name(f"{args.out.stem}-{system.replace(':', '-')}-{seed}.log")
     began = time.time()
     with memory_peaks() as peaks, log.open("w") as out:
-        found = run(system, repeat, task, folder, out, args)
+        found = run(system, seed, task, folder, out, args)
     if "failed" in found:
         found["log"] = log.read_text()[-2000:]
     if "first_generation" in found:
         found["start_s"] = found.pop("first_generation") - began
-    return {"system": system, "repeat": repeat, "gpu_memory_peak_gib": dict(peaks), **found}
+    return {"system": system, "seed": seed, "gpu_memory_peak_gib": dict(peaks), **found}
 
 
 def our_run(
-    system: str, repeat: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
+    system: str, seed: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
 ) -> dict[str, Any]:
     """`ray-apr train` in a mode."""
     mode, _, placement = system.partition(":")
-    name = f"{mode}-{placement}-{repeat}"
+    name = f"{mode}-{placement}-{seed}"
     replicas = task["gpus"] if placement else task["gpus"] // 2
     settings = {
         "mode": mode, "model": task["model"], "prompts": task["prompts"], "reward": task["reward"],
@@ -224,7 +225,7 @@ def our_run(
         },
         "partial_rollout": {"overlap_sync": False} if placement else {},
         "train": {
-            "steps": task["steps"], "batch_size": task["batch_size"], "seed": repeat,
+            "steps": task["steps"], "batch_size": task["batch_size"], "seed": seed,
             "learning_rate": task["learning_rate"], "betas": [0.9, 0.95],
             "param_dtype": "bfloat16", "micro_batch_tokens": 16384,
         },
@@ -257,12 +258,12 @@ def our_run(
 
 
 def trl_run(
-    system: str, repeat: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
+    system: str, seed: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
 ) -> dict[str, Any]:
     """TRL's GRPOTrainer, one process for each GPU."""
-    asked = folder / f"trl-{repeat}.json"
-    result = asked.with_name(f"trl-{repeat}-result.json")
-    asked.write_text(json.dumps({**task, "seed": repeat, "out": str(result)}))
+    asked = folder / f"trl-{seed}.json"
+    result = asked.with_name(f"trl-{seed}-result.json")
+    asked.write_text(json.dumps({**task, "seed": seed, "out": str(result)}))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(task["gpus"]),
         "--master_port", str(host.free_port()),
@@ -371,10 +372,12 @@ TASKS = {"arithmetic": arithmetic_task, "replay": replay_task, "spelling": spell
 
 @contextlib.contextmanager
 def memory_peaks() -> Iterator[dict[str, float]]:
-    """Most GiB in use of each GPU, looked at twice a second."""
+    """Most GiB in use of each GPU that this call may use, looked at twice a second."""
     peaks: dict[str, float] = {}
     done = threading.Event()
     query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", visible]
 
     def look() -> None:
         while not done.wait(0.5):
