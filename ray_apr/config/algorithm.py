@@ -256,6 +256,20 @@ class AlgorithmConfig:
             self.importance_normalize,
             "has no meaning without importance weights: leave it out, or set algorithm.importance",
         )
+        looked_at = {
+            "importance_cap": (self.importance in ("token", "sequence"), "importance token or sequence"),
+            "icepop_bounds": (self.importance == "icepop", "importance icepop"),
+            "rejection_bound": (self.rejection is not None, "rejection"),
+            "overlong_penalty": (self.overlong_buffer_tokens, "overlong_buffer_tokens"),
+        }
+        for name, (is_looked_at, needed) in looked_at.items():
+            value = getattr(self, name)
+            require(
+                is_looked_at or value in (getattr(type(self), name), None),
+                f"{s}.{name}",
+                value,
+                f"has no meaning without {needed}: leave it out",
+            )
         if self.proximal != "behavior":
             return
         unused = {
