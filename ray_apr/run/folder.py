@@ -163,11 +163,33 @@ def not_written(file: Path, error: OSError) -> ResourceError:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file, none if there is no such file; a last line that was cut off is no row."""
+    """Rows of a file, none if there is no such file; a last line that was cut off is no row.
+
+    Raises:
+        ConfigError: If a line is no JSON.
+    """
     if not file.is_file():
         return []
     with file.open("rb") as lines:
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        whole = enumerate((line for line in lines if line.endswith(b"\n")), start=1)
+        return [_object_of(line, f"{file}, line {number}") for number, line in whole]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that is there.
+
+    Raises:
+        ConfigError: If it is no JSON.
+    """
+    return _object_of(file.read_bytes(), str(file))
+
+
+def _object_of(text: bytes, place: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ConfigError("RUN_DIR", place, f"is cut off or no JSON ({error})") from error
+    return found
 
 
 def put_text(file: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.failed_groups import DROPPED_FILE
-from ray_apr.run.folder import read_rows
+from ray_apr.run.folder import read_object, read_rows
 from ray_apr.run.trained_samples import SAMPLES_FOLDER, read_step, saved_steps
 
 Decode = Callable[[Sequence[int]], str]
@@ -45,9 +45,10 @@ class Piece:
 def tokenizer_of(folder: Path) -> Decode | None:
     """What decodes token ids of a run; None if its tokenizer is not on this machine."""
     config = folder / "config.json"
-    if not config.is_file():
+    try:
+        model = read_object(config).get("model", "")
+    except (FileNotFoundError, ConfigError):
         return None
-    model = json.loads(config.read_text(encoding="utf-8")).get("model", "")
     file = Path(model) / "tokenizer.json"
     if file.is_file():  # without Transformers, which imports torch for seconds
         from tokenizers import Tokenizer

@@ -6,7 +6,6 @@ run: its rows are those of all of its parts.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
-from ray_apr.run.folder import came_to_nothing, read_rows
+from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
 
 _LEAST_P = 0.05
@@ -64,7 +63,7 @@ class Recorded:
                 str(folder),
                 "holds no final.json: the run has not ended; go on with it first (--resume)",
             )
-        values = json.loads(final.read_text())
+        values = read_object(final)
         if came_to_nothing(folder):
             why = values.get("error") or "no error was recorded"
             raise ConfigError(

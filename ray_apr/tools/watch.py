@@ -24,7 +24,7 @@ from rich.text import Text
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.failed_groups import FailedGroups
-from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines
+from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines, read_object
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
 
@@ -69,8 +69,7 @@ class Watched:
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        config = json.loads(self._config.read_text(encoding="utf-8"))
-        number: int = config["train"]["steps"]
+        number: int = read_object(self._config)["train"]["steps"]
         return number
 
     def new_steps(self) -> Sequence[dict[str, Any]]:
@@ -115,8 +114,7 @@ class Watched:
         file = self.folder / "final.json"
         if is_held(self.folder) or not file.is_file():
             return None
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        return read_object(file)
 
 
 def sparkline(values: Sequence[float]) -> str:

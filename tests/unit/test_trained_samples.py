@@ -324,8 +324,9 @@ def test_ids_are_decoded_as_the_models_tokenizer_does_and_without_torch(tmp_path
 
 def test_a_tokenizer_that_is_not_here_is_none(tmp_path):
     assert tokenizer_of(tmp_path) is None
-    (tmp_path / "config.json").write_text(json.dumps({"model": str(tmp_path / "gone")}))
-    assert tokenizer_of(tmp_path) is None
+    for config in (json.dumps({"model": str(tmp_path / "gone")}), '{"model": "go'):
+        (tmp_path / "config.json").write_text(config)
+        assert tokenizer_of(tmp_path) is None
 
 
 # -- in the report ---------------------------------------------------------------------------------

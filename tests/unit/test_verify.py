@@ -64,6 +64,17 @@ def test_a_run_that_kept_everything(run, capsys):
     assert "15 handed out: 12 trained, 2 pending, 1 dropped" in said and "BROKEN" not in said
 
 
+@pytest.mark.parametrize(
+    ("name", "place"), [("final.json", "final.json"), ("samples.jsonl", "samples.jsonl, line 2")]
+)
+def test_a_damaged_file_is_named(run, name, place, capsys):
+    file = run / name
+    text = file.read_text()
+    file.write_text(text[:-2] if name == "final.json" else text.replace("\n", "\n!", 1))
+    assert cli.main(["verify", str(run)]) == 2
+    assert f"'{run / place}': is cut off or no JSON (" in capsys.readouterr().err
+
+
 def change_rows(name, change):
     def apply(folder):
         found = rows(folder, name)

@@ -202,3 +202,12 @@ def test_a_run_that_nobody_trains_and_that_said_nothing(folder, capsys):
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert main(["watch", str(tmp_path)]) == 2
     assert "is no run folder: it has no config.json" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named(folder, capsys):
+    (folder / "final.json").write_text('{"status": "o')
+    assert main(["watch", str(folder)]) == 2
+    assert f"'{folder / 'final.json'}': is cut off or no JSON (Unterm" in capsys.readouterr().err
+    (folder / "config.json").write_bytes(b'{"train": \xff')
+    assert main(["watch", str(folder)]) == 2
+    assert f"'{folder / 'config.json'}': is cut off or no JSON ('utf-8" in capsys.readouterr().err
