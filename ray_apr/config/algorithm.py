@@ -256,11 +256,12 @@ class AlgorithmConfig:
             self.importance_normalize,
             "has no meaning without importance weights: leave it out, or set algorithm.importance",
         )
+        level, buffer = self.importance, self.overlong_buffer_tokens
         looked_at = {
-            "importance_cap": (self.importance in ("token", "sequence"), "importance token or sequence"),
-            "icepop_bounds": (self.importance == "icepop", "importance icepop"),
+            "importance_cap": (level in ("token", "sequence"), "importance token or sequence"),
+            "icepop_bounds": (level == "icepop", "importance icepop"),
             "rejection_bound": (self.rejection is not None, "rejection"),
-            "overlong_penalty": (self.overlong_buffer_tokens, "overlong_buffer_tokens"),
+            "overlong_penalty": (buffer is not None, "overlong_buffer_tokens"),
         }
         for name, (is_looked_at, needed) in looked_at.items():
             value = getattr(self, name)
