@@ -17,9 +17,12 @@ from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, check_replayed, count_fitting, encode_dataset
 from ray_apr.data.preview import preview
 from ray_apr.data.prompts import encode_prompt, num_token_ids
+from ray_apr.data.resumption import Begin
 from ray_apr.data.rows import Origin, PromptRows
+from ray_apr.run import actors
 from ray_apr.trainer import APRTrainer
 from tests.fakes import ArrowDataset
+from tests.run_specs import run_spec
 
 
 def read(path: Path):
@@ -148,3 +151,15 @@ def test_a_run_refuses_lengths_to_replay_with_their_row_of_the_dataset(monkeypat
     with pytest.raises(ConfigError, match=rf"^prompts\[3\]\.n = {SAID}"):
         encode_dataset(ArrowDataset(tables), **settings, replay_column="n")
     encode_dataset(ArrowDataset(tables[:1]), **settings, replay_column="n")
+
+
+def test_a_run_tells_the_column_of_the_lengths_to_replay(monkeypatch):
+    def encode(prompts, *, replay_column, **_):
+        raise LookupError(replay_column)
+
+    monkeypatch.setattr(actors, "wait_for_cpu", lambda limit_s: None)
+    monkeypatch.setattr(actors, "encode_dataset", encode)
+    rollout = RolloutConfig(replay_column="lengths", max_response_tokens=8)
+    parts = actors.Actors(run_spec(rollout=rollout, max_model_len=16))
+    with pytest.raises(LookupError, match=r"^lengths$"):
+        parts.make_pipeline(None, Begin(), None)
