@@ -566,6 +566,16 @@ def test_comparison_names_the_runs_and_says_what_differs(
         assert told in page
 
 
+def test_comparison_says_in_a_terminal_too_how_a_run_ended(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    failed = make_run("b", status="failed", error="TrainError: no memory")
+    compared = write_comparison(make_run("a"), failed, tmp_path / "compare.html")
+    said = "b: the run failed: TrainError: no memory"
+    assert f"\n  note: {said}" in comparison_text(compared)
+    assert (tmp_path / "compare.html").read_text().count(said) == 1
+
+
 def test_settings_that_one_run_lacks_differ_too() -> None:
     first = {"train": {"steps": 2, "lora": None}, "reward": "r:f", "algorithm": {"kwargs": {}}}
     second = {

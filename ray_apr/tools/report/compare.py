@@ -34,7 +34,7 @@ class Comparison(NamedTuple):
     settings: Sequence[Line]
     """Those that differ."""
     notes: Sequence[str]
-    """What makes the runs hard to compare."""
+    """What makes the runs hard to compare, and what a reader must know of each."""
 
 
 _FIGURES = (
@@ -67,19 +67,19 @@ def write_comparison(first: Path, second: Path, out: Path) -> Comparison:
     runs = [load_run(first), load_run(second)]
     summaries = [summarize(run) for run in runs]
     labels = _labels(runs)
-    compared = Comparison(
-        labels,
-        _figures(runs, summaries),
-        other_settings(*(run.config for run in runs)),
-        _notes(labels, summaries),
-    )
     warnings = [
         f"{label}: {warning}"
         for label, run, summary in zip(labels, runs, summaries, strict=True)
         for warning in check_run(run, summary)
     ]
+    compared = Comparison(
+        labels,
+        _figures(runs, summaries),
+        other_settings(*(run.config for run in runs)),
+        [*_notes(labels, summaries), *warnings],
+    )
     body = [
-        warning_list([*compared.notes, *warnings]),
+        warning_list(compared.notes),
         _chart("Reward against wall time", "time since the run began (s)", "time_s", runs, labels),
         _chart("Reward against steps", "optimizer step", "step", runs, labels),
         table(["", *labels, "ratio"], compared.figures),
