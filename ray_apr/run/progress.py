@@ -111,7 +111,7 @@ def step_line(
         f" │ length {row['response_tokens_mean']:.0f} max {row['response_tokens_max']}"
         f"{speed}"
         f" │ wait {row['trainer_wait_s']:.2f} train {row['trainer_step_s']:.2f}"
-        f" sync {row['weight_sync_s']:.2f} s"
+        f" sync {row.get('weight_wait_s', 0.0):.2f} s"
         f" │ in flight {row.get('inflight', 0)} held {row.get('held', 0)}"
         f" buffered {row.get('buffered', 0)}"
         f" │ {time_s:.0f} s"

@@ -18,6 +18,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.progress import step_line
 from ray_apr.tools.report import html, page, timeline
 from ray_apr.tools.report.compare import comparison_text, other_settings, write_comparison
 from ray_apr.tools.report.figures import SERIES, figure, line, moving_average
@@ -26,6 +27,7 @@ from ray_apr.tools.report.load import RunFolderError, load_run
 from ray_apr.tools.report.parts import training_windows
 from ray_apr.tools.report.plots import reward_chart
 from ray_apr.tools.report.summary import check_run, covered_s, summarize
+from tests.fakes import step_row
 
 DETAIL = "Each span from 5 to 30 s: drag to zoom, double click for all"
 EVIL = "<script>alert(1)</script>"
@@ -524,6 +526,17 @@ def test_evaluations_are_a_table_and_none_is_no_table(make_run: Callable[..., Pa
     assert "version 30, hard" not in html
     for text in ("held-out", "version 20", "0.906", "1: 0.906", "29.4", "4.1 s", "version 30"):
         assert text in html
+
+
+def test_the_time_of_a_step_has_what_the_trainer_waited_for_a_sync(make_run) -> None:
+    """The whole sync may run beside training, and was counted into the step."""
+    rows = [{**row, "weight_sync_s": 77.25, "weight_wait_s": 0.0625} for row in STEPS]
+    folder = make_run()
+    (folder / "metrics.jsonl").write_text(lines(rows))
+    html = write_report(folder).html_path.read_text()
+    chart = html[html.index("waits for a sync") - 400 :][:800]
+    assert "0.0625" in chart and "77.25" not in chart
+    assert "sync 0.06 s" in step_line(step_row(**rows[0]), 6)
 
 
 def test_comparison_has_the_ratio_of_wall_times(

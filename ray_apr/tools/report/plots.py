@@ -32,7 +32,7 @@ _SMALL_PX = 230
 STEP_PARTS = {
     "trainer_wait_s": ("waits for data", "#a9b3bf"),
     "trainer_step_s": ("trains", "#2b9a66"),
-    "weight_sync_s": ("syncs weights", "#e07b18"),
+    "weight_wait_s": ("waits for a sync", "#e07b18"),
 }
 """Column of metrics.jsonl -> (what the trainer does, colour)."""
 
