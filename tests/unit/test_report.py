@@ -547,8 +547,8 @@ def test_comparison_has_the_ratio_of_wall_times(
     named = {row.name: row for row in compared.figures}
     assert named["wall time (s)"][1:] == ("50.0", "25.0", "2.00")
     assert named["training window (s)"].ratio == "1.00"
-    # Moving average of 2 steps, goal = the lower of both last rewards, 0.5: (0.5 + 0.6) / 2 >= 0.5.
-    assert named["time to reward 0.500 (s)"].first == "22.0"
+    # Moving average of 2 steps, the highest of which is (0.5 + 0.6) / 2, in both.
+    assert named["time to reward 0.550 (s)"].first == "22.0"
     assert not compared.settings and not compared.notes
     assert "wall time (s)" in comparison_text(compared)
     parser = Balance()
@@ -602,7 +602,7 @@ def test_settings_that_one_run_lacks_differ_too() -> None:
     ]  # fmt: skip
 
 
-def test_a_reward_that_a_run_did_not_reach_has_no_time(
+def test_the_reward_whose_time_is_told_was_reached_by_both(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     runs = [make_run("a"), make_run("b")]
@@ -615,7 +615,7 @@ def test_a_reward_that_a_run_did_not_reach_has_no_time(
         (run / "metrics.jsonl").write_text(lines(rows))
     named = {row.name: row for row in write_comparison(*runs, tmp_path / "c.html").figures}
     # The last five steps of b have 1.0; its moving average, of six steps, is 0.83 at most.
-    assert named["time to reward 0.900 (s)"][1:] == ("12.0", "not reached", "")
+    assert named["time to reward 0.833 (s)"][1:] == ("12.0", "71.0", "0.17")
 
 
 def test_helpers() -> None:

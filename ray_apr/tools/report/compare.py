@@ -153,15 +153,10 @@ def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> li
     for key, name, form, with_ratio in _FIGURES:
         first, second = (summary[key] for summary in summaries)
         rows.append(_row(name, first, second, form, with_ratio=with_ratio))
-    goal = _common_reward(summaries)
+    goal = _common_reward(runs)
     if goal is not None:
         ours, theirs = (_time_to(run, goal) for run in runs)
-        row = _row(f"time to reward {goal:.3f} (s)", ours, theirs, ",.1f", with_ratio=True)
-        if ours is None:
-            row = row._replace(first="not reached")
-        if theirs is None:
-            row = row._replace(second="not reached")
-        rows.append(row)
+        rows.append(_row(f"time to reward {goal:.3f} (s)", ours, theirs, ",.1f", with_ratio=True))
     return rows
 
 
@@ -172,19 +167,16 @@ def _row(
     return Line(name, number(first, form), number(second, form), ratio)
 
 
-def _common_reward(summaries: Sequence[dict[str, Any]]) -> float | None:
-    """The lower of both last rewards: what both runs reached."""
-    rewards = finite(summary["reward_last"] for summary in summaries)
-    return min(rewards) if len(rewards) == 2 else None
+def _common_reward(runs: Sequence[RunData]) -> float | None:
+    """The highest moving average of the reward that both runs reached."""
+    highest = [max(rewards) for run in runs if (rewards := finite(_averages(run)))]
+    return min(highest) if len(highest) == 2 else None
 
 
-def _time_to(run: RunData, goal: float) -> float | None:
-    """When the moving average of the reward first reached the goal."""
-    averages = _averages(run)
-    return next(
-        (row["time_s"] for row, value in zip(run.steps, averages, strict=True) if value >= goal),
-        None,
-    )
+def _time_to(run: RunData, goal: float) -> float:
+    """When the moving average of the reward first reached the goal, as it did."""
+    pairs = zip(run.steps, _averages(run), strict=True)
+    return next(float(row["time_s"]) for row, value in pairs if value >= goal)
 
 
 def _averages(run: RunData) -> list[float]:
