@@ -448,9 +448,26 @@ def test_a_long_run_is_simulated_in_part_with_the_same_answer(trainer, monkeypat
     assert {c.what: c.gain for c in part.changes} == pytest.approx(gains, abs=0.08)
 
 
+def test_steps_without_a_sync_do_not_make_one_shorter():
+    run, _ = simulated(FAST)
+    for row in run.steps:
+        row["generation_stopped_s"] = 4.0 if row["step"] % 3 == 0 else 0.0
+    assert cluster_of(run).weight_sync_s == 4.0
+    for row in run.steps:
+        row["generation_stopped_s"] = 0.0
+    assert cluster_of(run).weight_sync_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("steps", "batch_size", "fewer"),
-    [(3900, 64, 128), (100, 64, 100), (200, 1024, 20), (3900, 1024, 8), (10, 4096, 10)],
+    [
+        (3900, 64, 128),
+        (100, 64, 100),
+        (200, 1024, 20),
+        (3900, 1024, 20),
+        (9000, 64, 128),
+        (10, 4096, 10),
+    ],
 )
 def test_how_many_steps_are_simulated_follows_from_their_samples(steps, batch_size, fewer):
     cluster = cluster_of(simulated(FAST)[0])

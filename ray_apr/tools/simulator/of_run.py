@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.report.load import RunData
+from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import reward_s_of, trace_of
 from ray_apr.tools.simulator.run import Simulation
-from ray_apr.tools.simulator.study import search_steps
 from ray_apr.tools.simulator.trace import Trace
 
 _FEWEST = 6
@@ -93,7 +92,7 @@ def steps_to_simulate(cluster: ClusterConfig) -> int:
     Args:
         cluster: Machine and length of the run.
     """
-    return min(search_steps(cluster), max(_SHORT, _MOST_SAMPLES // cluster.batch.size))
+    return min(cluster.steps, max(_SHORT, _MOST_SAMPLES // cluster.batch.size))
 
 
 def _misfit(run: RunData, off: float) -> ConfigError:
@@ -155,7 +154,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
         rollout_gpus=num_engines,
         engine=_engine_of(run),
         trainer=_trainer_of(run, num_workers),
-        weight_sync_s=statistics.median(row["generation_stopped_s"] for row in rows),
+        weight_sync_s=_stop_s(rows),
         reward_workers=settings["rollout"]["reward"]["concurrency"],
         batch=BatchConfig(
             prompts=settings["train"]["batch_size"] // group_size, group_size=group_size
@@ -163,6 +162,12 @@ def cluster_of(run: RunData) -> ClusterConfig:
         steps=len(run.steps),
         notes=f"measured from {run.path.name}",
     )
+
+
+def _stop_s(rows: Sequence[Row]) -> float:
+    """What a sync stops the engines for, of steps some of which had none; 0 if none had."""
+    stops = [row["generation_stopped_s"] for row in rows if row["generation_stopped_s"] > 0]
+    return statistics.median(stops) if stops else 0.0
 
 
 def _config_of(run: RunData) -> PartialRolloutConfig:
