@@ -7,7 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from ray_apr.cli.main import main
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.simulator import commands
 from ray_apr.tools.simulator.commands import cluster_to_tune
@@ -38,6 +41,21 @@ def test_a_run_is_tuned_on_its_own_machine(tmp_path, capsys):
     lines = [line for line in tuned["why"] if line.startswith("cluster: that of the run")]
     assert len(lines) == 1
     assert re.search(told, lines[0])
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("one_step_off", 1), ("apr", 4)])
+def test_what_may_be_old_is_that_of_the_mode(monkeypatch, tmp_path, mode, bound):
+    asked = []
+
+    def tuner(*_, max_staleness, **__):
+        asked.append(max_staleness)
+        raise ConfigError("mode", mode, "is enough")
+
+    monkeypatch.setattr(commands, "Tuner", tuner)
+    folder = write(simulated(SLOW)[0], tmp_path)
+    for more in ([], ["--max-staleness", "3"]):
+        assert main(["tune", "--run", str(folder), "--mode", mode, *more]) == 2
+    assert asked == [bound, 3]
 
 
 def test_the_split_of_a_runs_machine_is_searched_over_few_steps(monkeypatch):

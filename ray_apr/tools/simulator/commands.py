@@ -22,7 +22,6 @@ from ray_apr.tools.simulator.trace import COLUMNS, Trace
 from ray_apr.tools.simulator.tuner import Tuner
 
 _SECTION = "partial_rollout"
-_DEFAULT_BOUND = PartialRolloutConfig().max_staleness
 
 
 def simulate(args: argparse.Namespace) -> str:
@@ -46,7 +45,9 @@ def tune(args: argparse.Namespace) -> str:
         ConfigError: If an argument or a file is wrong.
     """
     trace, cluster, notes = read_given(args)
-    bound = _DEFAULT_BOUND if args.max_staleness is None else args.max_staleness
+    bound = args.max_staleness
+    if bound is None:
+        bound = PartialRolloutConfig.preset(args.mode).max_staleness
     tuning = Tuner(trace, cluster, max_staleness=bound, seed=args.seed).run(args.mode)
     if args.json:
         return json.dumps(tuning_to_dict(tuning, notes))
