@@ -19,6 +19,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from ray import serve
+from starlette.requests import ClientDisconnect
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import APRError, EngineUnavailableError, RolloutError
@@ -71,7 +72,10 @@ class _Guard:
             detail = "this needs the control token: Authorization: Bearer …"
             await _Reply({"detail": detail}, 401)(scope, receive, send)
             return
-        body = await self._read(receive)
+        try:
+            body = await self._read(receive)
+        except ClientDisconnect:
+            return
         if body is None:
             detail = f"the body has more than {self._max_bytes} bytes"
             await _Reply({"detail": detail}, 413)(scope, receive, send)
@@ -84,11 +88,17 @@ class _Guard:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Any) -> bytes | None:
-        """The whole body; None if it is too long."""
+        """The whole body; None if it is too long.
+
+        Raises:
+            ClientDisconnect: If the client has left before its end.
+        """
         body = bytearray()
         more = True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":  # no body is no part of one
+                raise ClientDisconnect
             body += message.get("body", b"")
             if len(body) > self._max_bytes:
                 return None

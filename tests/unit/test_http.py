@@ -127,6 +127,29 @@ async def test_a_body_beyond_the_models_context_is_not_read(http):
     assert not engines.asked
 
 
+@pytest.mark.parametrize("verb", ["abort", "pause"])
+async def test_a_client_that_left_before_its_body_asked_for_nothing(verb):
+    """Without a body a verb is for all requests."""
+    api = make_api(object(), token=None, max_model_len=512)  # which answers to no verb
+    scope = {
+        "type": "http", "method": "POST", "path": f"/v1/rollouts/{verb}", "query_string": b"",
+        "headers": [(b"content-length", b"22")],
+    }  # fmt: skip
+    arrived = iter([
+        {"type": "http.request", "body": b'{"req', "more_body": True}, {"type": "http.disconnect"},
+    ])  # fmt: skip
+    sent = []
+
+    async def receive():
+        return next(arrived)
+
+    async def send(message):
+        sent.append(message)
+
+    await api(scope, receive, send)
+    assert sent == []
+
+
 async def test_an_engine_that_cannot_answer_is_a_503(http):
     client, engines = http
     engines.error = EngineUnavailableError("engine-0 is dead")
