@@ -42,7 +42,9 @@ _POLL_S = 20.0
 _CALL_TIMEOUT_S = 60.0
 _STOP_S = 300.0
 """Longest that a run takes to end by itself once it is told to: its parts have a minute each."""
-_VARIABLES = ("RAY_TRAIN_", "RAY_APR_", "RAY_SERVE_", "VLLM_", "HF_")
+_VARIABLES = (
+    "RAY_TRAIN_", "RAY_APR_", "RAY_SERVE_", "VLLM_", "HF_", "WANDB_", "MLFLOW_",
+)  # fmt: skip
 """How the variables begin that a run reads where it is started."""
 
 

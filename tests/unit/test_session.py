@@ -143,3 +143,11 @@ def test_a_gate_that_is_gone_is_an_error_of_ours(monkeypatch):
     run._gate = types.SimpleNamespace(order=types.SimpleNamespace(remote=lambda orders: None))
     with pytest.raises(APRError, match="the gate of app is gone"):
         run.order([None])
+
+
+def test_a_run_in_its_host_has_the_variables_of_trackers(monkeypatch):
+    given = {"WANDB_API_KEY": "a", "MLFLOW_TRACKING_URI": "b", "HF_TOKEN": "c", "OTHER_KEY": "d"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = host_module._variables()
+    assert {name: found.get(name) for name in given} == {**given, "OTHER_KEY": None}
