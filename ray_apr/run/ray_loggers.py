@@ -107,7 +107,10 @@ class RayLogger(RunCallback):
         self._give()
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Keep it for the next result; after the last step that is its own one, once more."""
+        """Keep it for the next result: of the next step, or the last one's once more, where another
+        evaluation or the end comes first."""
+        if self._evaluation and self._row:
+            self._give()
         self._evaluation = {"evaluation": dict(row)}
 
     def on_checkpoint(self, step: int, path: str) -> None:

@@ -19,6 +19,7 @@ from ray.tune.logger import (
 )
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import RunInfo
 from ray_apr.run.callbacks import Followed
 from ray_apr.run.folder import add_row
 from ray_apr.run.options import RunOptions
@@ -84,6 +85,21 @@ def test_a_logger_is_told_what_ray_tune_would_tell_it(tmp_path: Path) -> None:
     assert {"trial_id", "timestamp", "time_total_s"} <= first.keys()
     assert [call for call in calls if call[0] == "save"] == [("save", "/a")]
     assert calls[-2:] == [("end", False), ("over", 1)]
+
+
+def test_two_evaluations_after_the_last_step_are_both_told(tmp_path: Path) -> None:
+    told = Told()
+    logger = as_run_callback(told)
+    logger.on_start(
+        RunInfo(name="mine", folder=tmp_path, config=CONFIG, notes={}, is_resumed=False)
+    )
+    logger.on_step({"step": 0})
+    for version in (1, 2):
+        logger.on_evaluation({"policy_version": version})
+    logger.on_end({"status": "ok"})
+    results = [call[1] for call in told.calls if isinstance(call[0], int)]
+    evaluations = [result.get("evaluation", {}) for result in results]
+    assert [found.get("policy_version") for found in evaluations] == [None, 1, 2]
 
 
 @pytest.mark.parametrize(("status", "failed"), [("failed", True), ("stopped", False)])
