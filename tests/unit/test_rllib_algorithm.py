@@ -46,8 +46,16 @@ def build(model, tmp_path, **training):
 def test_rows_of_a_run_have_rllibs_names():
     lifetime = Lifetime(episodes=100, env_steps=200, steps=7)
     rows = [
-        step_row(7, reward_mean=0.25, num_samples=4, num_turns=8),
-        step_row(8, reward_mean=0.75, reward_max=2.0, num_samples=12, num_turns=16, loss=0.004),
+        step_row(7, reward_mean=0.25, num_samples=4, num_turns=8, engines_tokens=100),
+        step_row(
+            8,
+            reward_mean=0.75,
+            reward_max=2.0,
+            num_samples=12,
+            num_turns=16,
+            loss=0.004,
+            engines_tokens=300,
+        ),
     ]
     lifetime.add(rows)
     results = iteration_results(rows, lifetime, seconds=6.0)
@@ -68,6 +76,7 @@ def test_rows_of_a_run_have_rllibs_names():
     assert learner["kl_k3"] == pytest.approx(0.002)
     assert learner["gradients_default_optimizer_global_norm"] == pytest.approx(0.4)
     assert learner["default_optimizer_learning_rate"] == 1e-4
+    assert learner["engines_tokens"] == 300, "of a running total the last value"
     assert (learner["weights_seq_no"], learner["staleness_max"]) == (9, 1)
     assert learner["num_module_steps_trained_lifetime"] == 224
     assert results["learners"]["__all_modules__"]["num_env_steps_trained"] == 24
