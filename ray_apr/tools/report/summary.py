@@ -230,7 +230,8 @@ def share_of(run: RunData, what: str, windows: Sequence[Window]) -> float | None
         return None
     spans = [spans_of(run, name, what) for name in names]
     done_s = sum(covered_s(of_one, window) for of_one in spans for window in windows)
-    return done_s / sum(_engine_seconds(run, len(names), window) for window in windows)
+    number = _setting(run, "rollout", "num_replicas") or len(names)
+    return done_s / sum(_engine_seconds(run, number, window) for window in windows)
 
 
 def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
@@ -239,16 +240,17 @@ def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | N
     return None if generates is None else 1.0 - generates
 
 
-def _engine_seconds(run: RunData, num_seen: int, window: Window) -> float:
+def _engine_seconds(run: RunData, number: int, window: Window) -> float:
     """Number of engines x time, inside a window; where their number has changed, piece by piece.
 
     Args:
         run: What it recorded.
-        num_seen: Engines in its timeline.
+        number: Engines that it had at once. Its timeline may have more: one that Serve starts in
+            the place of another has a lane of its own.
         window: Begin and end in seconds.
     """
     if not run.scalings:
-        return num_seen * (window[1] - window[0])
+        return number * (window[1] - window[0])
     total, reached = 0.0, window[0]
     for row in sorted(run.scalings, key=lambda row: row["time_s"]):
         until = min(max(row["time_s"], reached), window[1])
