@@ -13,7 +13,7 @@ from ray_apr.tools.diagnosis import findings
 from ray_apr.tools.report.html import write_report
 from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.report.parts import parts_of, setup_s, steady_steps, training_windows
-from ray_apr.tools.report.summary import summarize
+from ray_apr.tools.report.summary import engine_counts, summarize
 from ray_apr.tools.shares import shares_of
 from ray_apr.tools.simulator.of_run import estimate
 from tests.unit.test_diagnosis import NUM_STEPS, SLOW, run_of, said, simulated
@@ -71,6 +71,37 @@ def test_figures_of_the_summary_leave_the_time_between_out():
         assert summary["generation_idle_ratio"] == pytest.approx(0.25)
         assert summary["trainer_idle_ratio"] == pytest.approx(0.2)
         assert summary["parts"] == len(resumed.resumes) + 1
+
+
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_a_part_begins_with_the_engines_of_its_settings(has_ranks):
+    """known fault: a run of one engine that was given a second one, and then gone on with, was
+    told to have two from then on, or an idle ratio below 0."""
+    run = run_of()
+    given_s, half_s = 50.0, 10.0 * HALF
+    run = dataclasses.replace(
+        run,
+        timeline=[
+            row for row in run.timeline
+            if row["actor"] == "engine-0" or given_s <= row["start_s"] < half_s
+        ],
+        config=run.config | {"rollout": run.config["rollout"] | {"num_replicas": 1}},
+        scalings=[{"time_s": given_s, "before": 1, "after": 2}],
+    )  # fmt: skip
+    run = paused(run)
+    if has_ranks:  # the settings are those of another time
+        begins = (0.0, half_s + GAP_S)
+        run = dataclasses.replace(
+            run,
+            config=run.config | {"rollout": run.config["rollout"] | {"num_replicas": 7}},
+            ranks=[{"time_s": at, "step": 0, "num_engines": 1} for at in begins],
+        )
+    assert engine_counts(run)[-1][1] == 1
+    assert summarize(run)["generation_idle_ratio"] == pytest.approx(0.0)
+    assert shares_of(run).generates == pytest.approx(1.0)
+    later = {"time_s": run.steps[-1]["time_s"] - 10.0, "before": 1, "after": 2}
+    again = dataclasses.replace(run, scalings=[*run.scalings, later])
+    assert summarize(again)["generation_idle_ratio"] == pytest.approx(10.0 / 320.0)
 
 
 def test_the_seconds_of_a_start_are_those_of_all_parts():
@@ -131,11 +162,16 @@ def test_short_parts_tell_nothing():
 
 def test_a_folder_tells_its_parts(tmp_path):
     run = paused(with_trainer(run_of(samples_interrupted=5, samples_resumed=6)))
-    tables = {"metrics": run.steps, "timeline": run.timeline, "resumes": run.resumes, "samples": []}
+    run = dataclasses.replace(run, ranks=[{"time_s": 0.0, "step": 0, "num_engines": 2}])
+    tables = {
+        "metrics": run.steps, "timeline": run.timeline, "resumes": run.resumes, "samples": [],
+        "ranks": run.ranks,
+    }  # fmt: skip
     for name, rows in tables.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "final.json").write_text(json.dumps(run.final))
-    assert load_run(tmp_path).resumes == run.resumes
+    found = load_run(tmp_path)
+    assert (found.resumes, found.ranks) == (run.resumes, run.ranks)
     headline = dict(write_report(tmp_path).headline)
     assert (
         "(resumed 6; samples that were in flight where it was gone on"

@@ -24,6 +24,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
     "evaluations.jsonl": ("policy_version", "num_samples", "num_failed"),
     "engines.jsonl": ("time_s", "before", "after"),
     "resumes.jsonl": ("time_s", "step"),
+    "ranks.jsonl": ("time_s", "step"),
 }
 """What every row must have, as a number, for a report to make sense."""
 _MAY_BE_NULL = ("staleness",)
@@ -59,6 +60,8 @@ class RunData:
     """One row a group that was dropped."""
     resumes: Sequence[Row] = ()
     """One row each time that the run was gone on with; none in most runs."""
+    ranks: Sequence[Row] = ()
+    """One row each time that train workers and engines were started."""
     final: Row | None
     """Last counters; None if the run ended before it could write them."""
     warnings: Sequence[str] = field(default_factory=tuple)
@@ -96,6 +99,7 @@ def load_run(path: str | Path) -> RunData:
         scalings=_read_rows(folder / "engines.jsonl", warnings, is_optional=True),
         dropped=_read_rows(folder / DROPPED_FILE, warnings, is_optional=True),
         resumes=_read_rows(folder / "resumes.jsonl", warnings, is_optional=True),
+        ranks=_read_rows(folder / "ranks.jsonl", warnings, is_optional=True),
         final=final,
         warnings=tuple(warnings),
     )

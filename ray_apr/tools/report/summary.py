@@ -230,8 +230,7 @@ def share_of(run: RunData, what: str, windows: Sequence[Window]) -> float | None
         return None
     spans = [spans_of(run, name, what) for name in names]
     done_s = sum(covered_s(of_one, window) for of_one in spans for window in windows)
-    number = _setting(run, "rollout", "num_replicas") or len(names)
-    return done_s / sum(_engine_seconds(run, number, window) for window in windows)
+    return done_s / sum(_engine_seconds(run, window) for window in windows)
 
 
 def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
@@ -240,22 +239,32 @@ def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | N
     return None if generates is None else 1.0 - generates
 
 
-def _engine_seconds(run: RunData, number: int, window: Window) -> float:
-    """Number of engines x time, inside a window; where their number has changed, piece by piece.
+def engine_counts(run: RunData) -> list[tuple[float, int]]:
+    """Numbers of engines that a run had at once, each with the time since when, in order.
 
-    Args:
-        run: What it recorded.
-        number: Engines that it had at once. Its timeline may have more: one that Serve starts in
-            the place of another has a lane of its own.
-        window: Begin and end in seconds.
+    Each part begins with the number of its settings, or of `ranks.jsonl` where that has it. The
+    timeline may have more engines: one that Serve starts in the place of another has a lane of its
+    own.
     """
-    if not run.scalings:
-        return number * (window[1] - window[0])
-    total, reached = 0.0, window[0]
-    for row in sorted(run.scalings, key=lambda row: row["time_s"]):
-        until = min(max(row["time_s"], reached), window[1])
-        total, reached = total + row["before"] * (until - reached), until
-    return float(total + row["after"] * (window[1] - reached))
+    scalings = sorted(run.scalings, key=lambda row: row["time_s"])
+    own = _setting(run, "rollout", "num_replicas")
+    first = scalings[0]["before"] if scalings else own or len(engine_names(run))
+    counts = [
+        (-math.inf, first),
+        *((row["time_s"], own or first) for row in run.resumes),
+        *((row["time_s"], row["num_engines"]) for row in run.ranks if "num_engines" in row),
+        *((row["time_s"], row["after"]) for row in scalings),
+    ]
+    return sorted(counts, key=lambda count: count[0])
+
+
+def _engine_seconds(run: RunData, window: Window) -> float:
+    """Number of engines x time, inside a window."""
+    begin, end = window
+    return sum(
+        number * max(0.0, min(until, end) - max(since, begin))
+        for (since, number), (until, _) in itertools.pairwise([*engine_counts(run), (math.inf, 0)])
+    )
 
 
 def _trainer_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
