@@ -405,6 +405,14 @@ def test_the_machine_of_a_run_is_found_in_its_rows(trainer):
     ) == dataclasses.replace(cluster, weight_sync_s=found.weight_sync_s)
 
 
+def test_the_machine_of_a_run_has_the_engines_that_it_had_last():
+    """known fault: a run that was given engines was simulated with those of its settings."""
+    run, _ = simulated(SLOW)
+    scaled = dataclasses.replace(run, scalings=[{"time_s": 1.0, "before": 2, "after": 6}])
+    found = cluster_of(scaled)
+    assert (found.gpus, found.rollout_gpus) == (7, 6)
+
+
 @pytest.mark.parametrize(("trainer", "first"), [(SLOW, "a train worker"), (FAST, "an engine more")])
 def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
     guess = estimate(simulated(trainer)[0])

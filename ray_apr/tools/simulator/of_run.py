@@ -18,6 +18,7 @@ from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
+from ray_apr.tools.report.summary import engine_counts
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import reward_s_of, trace_of
 from ray_apr.tools.simulator.run import Simulation
@@ -120,7 +121,8 @@ def _too_short(run: RunData, fewest: int) -> ConfigError:
 
 
 def cluster_of(run: RunData) -> ClusterConfig:
-    """The machine of a run; a GPU stands for an engine or a train worker.
+    """The machine of a run; a GPU stands for an engine or a train worker. It has as many engines as
+    the run had last.
 
     Raises:
         ConfigError: If the run cannot tell it.
@@ -147,7 +149,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
     scaling = settings["scaling"]
     workers = scaling["num_workers"]
     num_workers = workers if isinstance(workers, int) else workers[-1]
-    num_engines = settings["rollout"]["num_replicas"]
+    num_engines = engine_counts(run)[-1][1]
     group_size = settings["rollout"]["group_size"]
     return ClusterConfig(
         gpus=num_engines + num_workers,
