@@ -158,20 +158,22 @@ def bound_tokens_per_s(trace: Trace, cluster: ClusterConfig) -> float:
 
     The tokens of a run over the time of the best split k of the GPUs: the larger of the generation
     work at the engines' best batch rate over k, and the training work over GPUs - k plus the
-    overhead of each step. It knows neither staleness, nor the start, nor the end of a run.
+    overhead of each step. Colocated GPUs do one after the other, each with all of them. It knows
+    neither staleness, nor the start, nor the end of a run.
     """
     tokens, generation_s, training_s, overhead_s = _work(trace, cluster)
+    if cluster.is_colocated:
+        return tokens / ((generation_s + training_s) / cluster.gpus + overhead_s)
     k = split_of_bound(trace, cluster)
-    return tokens / max(generation_s / k, training_s / (max(cluster.gpus, 2) - k) + overhead_s)
+    return tokens / max(generation_s / k, training_s / (cluster.gpus - k) + overhead_s)
 
 
 def split_of_bound(trace: Trace, cluster: ClusterConfig) -> int:
-    """The number of rollout GPUs of `bound_tokens_per_s`."""
+    """The number of rollout GPUs of `bound_tokens_per_s`, of a disaggregated cluster."""
     _, generation_s, training_s, overhead_s = _work(trace, cluster)
-    gpus = max(cluster.gpus, 2)
     return min(
-        range(1, gpus),
-        key=lambda k: max(generation_s / k, training_s / (gpus - k) + overhead_s),
+        range(1, cluster.gpus),
+        key=lambda k: max(generation_s / k, training_s / (cluster.gpus - k) + overhead_s),
     )
 
 
