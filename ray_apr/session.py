@@ -10,7 +10,6 @@ Invariants, kept by `TrainingSession`:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import uuid
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from ray.train import Checkpoint
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import APRError, ConfigError
+from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.resume import find_begin
 from ray_apr.train.gate import Order
 
@@ -70,6 +70,7 @@ class TrainingSession:
                 "failure, which goes on with the last checkpoint",
             )
         begin = find_begin(trainer.spec)
+        self._final_before = _written_at(trainer.spec.folder / FINAL_FILE)
         self._run = trainer.start_in_host(is_gated=True)
         self._spec = self._run.spec
         self._folder = self._spec.folder  # a relative one is found from where this process is now
@@ -171,15 +172,22 @@ class TrainingSession:
         """End the run, whatever it does, and take away all of it; may be called again.
 
         Returns:
-            The content of ``final.json``; empty if there is none.
+            The content of ``final.json``; empty if there is none, or only that of an earlier part
+            of the run, as this one had not begun yet.
         """
         if not self._is_stopped:
             self._is_stopped = True
             self._run.stop(after_s=_END_S if self._has_all_steps else 0.0)
-        with contextlib.suppress(FileNotFoundError):
-            final: dict[str, Any] = json.loads((self.folder / "final.json").read_text())
-            return final
-        return {}
+        file = self.folder / FINAL_FILE
+        if _written_at(file) == self._final_before:
+            return {}
+        final: dict[str, Any] = json.loads(file.read_text())
+        return final
+
+
+def _written_at(file: Path) -> int | None:
+    """When a file was written, in ns; None if there is none."""
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 class _Rows:

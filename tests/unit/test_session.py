@@ -89,6 +89,15 @@ def test_a_stopped_session_trains_nothing(session, run, tmp_path):
             call()
 
 
+def test_the_end_of_an_earlier_part_is_not_that_of_a_session(run, monkeypatch):
+    """It is there until the host begins, which one that is stopped at once never does."""
+    (run.spec.folder / "final.json").write_text('{"status": "ok", "steps": 3}')
+    trainer = types.SimpleNamespace(spec=run.spec, start_in_host=run.start)
+    monkeypatch.setattr(run, "_end", lambda status: None)
+    session = TrainingSession(trainer)
+    assert session.stop() == session.stop() == {}
+
+
 @pytest.mark.parametrize("num_steps", [0, -1, 1.0])
 def test_what_is_no_number_of_steps_is_refused(session, num_steps):
     with pytest.raises(ConfigError, match="num_steps"):
