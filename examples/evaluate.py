@@ -4,7 +4,8 @@
     python examples/evaluate.py --model runs/single-file/checkpoint_.../hf
 
 A session's engines are up before its first step, and evaluate the model then. No step is ordered;
-the rows and the responses stay in the run folder.
+the rows and the responses stay in the run folder. Each evaluation is a run of its own: under the
+name of another one it would go on with the responses of that model.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(ARITHMETIC / "base_model"))
     parser.add_argument("--prompts", type=Path, default=ARITHMETIC / "held_out.parquet")
     parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
-    parser.add_argument("--name", default="evaluate")
+    parser.add_argument("--name", default=time.strftime("evaluate-%Y%m%d-%H%M%S"))
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
+    if (Path(args.storage) / args.name).exists():
+        parser.error(f"there is a run {args.name} in {args.storage}; choose another --name")
     ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
     rows = ray.data.read_parquet(str(args.prompts.resolve()))
     trainer = APRTrainer(

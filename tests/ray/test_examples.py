@@ -143,7 +143,7 @@ def test_a_judge(run, folder):
 
 @pytest.mark.long
 def test_evaluation_alone(run, folder):
-    said = run("evaluate --samples 2 --storage .")
+    said = run("evaluate --samples 2 --storage . --name evaluate")
     assert "128 responses: mean reward 0." in said and "pass@2 0." in said
     assert final_of(folder / "evaluate") == ("stopped", 0, 0)
 
