@@ -106,13 +106,12 @@ def checked_reward(sample: Sample, value: Any) -> RewardResult:
     if isinstance(value, RewardResult):
         return value
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardError(
-            sample.sample_id, "invalid", f"returned {value!r}; must be a finite number"
-        )
+        detail = f"returned {value!r}; must be a finite number, or a RewardResult"
+        raise RewardError(sample.sample_id, "invalid", detail)
     return RewardResult(reward=number)
 
 
