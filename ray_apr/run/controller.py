@@ -36,6 +36,7 @@ from ray_apr.core.exceptions import APRError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
+from ray_apr.run.begun import note_begin
 from ray_apr.run.callbacks import followed_by
 from ray_apr.run.causes import cause_of, of_servers, write_error_log
 from ray_apr.run.checks import check_resources
@@ -125,6 +126,7 @@ def run(
             if begin.is_resumed:
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)
+            note_begin(spec, begin)
             note_ranks(spec, begin.step, started_at)
             write_json(spec.folder / "config.json", spec.describe())
             if spec.command is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.draining import NOTICES_FILE
 from ray_apr.run.folder import RESUMES_FILE, came_to_nothing
 from ray_apr.run.journals import journal_of
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _ROWS = (
     *ROW_FILES.values(), RESUMES_FILE, RANKS_FILE, RESTARTS_FILE, NOTICES_FILE, ENGINES_FILE,
+    BEGUN_FILE,
 )  # fmt: skip
 """Of a run. A folder may have other files, which are the user's."""
 

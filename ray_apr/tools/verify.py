@@ -1,7 +1,8 @@
 """Proof, from a run folder alone, that a run kept what it promises: ``ray-apr verify RUN_DIR``.
 
 Each check reads what the run recorded, and says what it saw. A run that was gone on with is one
-run: its rows are those of all of its parts.
+run: its rows are those of all of its parts. One that began with another run's checkpoint is looked
+at from there on, as `begun.json` says it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
 from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
@@ -26,6 +28,8 @@ _LEAST_P = 0.05
 _OF_CONTENT = ("filtered", "failed", "poison")
 """Reasons that drop groups for what they say, which may well depend on their lengths."""
 _SHOWN = 5
+_ANEW = {"step": 0, "policy_version": 0, "prompts_position": 0, "prompts_pending": []}
+"""Where a run begins that has no other one's checkpoint."""
 
 
 class Check(NamedTuple):
@@ -48,6 +52,8 @@ class Recorded:
     """By sample; of one that ended twice, before and after a restart, the last time."""
     dropped: list[dict[str, Any]]
     """Groups."""
+    begun: dict[str, Any]
+    """Where it began (`run.begun`)."""
 
     @classmethod
     def of(cls, folder: Path) -> Recorded:
@@ -56,7 +62,7 @@ class Recorded:
         Raises:
             ConfigError: If no run has ended in it, or one that came to nothing.
         """
-        final = folder / "final.json"
+        final, begun = folder / "final.json", folder / BEGUN_FILE
         if not final.is_file():
             raise ConfigError(
                 "RUN_DIR",
@@ -78,6 +84,7 @@ class Recorded:
             samples=read_rows(folder / "samples.jsonl"),
             ended={row["sample_id"]: row for row in read_rows(folder / "ended.jsonl")},
             dropped=read_rows(folder / DROPPED_FILE),
+            begun=_ANEW | (read_object(begun) if begun.is_file() else {}),
         )
 
 
@@ -97,13 +104,16 @@ def _steps(run: Recorded) -> Check:
     numbers = [row["step"] for row in run.steps]
     versions = [row["policy_version"] for row in run.steps]
     times = [row["time_s"] for row in run.steps]
+    first, version = run.begun["step"], run.begun["policy_version"]
     ok = (
-        numbers == list(range(len(numbers)))
-        and versions == list(range(1, len(versions) + 1))
+        numbers == list(range(first, first + len(numbers)))
+        and versions == list(range(version + 1, version + 1 + len(versions)))
         and times == sorted(times)
         and run.final.get("steps") == len(numbers)
     )
-    return Check("steps", ok, f"{len(numbers)} rows, {run.final.get('steps')} steps in final.json")
+    seen = f"{len(numbers)} rows, {run.final.get('steps')} steps in final.json"
+    seen += f"; begun with step {first} of another run" if first else ""
+    return Check("steps", ok, seen)
 
 
 def _batches(run: Recorded) -> Check:
@@ -150,10 +160,12 @@ def _prompts(run: Recorded) -> Check:
     trained = Counter(prompt_position(group, num_prompts) for group in groups)
     dropped = {prompt_position(row["group_id"], num_prompts) for row in run.dropped}
     pending = set(run.final["prompts_pending"])
-    twice = sorted(p for p, n in trained.items() if n > 1 or p in pending)
-    lost = sorted(set(range(position)) - set(trained) - pending - dropped)
+    of_before = set(range(run.begun["prompts_position"])) - set(run.begun["prompts_pending"])
+    handed_out = set(range(position)) - of_before
+    twice = sorted(p for p, n in trained.items() if n > 1 or p in pending | of_before)
+    lost = sorted(handed_out - set(trained) - pending - dropped)
     seen = (
-        f"{position} handed out: {len(trained)} trained, {len(pending)} pending, "
+        f"{len(handed_out)} handed out: {len(trained)} trained, {len(pending)} pending, "
         f"{len(dropped - set(trained) - pending)} dropped"
     )
     num_failed = len({row["group_id"] for row in run.dropped if is_failed(row)})
@@ -166,7 +178,8 @@ def _lengths(run: Recorded) -> Check:
     """What was trained is as long as what was generated, but for groups dropped for their content.
 
     Two-sample Kolmogorov-Smirnov test over the prompts before the first one that is still pending:
-    of those after it the short responses have ended, and the long ones have not.
+    of those after it the short responses have ended, and the long ones have not. Of prompts that
+    another run had begun, some responses had ended there.
     """
     num_prompts, position = run.final.get("num_prompts"), run.final.get("prompts_position")
     decided, of = math.inf, ""
@@ -177,7 +190,7 @@ def _lengths(run: Recorded) -> Check:
 
     def is_compared(group_id: str) -> bool:
         at = prompt_position(group_id, num_prompts or 0)
-        return at < decided and group_id not in by_content
+        return run.begun["prompts_position"] <= at < decided and group_id not in by_content
 
     trained = [row["num_generated"] for row in run.samples if is_compared(row["group_id"])]
     generated = [

@@ -21,6 +21,7 @@ from ray_apr import APRTrainer, RolloutConfig, TrainConfig, TrainingSession
 from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.data.rows import PromptRows
+from ray_apr.tools.verify import verify
 from tests.processes import MARK, kill_all, marked_environment, processes_of, wait_until_none
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import RAYS_OWN
@@ -122,6 +123,7 @@ def test_another_run_begins_where_a_session_was_saved_and_ends_by_itself(model, 
         assert not session.train(1).steps
         session.save(tmp_path / "end")
         assert session.stop()["status"] == "ok"
+    assert [check.name for check in verify(session.folder) if not check.ok] == []
     assert (tmp_path / "end" / "hf" / "model.safetensors").is_file()
 
 

@@ -6,13 +6,24 @@ import json
 import random
 
 import pytest
+import ray.train
 from scipy.stats import ks_2samp
 
 from ray_apr.cli import main as cli
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.resumption import (
+    PROGRESS_FILE,
+    ROLLOUT_FILE,
+    Begin,
+    Counters,
+    RolloutProgress,
+)
+from ray_apr.run.begun import note_begin
 from ray_apr.tools.verify import ks_test, verify
+from tests.run_specs import run_spec
 
 SIZE, STEPS = 4, 6
+TRAINED = ("metrics.jsonl", "samples.jsonl")
 
 
 def write(folder, name, rows):
@@ -124,6 +135,61 @@ def test_what_was_not_kept_is_found(run, name, seen, damage):
     found = broken(run)
     assert list(found) == [name] and seen in found[name]
     assert cli.main(["verify", str(run)]) == 1
+
+
+@pytest.fixture
+def begun(run, tmp_path_factory):
+    """The run as it would be had it begun with the checkpoint of step 2 of another one, whose
+    prompts 5 and 6 were under way by then."""
+    of_steps = {n: [r for r in rows(run, n) if r["step"] >= 2] for n in TRAINED}
+    for name, found in of_steps.items():
+        write(run, name, found)
+    ids = {row["sample_id"] for row in of_steps["samples.jsonl"]}
+    change_rows("ended.jsonl", lambda found: [r for r in found if r["sample_id"] in ids])(run)
+    write(run, "dropped.jsonl", [])
+    trained = sum(row["num_generated"] - 1 for row in of_steps["samples.jsonl"])
+    change_final(steps=STEPS - 2, tokens_trained=trained)(run)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / PROGRESS_FILE).write_text('{"step": 2, "policy_version": 2}')
+    progress = RolloutProgress(
+        seed=0, num_prompts=20, position=7, pending=(5, 6), counters=Counters()
+    )
+    (folder / ROLLOUT_FILE).write_text(progress.to_json())
+    settings = ray.train.RunConfig(name=run.name, storage_path=str(run.parent))
+    return run_spec(run=settings, checkpoint=ray.train.Checkpoint(str(folder)))
+
+
+def note(spec, checkpoint):
+    note_begin(spec, Begin(step=2, policy_version=2, checkpoint=checkpoint))
+
+
+def test_a_run_that_began_with_another_ones_checkpoint_is_proved_from_there_on(begun):
+    assert list(broken(begun.folder)) == ["steps", "prompts"], "as of one that began by itself"
+    note(begun, begun.checkpoint)
+    assert broken(begun.folder) == {}
+    seen = {check.name: check.seen for check in verify(begun.folder)}
+    assert "10 handed out: 8 trained, 2 pending" in seen["prompts"]
+    assert "begun with step 2 of another run" in seen["steps"]
+    note(begun, object())  # its own, with which it was gone on with
+    assert broken(begun.folder) == {}
+    note(begun, None)  # anew, as it was gone on with without that checkpoint
+    assert list(broken(begun.folder)) == ["steps", "prompts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "damage"),
+    [
+        ("steps", "3 rows", change_rows("metrics.jsonl", lambda found: found[1:])),
+        ("steps", "4 rows", change_rows("metrics.jsonl", put(0, policy_version=2))),
+        ("prompts", "lost 5",
+         change_rows("samples.jsonl", lambda found: [r for r in found if r["group_id"] != "e0-5"])),
+        ("prompts", "twice 4", change_rows("samples.jsonl", put(0, group_id="e0-4"))),
+    ],
+)  # fmt: skip
+def test_what_such_a_run_did_not_keep_is_found(begun, name, seen, damage):
+    note(begun, begun.checkpoint)
+    damage(begun.folder)
+    assert seen in broken(begun.folder)[name]
 
 
 def test_long_responses_that_are_not_trained_are_found(run):
