@@ -22,8 +22,8 @@ from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.data.prompts import encode_prompt, load_tokenizer
 from ray_apr.data.rows import PromptRows
+from ray_apr.rewards.answers import as_result
 from ray_apr.rewards.judge import ASKS
-from ray_apr.rollout.scoring import checked_reward
 from ray_apr.run.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class _Call:
             value = self._reward(self._sample)
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
-            self.result = checked_reward(self._sample, value)
+            self.result = as_result(self._sample, value)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; it is told)
             self.error = error
 

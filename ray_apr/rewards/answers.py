@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -111,16 +112,22 @@ def optional_package(module: str, package: str, extra: str) -> ModuleType:
         raise ImportError(f"{package} is missing ({error}); {remedy}") from error
 
 
-def as_result(sample: Sample, value: Any, who: str) -> RewardResult:
+def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
     """Take what a reward function returned.
 
+    Args:
+        sample: What it was called for.
+        value: What it returned.
+        who: Which function, of several.
+
     Raises:
-        RewardError: If it is no finite number; names the function.
+        RewardError: If it is no finite number, or a text of one; names the function.
     """
     if isinstance(value, RewardResult):
         return value
     try:
-        return RewardResult(reward=float(value))
+        return RewardResult(reward=math.nan if isinstance(value, str | bytes) else float(value))
     except (TypeError, ValueError) as error:
-        detail = f"{who} returned {value!r}; must be a finite number"
+        detail = f"returned {value!r}; must be a finite number, or a RewardResult"
+        detail = f"{who} {detail}" if who else detail
         raise RewardError(sample.sample_id, "invalid", detail) from error

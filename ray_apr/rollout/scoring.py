@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,9 +25,10 @@ from ray.exceptions import RayError
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.clock import unix_s
-from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
+from ray_apr.core.exceptions import StepError, UserCodeError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
+from ray_apr.rewards.answers import as_result
 from ray_apr.rollout.calls import ERRORS, Call, Calls, Outcomes
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RewardWorker:
                 raise
             detail = f"{type(error).__name__}: {error}"
             raise failure(sample.sample_id, "raised", detail) from error
-        return checked_reward(sample, value) if what == "score" else _checked_step(sample, value)
+        return as_result(sample, value) if what == "score" else _checked_step(sample, value)
 
     async def _call(
         self, function: Callable[[Sample], Any], sample: Sample, limit: asyncio.Timeout
@@ -99,20 +99,6 @@ class RewardWorker:
         async with limit:
             pending: Any = function(sample) if value is None else value
             return await pending
-
-
-def checked_reward(sample: Sample, value: Any) -> RewardResult:
-    """Turn what a reward function returned into a `RewardResult`."""
-    if isinstance(value, RewardResult):
-        return value
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        detail = f"returned {value!r}; must be a finite number, or a RewardResult"
-        raise RewardError(sample.sample_id, "invalid", detail)
-    return RewardResult(reward=number)
 
 
 def _checked_step(sample: Sample, value: Any) -> Step:

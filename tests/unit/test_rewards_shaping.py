@@ -116,7 +116,7 @@ def test_a_part_that_fails_fails_the_sum_at_once_and_keeps_its_reason():
     assert str(caught.value).count("RewardError") == 0
 
 
-@pytest.mark.parametrize("value", [None, "good", math.nan])
+@pytest.mark.parametrize("value", [None, "good", "1", math.nan])
 def test_a_part_without_a_number_is_named(value):
     with pytest.raises(RewardError, match="part 'odd'"):
         run(weighted_sum({"odd": (1, lambda sample: value)}), sample_of("x"))
