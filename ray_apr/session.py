@@ -22,6 +22,7 @@ from ray.train import Checkpoint
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.run.final import FINAL_FILE
+from ray_apr.run.folder import read_object
 from ray_apr.run.resume import find_begin
 from ray_apr.train.gate import Order
 
@@ -181,8 +182,7 @@ class TrainingSession:
         file = self.folder / FINAL_FILE
         if _written_at(file) == self._final_before:
             return {}
-        final: dict[str, Any] = json.loads(file.read_text())
-        return final
+        return read_object(file)
 
 
 def _written_at(file: Path) -> int | None:

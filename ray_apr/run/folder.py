@@ -172,7 +172,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return []
     with file.open("rb") as lines:
         whole = enumerate((line for line in lines if line.endswith(b"\n")), start=1)
-        return [_object_of(line, f"{file}, line {number}") for number, line in whole]
+        return [_object_of(line, file, number) for number, line in whole]
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -181,13 +181,14 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If it is no JSON.
     """
-    return _object_of(file.read_bytes(), str(file))
+    return _object_of(file.read_bytes(), file)
 
 
-def _object_of(text: bytes, place: str) -> dict[str, Any]:
+def _object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(text)
     except ValueError as error:  # no JSON, or no UTF-8
+        place = str(file) if line is None else f"{file}, line {line}"
         raise ConfigError("RUN_DIR", place, f"is cut off or no JSON ({error})") from error
     return found
 
