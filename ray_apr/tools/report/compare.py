@@ -153,9 +153,11 @@ def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> li
     for key, name, form, with_ratio in _FIGURES:
         first, second = (summary[key] for summary in summaries)
         rows.append(_row(name, first, second, form, with_ratio=with_ratio))
-    goal = _common_reward(runs)
-    if goal is not None:
-        ours, theirs = (_time_to(run, goal) for run in runs)
+    averages = [_averages(run) for run in runs]
+    highest = [max(rewards) for of_run in averages if (rewards := finite(of_run))]
+    if len(highest) == 2:
+        goal = min(highest)  # both have reached it
+        ours, theirs = map(_time_to, runs, averages, (goal, goal))
         rows.append(_row(f"time to reward {goal:.3f} (s)", ours, theirs, ",.1f", with_ratio=True))
     return rows
 
@@ -167,15 +169,9 @@ def _row(
     return Line(name, number(first, form), number(second, form), ratio)
 
 
-def _common_reward(runs: Sequence[RunData]) -> float | None:
-    """The highest moving average of the reward that both runs reached."""
-    highest = [max(rewards) for run in runs if (rewards := finite(_averages(run)))]
-    return min(highest) if len(highest) == 2 else None
-
-
-def _time_to(run: RunData, goal: float) -> float:
+def _time_to(run: RunData, averages: Sequence[float], goal: float) -> float:
     """When the moving average of the reward first reached the goal, as it did."""
-    pairs = zip(run.steps, _averages(run), strict=True)
+    pairs = zip(run.steps, averages, strict=True)
     return next(float(row["time_s"]) for row, value in pairs if value >= goal)
 
 

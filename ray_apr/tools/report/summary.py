@@ -230,7 +230,8 @@ def share_of(run: RunData, what: str, windows: Sequence[Window]) -> float | None
         return None
     spans = [spans_of(run, name, what) for name in names]
     done_s = sum(covered_s(of_one, window) for of_one in spans for window in windows)
-    return done_s / sum(_engine_seconds(run, window) for window in windows)
+    counts = engine_counts(run)
+    return done_s / sum(_engine_seconds(counts, window) for window in windows)
 
 
 def _generation_idle_ratio(run: RunData, windows: Sequence[Window]) -> float | None:
@@ -258,12 +259,12 @@ def engine_counts(run: RunData) -> list[tuple[float, int]]:
     return sorted(counts, key=lambda count: count[0])
 
 
-def _engine_seconds(run: RunData, window: Window) -> float:
+def _engine_seconds(counts: Sequence[tuple[float, int]], window: Window) -> float:
     """Number of engines x time, inside a window."""
     begin, end = window
     return sum(
         number * max(0.0, min(until, end) - max(since, begin))
-        for (since, number), (until, _) in itertools.pairwise([*engine_counts(run), (math.inf, 0)])
+        for (since, number), (until, _) in itertools.pairwise([*counts, (math.inf, 0)])
     )
 
 
