@@ -135,7 +135,7 @@ class RunInfo:
     """All settings, as plain values (``config.json``)."""
     notes: dict[str, Any]
     """What the callback wants to know when the run is gone on with, as the id of a tracker's run;
-    JSON, kept in the run folder. It may be changed in `on_start`."""
+    JSON, kept in the run folder after each of the callback's methods."""
     is_resumed: bool
     """Whether the callback has followed this run before, in another process."""
 

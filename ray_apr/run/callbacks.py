@@ -105,6 +105,7 @@ class Followed:
         file = self._folder / FINAL_FILE
         final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._tell_all("on_end", final)
+        self._save()
 
     def _tell_all(self, verb: str, *args: Any) -> None:
         for callback in self._callbacks:

@@ -10,7 +10,7 @@ from typing import Any
 from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.user import RunCallback, RunInfo
-from ray_apr.trackers.rows import numbers, samples_due, texts
+from ray_apr.trackers.rows import SampleTables, numbers, texts
 
 _STATUS = {"ok": "FINISHED", "stopped": "KILLED"}
 _MOST_PARAMS = 100
@@ -43,7 +43,7 @@ class MLflowTracker(RunCallback):
         import mlflow.entities  # here, beside the start of the engines, as it takes seconds
         import mlflow.tracking
 
-        self._folder, self._entities = run.folder, mlflow.entities
+        self._tables, self._entities = SampleTables(run, self._shared), mlflow.entities
         self._client = client = mlflow.tracking.MlflowClient(self._config.tracking_uri)
         known = run.notes.get("run_id")
         if known is not None:
@@ -75,7 +75,7 @@ class MLflowTracker(RunCallback):
         self._client.set_terminated(self._id, _STATUS.get(str(final.get("status")), "FAILED"))
 
     def _add_samples(self, step: int) -> None:
-        for of_step, rows in samples_due(self._folder, self._shared, step):
+        for of_step, rows in self._tables.due(step):
             text = json.dumps(rows, indent=1, ensure_ascii=False)
             self._client.log_text(self._id, text, f"samples/step-{of_step:06d}.json")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ray_apr.config.trackers import TrackersConfig
+from ray_apr.core.exceptions import one_line
+from ray_apr.core.user import RunInfo
 from ray_apr.run.trained_samples import read_step, saved_steps
+
+logger = logging.getLogger(__name__)
 
 TEXT_COLUMNS = ("prompt", "response_text")
 COLUMNS = (
@@ -15,6 +19,7 @@ COLUMNS = (
     "finish_reason", *TEXT_COLUMNS,
 )  # fmt: skip
 """Of a table of samples."""
+_LAST_TABLE = "last_table_step"
 
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -42,26 +47,42 @@ def _flat(row: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def samples_due(
-    folder: Path, config: TrackersConfig, step: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The table of samples that is due once a step is told, if one is: of the step before, which is
-    saved by then. That of the last step is due at the end.
+class SampleTables:
+    """Tables of samples of a run, each of them once.
 
     Args:
-        folder: Of the run.
+        run: That is followed; the last step with a table is kept in its notes.
         config: How often, and how many samples.
-        step: That was told.
-
-    Yields:
-        The step that the samples are of, and rows of `COLUMNS`: the worst and the best samples, as
-        many of each.
     """
-    every, number, of_step = config.samples_every, config.samples_each, step - 1
-    if not every or of_step % every or of_step not in saved_steps(folder):
-        return
-    rows = sorted(read_step(folder, of_step), key=lambda row: row["reward"])
-    best = number // 2
-    if len(rows) > number:
-        rows = rows[: number - best] + rows[len(rows) - best :]
-    yield of_step, [{name: row[name] for name in COLUMNS} for row in rows]
+
+    def __init__(self, run: RunInfo, config: TrackersConfig) -> None:
+        self._run = run
+        self._config = config
+
+    def due(self, step: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The table that is due once a step is told, if one is: of the step before, which is saved
+        by then. That of the last step is due at the end.
+
+        Args:
+            step: That was told.
+
+        Yields:
+            The step that the samples are of, and rows of `COLUMNS`: the worst and the best samples,
+            as many of each.
+        """
+        every, number, of_step = self._config.samples_every, self._config.samples_each, step - 1
+        folder, notes = self._run.folder, self._run.notes
+        if not every or of_step % every or of_step not in saved_steps(folder):
+            return
+        if of_step <= notes.get(_LAST_TABLE, -1):
+            return
+        try:
+            rows = sorted(read_step(folder, of_step), key=lambda row: row["reward"])
+        except (OSError, ValueError) as error:
+            logger.warning("no table of the samples of step %d: %s", of_step, one_line(error))
+            return
+        best = number // 2
+        if len(rows) > number:
+            rows = rows[: number - best] + rows[len(rows) - best :]
+        yield of_step, [{name: row[name] for name in COLUMNS} for row in rows]
+        notes[_LAST_TABLE] = of_step

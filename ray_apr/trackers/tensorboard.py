@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_apr.config.trackers import TensorBoardConfig, TrackersConfig
 from ray_apr.core.user import RunCallback, RunInfo
-from ray_apr.trackers.rows import TEXT_COLUMNS, numbers, samples_due, texts
+from ray_apr.trackers.rows import TEXT_COLUMNS, SampleTables, numbers, texts
 
 
 class TensorBoardTracker(RunCallback):
@@ -30,7 +30,7 @@ class TensorBoardTracker(RunCallback):
         """Open the event file; a run that is gone on with has another one in the same folder."""
         from tensorboardX import SummaryWriter  # here, as it loads torch
 
-        self._folder = run.folder
+        self._tables = SampleTables(run, self._shared)
         self._writer = SummaryWriter(self._config.folder or str(run.folder / "tensorboard"))
         if not run.is_resumed:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
@@ -54,7 +54,7 @@ class TensorBoardTracker(RunCallback):
         self._writer.close()
 
     def _add_samples(self, step: int) -> None:
-        for of_step, rows in samples_due(self._folder, self._shared, step):
+        for of_step, rows in self._tables.due(step):
             self._writer.add_text("samples", _table(rows), of_step)
 
     def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_apr.config.trackers import TrackersConfig, WandbConfig
 from ray_apr.core.user import RunCallback, RunInfo
-from ray_apr.trackers.rows import COLUMNS, numbers, samples_due, texts
+from ray_apr.trackers.rows import COLUMNS, SampleTables, numbers, texts
 
 
 class WandbTracker(RunCallback):
@@ -30,7 +30,8 @@ class WandbTracker(RunCallback):
         """Begin a run of W&B, or go on with the one that the run has."""
         import wandb  # here, beside the start of the engines, as it takes a second
 
-        self._folder, given, self._table = run.folder, self._config, wandb.Table
+        self._tables, self._table = SampleTables(run, self._shared), wandb.Table
+        given = self._config
         self._run = wandb.init(
             project=given.project,
             entity=given.entity,
@@ -51,7 +52,8 @@ class WandbTracker(RunCallback):
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Figures of a step, and now and then a table of samples."""
         self._step = row["step"]
-        self._run.log({**dict(numbers(row)), **dict(texts(row)), **self._samples(self._step)})
+        self._run.log({**dict(numbers(row)), **dict(texts(row))})
+        self._log_samples(self._step)
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
         """Figures of an evaluation."""
@@ -59,15 +61,12 @@ class WandbTracker(RunCallback):
 
     def on_end(self, final: Mapping[str, Any]) -> None:
         """End the run of W&B as the run did."""
-        if last := self._samples(self._step + 1):
-            self._run.log(last)
+        self._log_samples(self._step + 1)
         self._run.summary.update({f"final/{name}": v for name, v in numbers(final)})
         self._run.finish(exit_code=0 if final.get("status") == "ok" else 1)
 
-    def _samples(self, step: int) -> dict[str, Any]:
-        """The table that is due once a step is told, if one is."""
-        found: dict[str, Any] = {}
-        for _, rows in samples_due(self._folder, self._shared, step):
+    def _log_samples(self, step: int) -> None:
+        for of_step, rows in self._tables.due(step):
             data = [[sample[name] for name in COLUMNS] for sample in rows]
-            found["samples"] = self._table(columns=list(COLUMNS), data=data)
-        return found
+            table = self._table(columns=list(COLUMNS), data=data)
+            self._run.log({"step": of_step, "samples": table})

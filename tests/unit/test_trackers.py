@@ -16,12 +16,13 @@ import pytest
 
 from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import RunInfo
 from ray_apr.run.callbacks import Followed
 from ray_apr.run.folder import add_row
 from ray_apr.trackers import trackers_of
 from ray_apr.trackers.mlflow import MLflowTracker, metric_name
-from ray_apr.trackers.rows import numbers, samples_due, texts
-from tests.tracked import read_mlflow, read_tensorboard, read_wandb
+from ray_apr.trackers.rows import SampleTables, numbers, texts
+from tests.tracked import read_mlflow, read_tensorboard, read_wandb, wandb_history
 from tests.unit.test_trained_samples import FIRST, SECOND, save
 
 ROWS = [
@@ -145,13 +146,45 @@ def test_a_run_that_fails_is_one_that_failed_there(folder):
     assert read_mlflow(folder)["status"] == "FAILED"
 
 
+def tables_of(folder: Path, every: int, notes: dict | None = None) -> SampleTables:
+    notes = {} if notes is None else notes
+    run = RunInfo(name="run", folder=folder, config={}, notes=notes, is_resumed=False)
+    return SampleTables(run, TrackersConfig(samples_every=every, samples_each=2))
+
+
 def test_the_table_of_a_step_comes_when_its_samples_are_there(tmp_path):
     save(tmp_path, 10, FIRST, SECOND)
-    shared = TrackersConfig(samples_every=10, samples_each=2)
-    assert not list(samples_due(tmp_path, shared, 10)), "saved a step later"
-    ((step, rows),) = samples_due(tmp_path, shared, 11)
+    tables = tables_of(tmp_path, every=10)
+    assert not list(tables.due(10)), "saved a step later"
+    ((step, rows),) = tables.due(11)
     assert (step, [row["reward"] for row in rows]) == (10, [0.5, 1.0])
-    assert not list(samples_due(tmp_path, TrackersConfig(samples_every=0), 11))
+    assert not list(tables_of(tmp_path, every=0).due(11))
+
+
+def test_a_table_that_was_sent_at_the_end_is_not_sent_once_more(tmp_path):
+    save(tmp_path, 1, FIRST)
+    save(tmp_path, 2, FIRST)
+    notes: dict = {}
+    assert [step for step, _ in tables_of(tmp_path, 1, notes).due(2)] == [1]
+    kept = json.loads(json.dumps(notes))
+    resumed = tables_of(tmp_path, 1, kept)
+    assert [list(resumed.due(2)), len(list(resumed.due(3)))] == [[], 1]
+
+
+def test_samples_that_cannot_be_read_cost_their_table_alone(tmp_path, caplog):
+    save(tmp_path, 1, FIRST)
+    (tmp_path / "samples/step-000001.parquet").write_bytes(b"torn")
+    assert not list(tables_of(tmp_path, every=1).due(2))
+    assert "no table of the samples of step 1: " in caplog.text
+
+
+def test_tables_of_a_stopped_run_are_there_once_when_it_has_gone_on(folder):
+    track(folder, ROWS[:2], "wandb", "tensorboard", status="stopped")
+    time.sleep(1.1)  # W&B names its folders by the second
+    (folder / "final.json").unlink()
+    track(folder, ROWS[2:], "wandb", "tensorboard")
+    tables = [row["step"] for row in wandb_history(folder) if "samples/_type" in row]
+    assert tables == [0, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +230,7 @@ def test_packages_of_trackers_are_imported_once_a_run_begins():
 def test_a_text_that_did_not_change_is_sent_to_mlflow_once(tmp_path):
     tracker = MLflowTracker(MLflowConfig(), TrackersConfig())
     sent = []
-    tracker._id, tracker._folder, tracker._entities = "a", tmp_path, mlflow.entities
+    tracker._id, tracker._tables, tracker._entities = "a", tables_of(tmp_path, 0), mlflow.entities
     tracker._client = types.SimpleNamespace(
         log_batch=lambda _, metrics, tags: sent.append([tag.value for tag in tags])
     )
