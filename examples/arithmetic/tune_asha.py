@@ -26,6 +26,7 @@ def make_small_config() -> APRConfig:
 def main() -> None:
     """Run the trials, one at a time, and go on with the best one's checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=9, help="of the best trials")
     parser.add_argument("--storage", type=Path, default=Path("runs/tune"))
     args = parser.parse_args()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -35,7 +36,9 @@ def main() -> None:
         tune_config=tune.TuneConfig(
             metric=REWARD,
             mode="max",
-            scheduler=ASHAScheduler(grace_period=3, max_t=9, reduction_factor=2),
+            scheduler=ASHAScheduler(
+                grace_period=args.iterations // 3, max_t=args.iterations, reduction_factor=2
+            ),
             max_concurrent_trials=1,  # engines and train workers are outside of a trial's resources
         ),
         run_config=tune.RunConfig(

@@ -21,6 +21,7 @@ ROOM = "room_for_a_run"
 def main() -> None:
     """Run the population in turns."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=8, help="of each trial")
     parser.add_argument("--storage", type=Path, default=Path("runs/tune"))
     args = parser.parse_args()
     ray.init(
@@ -33,7 +34,7 @@ def main() -> None:
     config = make_small_config().resources(custom_resources_for_main_process={ROOM: 1})
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
-        perturbation_interval=4,
+        perturbation_interval=args.iterations // 2,
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.loguniform(1e-5, 3e-4)},
         synch=True,  # all reach the interval before one takes over another's checkpoint
@@ -45,7 +46,7 @@ def main() -> None:
         run_config=tune.RunConfig(
             name="pbt",
             storage_path=str(args.storage.resolve()),
-            stop={"training_iteration": 8},
+            stop={"training_iteration": args.iterations},
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
             verbose=0,
         ),

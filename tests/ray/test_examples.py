@@ -186,3 +186,21 @@ def test_an_algorithm_of_rllib(run, folder):
     said = run("arithmetic/rllib_arithmetic --iterations 1 --save saved")
     assert "iteration   1,   4 steps: reward 0." in said
     assert (folder / "saved" / "rllib_checkpoint.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("example", "iterations", "said"),
+    [("tune_asha", 3, " goes on: reward 0."), ("tune_pbt", 2, "1 times a trial took over")],
+)
+def test_schedulers_of_tune(example, iterations, said, tmp_path, marked):
+    _, env = marked
+    command = [sys.executable, str(EXAMPLES / f"arithmetic/{example}.py")]
+    command += ["--iterations", str(iterations), "--storage", "."]
+    ended = subprocess.run(
+        command, env=env | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=1400,
+        check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert said in ended.stdout
