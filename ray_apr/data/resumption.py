@@ -292,6 +292,8 @@ class Begin:
 
     step: int = 0
     policy_version: int = 0
+    lora_alpha: float | None = None
+    """Of the checkpoint's adapters; None: it has none, or does not say."""
     checkpoint: Any = None
     """A `ray.train.Checkpoint`, or None."""
     rollout: RolloutProgress | None = None

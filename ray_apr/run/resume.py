@@ -84,6 +84,10 @@ def find_begin(spec: RunSpec) -> Begin:
             "the order of the prompts goes on only with that of the checkpoint, "
             f"{begin.rollout.seed}",
         )
+    lora = spec.train.lora
+    if lora is not None and begin.lora_alpha not in (None, lora.alpha):
+        remedy = f"the adapters of the checkpoint go on only with theirs, {begin.lora_alpha}"
+        raise ConfigError("train.lora.alpha", lora.alpha, remedy)
     then, now = begin.rollout.sampled.get(WEIGHTS), spec.prompts.weights
     if then != now:
         remedy = f"the order of the prompts goes on only with those of the checkpoint, {then}"

@@ -33,7 +33,7 @@ from ray_apr.core.exceptions import TrainError
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
 from ray_apr.train.fsdp import drop_gathered
-from ray_apr.weights.adapters import merged_parameters
+from ray_apr.weights.adapters import adapter_alpha, merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
 HF_FOLDER = "hf"
@@ -60,6 +60,8 @@ class Progress:
     step: int
     """The next optimizer step."""
     policy_version: int
+    lora_alpha: float | None = None
+    """Of the model's adapters, whose weights do not show it; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,8 @@ class Snapshot:
         rank = dist.get_rank()
         torch.save(self.random, folder / _random_file(rank))
         if rank == 0:
-            progress = json.dumps(asdict(self.progress))
-            (folder / PROGRESS_FILE).write_text(progress, encoding="utf-8")
+            known = {n: value for n, value in asdict(self.progress).items() if value is not None}
+            (folder / PROGRESS_FILE).write_text(json.dumps(known), encoding="utf-8")
 
 
 def take_snapshot(
@@ -112,7 +114,7 @@ def take_snapshot(
     return Snapshot(
         state=state if stager is None else stager.stage(state),
         random=_random_state(),
-        progress=progress,
+        progress=replace(progress, lora_alpha=adapter_alpha(model)),
     )
 
 

@@ -55,6 +55,12 @@ def merged_parameters(
     return merged
 
 
+def adapter_alpha(model: nn.Module) -> float | None:
+    """What the adapters' scaling is made of (`LoRAConfig.alpha`); None for a model without any."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+    return float(next(iter(layers[0].lora_alpha.values()))) if layers else None
+
+
 def _adapters(layer: Any) -> tuple[tuple[torch.Tensor, torch.Tensor, float], ...]:
     return tuple(
         (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import ray.train
 
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import LoRAConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.sample import Prompt, Sample, Segment
@@ -365,6 +365,22 @@ def test_what_cannot_go_on_is_refused(tmp_path, checkpoint, train, message):
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         find_begin(run_spec(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
+
+
+def test_adapters_go_on_with_their_alpha_alone(tmp_path, checkpoint):
+    """known fault: with another alpha a run went on with another policy, and nothing said so."""
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+
+    def begun(alpha):
+        train = TrainConfig(steps=4, lora=LoRAConfig(alpha=alpha))
+        return find_begin(run_spec(run=run, train=train, checkpoint=checkpoint))
+
+    assert begun(64.0).step == 2, "of an older checkpoint, which does not say"
+    noted = {"step": 2, "policy_version": 2, "lora_alpha": 32.0}
+    write(Path(checkpoint.path), PROGRESS_FILE, noted)
+    assert begun(32).step == 2
+    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 64\.0: .* with theirs, 32\.0"):
+        begun(64.0)
 
 
 def test_passes_that_are_trained_are_refused_once_the_prompts_are_counted(tmp_path, checkpoint):
