@@ -14,10 +14,11 @@ pytest.importorskip("vllm")
 
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.serve.vllm.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
-from ray_apr.serve.vllm.reload import reloading
+from ray_apr.serve.vllm.reload import parameters_to_load, reloading
 from ray_apr.weights.buffers import Stages
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.plan import ParamSpec, plan_buckets
+from ray_apr.weights.transports.base import Parcel
 from ray_apr.weights.transports.nccl import NCCLReceiver
 
 pytestmark = pytest.mark.vllm
@@ -94,6 +95,39 @@ def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch
     assert order == (expected if reloads else ["broadcast", "load", "wait", "leave"])
     with pytest.raises(SyncBrokenError, match="in no weight group"):
         receiver.receive_weights(ReceiverUpdate(policy_version=3))
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_a_parameter_without_weights_is_named_where_nothing_is_reloaded(monkeypatch, is_staged):
+    """known fault: on GPUs a dense model kept an old weight that a sync did not send."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    model = nn.Linear(2, 2)
+
+    def load_weights(tensors):
+        for name, tensor in tensors:
+            model.get_parameter(name).data.copy_(tensor)
+            yield name
+
+    model.load_weights = load_weights
+    receiver = make(
+        model=model, _reloads=False, _stream=None, _copies={}, _wanted=parameters_to_load(model)
+    )
+    buffer = torch.zeros(6)
+    parcels = [Parcel([("weight", buffer[:4].view(2, 2))]), Parcel([("bias", buffer[4:])])]
+    for parcel in parcels:
+        parcel.staged = buffer if is_staged else None
+
+    def sync(sent):
+        with receiver._loading() as load:
+            for number, parcel in enumerate(sent):
+                load(number, parcel)
+
+    for value in (1.0, 2.0):  # the second time by a replay
+        buffer.fill_(value)
+        sync(parcels)
+        assert model.weight.eq(value).all() and model.bias.eq(value).all()
+    with pytest.raises(WeightSyncError, match=r"1 parameters got no weights: bias; the names"):
+        sync(parcels[:1])
 
 
 @pytest.mark.parametrize("part", ["", "routed_experts."])

@@ -27,7 +27,13 @@ from vllm.logger import init_logger
 
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
 from ray_apr.core.messages import WeightGroup
-from ray_apr.serve.vllm.reload import check_kernels, needs_reload, reloading
+from ray_apr.serve.vllm.reload import (
+    check_kernels,
+    check_loaded,
+    needs_reload,
+    parameters_to_load,
+    reloading,
+)
 from ray_apr.serve.vllm.replay import Copies, CopyRecorder, replay
 from ray_apr.weights.inbox import WeightInbox
 from ray_apr.weights.transports.base import Parcel
@@ -65,8 +71,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     _inbox: WeightInbox | None = None
     _reloads: bool
     """Whether the layers process their weights, and have to do so again."""
-    _copies: dict[int, Copies | None]
-    """Of each parcel that was loaded once; None where a replay would not do."""
+    _wanted: set[str]
+    """Parameters that have to be loaded, where no reload looks after them."""
+    _copies: dict[int, tuple[Copies | None, set[str]]]
+    """Of each parcel that was loaded once, with the names of what was loaded; None where a replay
+    would not do."""
     _stream: torch.cuda.Stream
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +88,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self.shutdown()
         check_kernels(self.model, self.device)  # first: nobody meets for a model that is refused
         self._reloads = needs_reload(self.model, self.device)
-        self._copies = {}
+        self._copies, self._wanted = {}, parameters_to_load(self.model)
         self._inbox = WeightInbox(self.device, loads_wait=self._reloads)
         group = WeightGroup(timeout_s=init_info.timeout_s, endpoint=init_info.endpoint)
         self._inbox.join(group, init_info.first_rank + get_tensor_model_parallel_rank())
@@ -149,7 +158,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """How to load the parcel of a number; all of it on the stream of the copies."""
         with torch.cuda.stream(self._stream):
             if not self._reloads:
-                yield self._load
+                names: set[str] = set()
+                yield lambda number, parcel: names.update(self._load(number, parcel))
+                check_loaded(self.model, self._wanted, names)
                 return
             with reloading(self.model, self.model_config, self.device) as loaded:
 
@@ -160,22 +171,23 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
                 yield load
 
-    def _load(self, number: int, parcel: Parcel) -> None:
-        """Load a parcel: by the copies that loading it took the first time, where that is all."""
-        if parcel.staged is None:  # of other memory each time
-            self.model.load_weights(parcel.tensors)
-            return
-        copies = self._copies.get(number)
-        if copies is not None:
-            replay(copies)
-            return
-        if number in self._copies:  # a loader that computes
-            self.model.load_weights(parcel.tensors)
-            return
+    def _load(self, number: int, parcel: Parcel) -> set[str]:
+        """Load a parcel: by the copies that loading it took the first time, where that is all.
+
+        Returns:
+            Names of the parameters that it has loaded.
+        """
+        known = parcel.staged is not None and self._copies.get(number)
+        if known and known[0] is not None:
+            replay(known[0])
+            return known[1]
+        if known or parcel.staged is None:  # a loader that computes, or other memory each time
+            return set(self.model.load_weights(parcel.tensors) or ())
         owned = (*self.model.parameters(), *self.model.buffers())
         with CopyRecorder(parcel.staged, owned) as recorder:
-            self.model.load_weights(parcel.tensors)
-        self._copies[number] = recorder.copies
+            names = set(self.model.load_weights(parcel.tensors) or ())
+        self._copies[number] = recorder.copies, names
+        return names
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""

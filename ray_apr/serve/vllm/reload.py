@@ -101,13 +101,27 @@ def reloading(model: nn.Module, model_config: Any, device: torch.device) -> Iter
             if _kernel(module) is not None:
                 module.quant_method.moe_kernel = None
     initialize_layerwise_reload(model)
-    wanted = _wanted(model)
+    wanted = parameters_to_load(model)
     loaded: set[str] = set()
     try:
         yield loaded
     finally:
         finalize_layerwise_reload(model, model_config)
         _pack_embeddings(model)
+    check_loaded(model, wanted, loaded)
+
+
+def check_loaded(model: nn.Module, wanted: set[str], loaded: set[str]) -> None:
+    """Refuse weights that are not all of a model's.
+
+    Args:
+        model: Which they were loaded into.
+        wanted: Its `parameters_to_load`.
+        loaded: What ``load_weights`` returned; of fused parameters one part is enough.
+
+    Raises:
+        WeightSyncError: Names those that are missing.
+    """
     missing = sorted(wanted - {_without_unreported(name) for name in loaded})
     if missing:
         raise WeightSyncError(
@@ -121,7 +135,7 @@ def _kernel(module: nn.Module) -> Any:
     return getattr(getattr(module, "quant_method", None), "moe_kernel", None)
 
 
-def _wanted(model: nn.Module) -> set[str]:
+def parameters_to_load(model: nn.Module) -> set[str]:
     """Parameters that have to be loaded: all but a head that is tied to the embedding, and what
     Transformers counts as no parameter."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
