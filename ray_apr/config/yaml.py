@@ -1,6 +1,7 @@
-"""YAML text -> plain values, strictly: no duplicate keys, numbers as YAML 1.2 reads them.
+"""YAML text -> plain values, strictly: no duplicate keys, numbers as people read them.
 
-PyYAML follows YAML 1.1, where ``1e-6`` is a string; here it is a number.
+PyYAML follows YAML 1.1, where ``1e-6`` is a string, ``012`` is ten and ``1:30`` is ninety; here the
+first is a number, and the others are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2, that refuses duplicate keys."""
+    """SafeLoader that knows ``1e-6``, and refuses duplicate keys and numbers of base 8 or 60."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; a key that is there twice is an error."""
@@ -34,7 +35,19 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Build a number; one that YAML 1.1 alone reads so is an error."""
+        if re.match(r"[-+]?0[\d_]+$|.*:", node.value):
+            problem = f"{node.value} is a number of base 8 or 60 to YAML"
+            remedy = f"{problem}; write it in decimals, or as text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, remedy, node.start_mark)
+        if node.tag.endswith("int"):
+            return int(self.construct_yaml_int(node))
+        return float(self.construct_yaml_float(node))
 
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),

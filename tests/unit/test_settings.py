@@ -453,6 +453,12 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("train.steps", "--set", "key=value"),
         ("train..steps=1", "--set", "key=value"),
         ("mode.x=1", "--set", "no section"),
+        (
+            "train.seed=-012",
+            "--set train.seed, line 1",
+            "write it in decimals, or as text in quotes",
+        ),
+        ("train.eps=1:30.5", "--set train.eps, line 1", "1:30.5 is a number of base 8 or 60"),
         ("train.steps=[1", "--set train.steps, line 1", "correct this line"),
     ],
 )
@@ -468,6 +474,8 @@ def test_each_bad_value_is_named(folder: Path, override: str, field: str, remedy
     [
         (BASE + "mode: sync\n", "run.yaml, line 10", "duplicate key 'mode'"),
         (BASE + "  steps: 4\n", "run.yaml, line 10", "duplicate key 'steps'"),
+        (BASE + "  seed: 012\n", "run.yaml, line 10", "012 is a number of base 8 or 60 to YAML; w"),
+        (BASE + "buffer: {wait_timeout_s: 1:30}\n", "run.yaml, line 10", "1:30 is .* in decimals"),
         (BASE + "buffer: {wait_timeout_s: 3\n", "run.yaml, line 11", "expected"),
         (BASE + "\tx: 1\n", "run.yaml, line 10", "cannot start any token"),
         ("- 1\n", "config", "key: value"),
@@ -479,6 +487,16 @@ def test_bad_yaml_names_the_line(folder: Path, text: str, field: str, message: s
     with pytest.raises(ConfigError, match=message) as caught:
         load_settings(folder / "run.yaml")
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("1E6", 1e6), ("1_000", 1000), ("0", 0), ("00.5", 0.5)]
+)
+def test_numbers_are_read_as_people_read_them(folder: Path, text: str, value: float) -> None:
+    assert (
+        load_settings(folder / "run.yaml", [f"train.weight_decay={text}"]).train.weight_decay
+        == value
+    )
 
 
 def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
