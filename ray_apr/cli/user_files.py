@@ -79,11 +79,11 @@ def columns_of(file: Path) -> list[str]:
         return names
     with _is_utf8(file), file.open(encoding=_ENCODING) as lines:
         if file.suffix == ".json":
-            rows = json.load(lines)
+            rows = json.load(lines, object_pairs_hook=_object)
             first = rows[0] if isinstance(rows, list) and rows else None
         else:
             line = next((line for line in lines if line.strip()), None)
-            first = None if line is None else json.loads(line)
+            first = None if line is None else json.loads(line, object_pairs_hook=_object)
     if not isinstance(first, dict):
         raise ValueError("it holds no rows, i.e. JSON objects")
     return list(first)
@@ -109,14 +109,15 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
         return f"{file.name}, {unit} {number}"
 
     if not has_lines:
-        numbered = list(enumerate(json.loads(text)))
+        numbered = list(enumerate(json.loads(text, object_pairs_hook=_object)))
     else:
         numbered = []
         for number, line in enumerate(text.split("\n"), start=1):
             try:
-                numbered += [(number, json.loads(line))] if line.strip() else []
+                if line.strip():
+                    numbered.append((number, json.loads(line, object_pairs_hook=_object)))
             except ValueError as error:
-                raise ConfigError("prompts", where(number), f"is no JSON: {error}") from error
+                raise ConfigError("prompts", where(number), f"cannot be read: {error}") from error
     kinds: dict[str, tuple[str, int]] = {}
     may_have_halves = "\\ud" in text or "\\uD" in text
     for number, row in numbered:
@@ -134,6 +135,16 @@ def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | No
                 raise ConfigError("prompts", where(number), remedy)
     lines = array("Q", (number for number, _ in numbered)) if has_lines else None
     return [row for _, row in numbered], lines
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would keep the last of two values with the same name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} twice; rename or remove one")
+    return found
 
 
 @contextlib.contextmanager

@@ -48,6 +48,22 @@ def test_text_that_is_no_utf8_is_refused_with_its_line(tmp_path, number):
         read(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize(
+    "row", ['{"prompt": "1", "a": 2, "a": 3}', '{"prompt": [{"a": 1, "a": 1}]}']
+)
+def test_a_name_that_a_row_has_twice_is_refused(tmp_path, row):
+    """known fault: the last of both values was taken without a word."""
+    twice = "an object has 'a' twice; rename or remove one"
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "1"}}\n\n{row}\n')
+    with pytest.raises(ConfigError, match=rf"'a\.jsonl, line 3': cannot be read: {twice}"):
+        read(tmp_path / "a.jsonl")
+    (tmp_path / "first.jsonl").write_text(row)
+    (tmp_path / "a.json").write_text(f"[{row}]")
+    for name in ("first.jsonl", "a.json"):
+        with pytest.raises(ConfigError, match=rf"'{name}': cannot be read as json.*: {twice}"):
+            read(tmp_path / name)
+
+
 def test_half_a_character_is_refused_with_its_row(tmp_path):
     """known fault: the tokenizer ended with a TypeError."""
     whole, half = json.dumps({"prompt": "\U0001f600"}), '{"prompt": "1", "of": [{"a": "\\ud83d!"}]}'
