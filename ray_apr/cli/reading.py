@@ -26,7 +26,7 @@ def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "watch",
         help="see how a run goes on, until it ends",
         description="See how a run goes on, until it ends: in a terminal as a view, elsewhere by a "
-        "line for each step and evaluation.",
+        "line for each step and evaluation. The exit code is 0 if the run came to its end, else 1.",
     )
     add_run_dir(watch)
     watch.set_defaults(command=_watch)
@@ -116,8 +116,9 @@ def make_report(run_dir: Path, out: Path | None) -> None:
 def _watch(args: argparse.Namespace) -> int:
     from ray_apr.tools.watch import watch
 
-    show(watch(args.run, show))
-    return EXIT_OK
+    said, is_ok = watch(args.run, show)
+    show(said)
+    return EXIT_OK if is_ok else EXIT_FAILED
 
 
 def diagnose(run_dir: Path) -> int:

@@ -190,7 +190,9 @@ def _shares(shares: Mapping[str, float]) -> Text:
     return text
 
 
-def watch(folder: Path, show: Callable[[str], None], console: Console | None = None) -> str:
+def watch(
+    folder: Path, show: Callable[[str], None], console: Console | None = None
+) -> tuple[str, bool]:
     """Show a run until it ends: in a terminal as a view, elsewhere a line for each
     new step and evaluation, and warnings of groups that failed.
 
@@ -200,7 +202,7 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
         console: Where the view is; None: standard output.
 
     Returns:
-        How the run ended, or that nobody trains it.
+        How the run ended, or that nobody trains it; and whether it came to its end.
 
     Raises:
         ConfigError: If there is no run.
@@ -222,10 +224,10 @@ def watch(folder: Path, show: Callable[[str], None], console: Console | None = N
                 show(warning)
     final = watched.final()
     if final is None:
-        return "no process trains it, and it has not said how it ended"
-    return f"{final['status']}: {final.get('steps', 0)} steps" + (
-        f"; {final['error']}" if final.get("error") else ""
-    )
+        return "no process trains it, and it has not said how it ended", False
+    error = f"; {final['error']}" if final.get("error") else ""
+    said = f"{final['status']}: {final.get('steps', 0)} steps{error}"
+    return said, final["status"] == "ok"
 
 
 def _looks(watched: Watched) -> Iterator[Sequence[dict[str, Any]]]:

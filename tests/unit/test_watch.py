@@ -157,7 +157,7 @@ def test_where_there_is_no_terminal_each_step_and_evaluation_is_a_line(folder):
     held.__enter__()
     end_soon(folder, held)
     lines: list[str] = []
-    said = watch(folder, lines.append, Console(file=io.StringIO()))
+    said, _ = watch(folder, lines.append, Console(file=io.StringIO()))
     warned = lines.pop(6)  # what was there at the first look
     assert warned.startswith("warning: 1 group was dropped as something failed; the last: no answ")
     evaluated = [lines.pop(5)]
@@ -174,7 +174,7 @@ def test_in_a_terminal_the_view_goes_on_until_the_run_ends(folder):
     end_soon(folder, held)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     lines: list[str] = []
-    assert watch(folder, lines.append, console) == "failed: 6 steps; no room"
+    assert watch(folder, lines.append, console) == ("failed: 6 steps; no room", False)
     assert not lines
     assert "step 6/40" in console.file.getvalue()
 
@@ -193,10 +193,18 @@ def test_a_step_before_the_end_that_no_look_met_is_shown(folder, monkeypatch):
 
 
 def test_a_run_that_nobody_trains_and_that_said_nothing(folder, capsys):
-    assert main(["watch", str(folder)]) == 0
+    assert main(["watch", str(folder)]) == 1
     out = capsys.readouterr().out
     assert out.count("│ reward") == 5
     assert out.endswith("no process trains it, and it has not said how it ended\n")
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1), ("stopped", 1)])
+def test_the_exit_code_says_whether_the_run_came_to_its_end(folder, capsys, status, code):
+    """known fault: it was 0 whatever had happened, so that no script could wait for a run."""
+    (folder / "final.json").write_text(json.dumps({"status": status, "steps": 5}))
+    assert main(["watch", str(folder)]) == code
+    assert capsys.readouterr().out.endswith(f"\n{status}: 5 steps\n")
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
