@@ -100,6 +100,13 @@ def empty(title: str, why: str) -> str:
     )
 
 
+def note_of_part(num_shown: int, number: int, what: str, file: str) -> str:
+    """What says that not all is drawn; nothing if all is."""
+    if num_shown == number:
+        return ""
+    return f'<p class="empty">{num_shown} of {number} {what} shown; {file} has all</p>'
+
+
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean of the last `window` finite values up to each position; NaN while there is none."""
     averages = []

@@ -19,6 +19,7 @@ from ray_apr.tools.report.figures import (
     figure,
     line,
     moving_average,
+    note_of_part,
 )
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.report.summary import finite, reward_parts, trained_ages
@@ -175,12 +176,14 @@ def health_charts(run: RunData) -> str:
 
 def reward_part_charts(run: RunData) -> str:
     """A small chart of each figure that rewards told: mean, least and greatest of a batch."""
+    names = reward_parts(run)
+    note = note_of_part(min(len(names), _MAX_PARTS), len(names), "charts", "metrics.jsonl")
     charts = _pairs(
         figure(name, traces, x_label=_STEP, y_label="of a batch", height=_SMALL_PX)
-        for name in reward_parts(run)[:_MAX_PARTS]
+        for name in names[:_MAX_PARTS]
         if (traces := _lines(run, {f"reward/{name}_{w}": w for w in ("mean", "min", "max")}))
     )
-    return f"<h2>Parts of the reward</h2>{charts}" if charts else ""
+    return f"<h2>Parts of the reward</h2>{note}{charts}" if charts else ""
 
 
 def _steps(run: RunData) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ray_apr.tools.report.figures import esc, figure
+from ray_apr.tools.report.figures import esc, figure, note_of_part
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.parts import training_windows
 from ray_apr.tools.report.summary import engine_names
@@ -48,7 +48,7 @@ _MAX_SPANS = 20_000
 
 def timeline_figures(run: RunData) -> str:
     """The whole run in shares, and its spans."""
-    lanes = _lanes(run)
+    lanes, num_lanes = _lanes(run)
     if not lanes:
         return '<p class="empty">no span was recorded in timeline.jsonl</p>'
     spans = [row for row in run.timeline if row["actor"] in lanes]
@@ -77,21 +77,26 @@ def timeline_figures(run: RunData) -> str:
         },
     }
     shown: dict[str, Any] = {"xaxis_range": [start, min(end, start + DETAIL_S)]}
-    return figure(
+    note = note_of_part(len(lanes), num_lanes, "lanes", "timeline.jsonl")
+    whole_run = figure(
         "The whole run: share of time in each state", whole, barmode="overlay", **layout
-    ) + figure(
+    )
+    each_span = figure(
         f"Each span from {reach[0]:.0f} to {reach[1]:.0f} s: drag to zoom, double click for all",
         [*detail, _step_ends(steps, len(lanes))],
         **shown,
         **layout,
     )
+    return note + whole_run + each_span
 
 
-def _lanes(run: RunData) -> list[str]:
+def _lanes(run: RunData) -> tuple[list[str], int]:
+    """The lanes that are shown, and how many there are."""
     known = engine_names(run)
     others = {row["actor"] for row in run.timeline} - set(known) - {"trainer"}
     trainer = [row["actor"] for row in run.timeline if row["actor"] == "trainer"][:1]
-    return ([*known, *sorted(others)])[: _MAX_LANES - 1] + trainer
+    lanes = [*known, *sorted(others)]
+    return lanes[: _MAX_LANES - 1] + trainer, len(lanes) + len(trainer)
 
 
 def _named(what: str) -> tuple[str, str]:
