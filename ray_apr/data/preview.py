@@ -70,6 +70,23 @@ def preview(
     return warnings
 
 
+def gaps_of(rows: PromptRows, name: str) -> list[str]:
+    """Say which rows lack a column that the others have: a reward may need it.
+
+    Args:
+        rows: The prompts.
+        name: What messages call them.
+    """
+    said = []
+    for column, lacking, others in rows.gaps():
+        has = "has" if len(lacking) == 1 else f"and {len(lacking) - 1} more have"
+        said.append(
+            f"{name}: {rows.place(lacking[0])} {has} no {column!r}, beside {others} that have one: "
+            "the reward gets None there"
+        )
+    return said
+
+
 def lost_characters(tokenizer: Any, prompt: Any, ids: Sequence[int]) -> set[str]:
     """Characters of a prompt that its tokens do not hold; spaces, case and forms do not count."""
     text = "".join(_texts(prompt))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     import ray.data
@@ -100,6 +101,26 @@ class PromptRows:
         if isinstance(self._rows, pa.Table):
             return list(self._rows[name].to_pylist())
         return [row.get(name) for row in self._rows]
+
+    def gaps(self) -> Iterator[tuple[str, list[int], int]]:
+        """Columns that some rows of a file lack and no fewer have.
+
+        Yields:
+            The column, the rows that lack it, and how many of that file have it.
+        """
+        is_table = isinstance(self._rows, pa.Table)
+        names = self.names if is_table else {name: 0 for row in self._rows for name in row}
+        for name in names:
+            if isinstance(self._rows, pa.Table):
+                lacking = pc.indices_nonzero(self._rows[name].is_null()).to_pylist()
+            else:
+                lacking = [i for i, row in enumerate(self._rows) if row.get(name) is None]
+            start = 0
+            for origin in self._origins:
+                rows = [row for row in lacking if start <= row < start + origin.num_rows]
+                if 0 < len(rows) <= (others := origin.num_rows - len(rows)):
+                    yield name, rows, others
+                start += origin.num_rows
 
     def to_dataset(self) -> ray.data.Dataset:
         """The rows as a Ray Dataset; Ray runs already.

@@ -140,12 +140,13 @@ def test_the_dry_run_refuses_what_the_run_would(
     [
         ("model=owner/a-name-on-the-hub", "is not on this machine"),
         ("prompts=strange.jsonl", "does not know 'x', in up to 1 rows"),
+        ("prompts=strange.jsonl", "strange.jsonl, line 1 has no 'answer'"),
     ],
 )
 def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
     config: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    (config.parent / "strange.jsonl").write_text(f'{GOOD}\n{{"prompt": "x=1+1="}}\n')
+    (config.parent / "strange.jsonl").write_text(f'{GOOD}\n{{"prompt": "x=", "answer": 1}}\n')
     assert cli.main(["train", str(config), "--dry-run", "--set", override]) == 0
     assert message in capsys.readouterr().err
 

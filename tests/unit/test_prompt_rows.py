@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_apr.cli.prompt_files import PromptFile, read_prompts
@@ -15,7 +16,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, check_replayed, count_fitting, encode_dataset
-from ray_apr.data.preview import preview
+from ray_apr.data.preview import gaps_of, preview
 from ray_apr.data.prompts import encode_prompt, num_token_ids
 from ray_apr.data.resumption import Begin
 from ray_apr.data.rows import Origin, PromptRows
@@ -128,6 +129,38 @@ def test_a_run_refuses_ids_with_their_row_of_the_dataset(monkeypatch, stage):
     tables = [pa.table({"prompt": [[1], [1, 2, 3]]}), pa.table({"prompt": [[8], [9, 1, 12]]})]
     with pytest.raises(ConfigError, match=r"^prompts\[3\]\.prompt = \[9, 12\]: are no token ids"):
         stage(ArrowDataset(tables), model="m", column="prompt", max_prompt_tokens=5)
+
+
+# -- columns that some rows lack -------------------------------------------------------------------
+
+GAPS = [{"prompt": "a", "answer": 1}, {"prompt": "b"}, {"prompt": "c", "answer": 0, "hint": "?"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_row_without_an_answer_that_others_have_is_told(tmp_path, name):
+    """known fault: a dry run said nothing of it."""
+
+    def said(rows):
+        lines = "".join(f"\n{json.dumps(row)}\n" for row in rows)
+        (tmp_path / "a.jsonl").write_text(lines)
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+        return gaps_of(read(tmp_path / name), "prompts")
+
+    which = {"a.jsonl": "line {}", "a.parquet": "row {}"}[name]
+    places = [which.format(2 * i + 2 if name == "a.jsonl" else i) for i in range(6)]
+    start = f"prompts: {name}, "
+    assert said(GAPS) == [
+        f"{start}{places[1]} has no 'answer', beside 2 that have one: the reward gets None there"
+    ]
+    (two,) = said(GAPS * 2)
+    assert two.startswith(f"{start}{places[1]} and 1 more have no 'answer', beside 4 that")
+    assert said(GAPS[:1] * 2) == said([GAPS[0], {"prompt": "b"}, {"prompt": "c"}]) == []
+
+
+def test_a_suite_may_lack_a_column_that_another_has():
+    origins = [Origin(name="a", num_rows=2), Origin(name="b", num_rows=1)]
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}, {"prompt": "c"}]
+    assert gaps_of(PromptRows(rows, origins), "evaluation.prompts") == []
 
 
 # -- lengths that are replayed ---------------------------------------------------------------------
