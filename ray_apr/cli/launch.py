@@ -20,6 +20,7 @@ from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
+from ray_apr.run.room import cpus_of_this_machine
 from ray_apr.run.stopping import StopSignals
 from ray_apr.serve.vllm.plugin import why_not_loaded
 
@@ -324,16 +325,6 @@ def _resources_of_cluster(settings: RunSettings) -> Mapping[str, float]:
     finally:
         ray.shutdown()
     return resources
-
-
-def cpus_of_this_machine(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPUs that Ray finds here: those of the container, if it has a quota."""
-    cpus = os.cpu_count() or 1
-    try:
-        allowed, period = (float(word) for word in quota.read_text().split())
-    except (OSError, ValueError):  # there is none, or it is "max"
-        return cpus
-    return max(1, min(cpus, int(allowed / period)))
 
 
 def _num_gpus() -> int:

@@ -156,8 +156,8 @@ def diagnose(run_dir: Path) -> int:
         show(f"\nno estimates of the simulator: {why}")
         return EXIT_OK
     show(
-        "\nthe simulator, with engines and trainer as the rows have them; one more has a GPU, "
-        f"or CPU cores, of its own:\n  the run as it was: {guess.off:+.0%} of its seconds a step"
+        "\nthe simulator, with engines and trainer as the rows have them:\n"
+        f"  the run as it was: {guess.off:+.0%} of its seconds a step"
     )
     for change in guess.changes:
         show(f"  {change.gain:+5.0%} steps in a time: {change.what}")

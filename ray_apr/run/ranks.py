@@ -29,7 +29,13 @@ from ray_apr.core.exceptions import APRError, RanksChange, one_line
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
-from ray_apr.run.room import engines_that_fit, num_beside_prompts, resources_of_engine, without
+from ray_apr.run.room import (
+    cpus_of_this_machine,
+    engines_that_fit,
+    num_beside_prompts,
+    resources_of_engine,
+    without,
+)
 from ray_apr.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -42,6 +48,8 @@ RANKS_FILE = "ranks.jsonl"
 _SETTLE_S = 10.0
 """How long what the last parts held takes to become free, and a dead node to be known as dead."""
 _LOOK_S = 1.0
+_HEAD = "node:__internal_head__"
+"""What the head node has beside the resource of each node, which is called after its address."""
 
 
 def choose_ranks(spec: RunSpec) -> RunSpec:
@@ -83,7 +91,8 @@ def _with_engines_that_fit(spec: RunSpec) -> RunSpec:
 
 
 def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
-    """Have the run folder say how many train workers go on from a step, with how many engines.
+    """Have the run folder say how many train workers go on from a step, with how many engines, and
+    what their machines have.
 
     Args:
         spec: With their number.
@@ -95,8 +104,20 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
         "step": step,
         "num_train_workers": spec.scaling.num_workers,
         "num_engines": spec.rollout.num_replicas,
+        **_machines(),
     }
     add_row(spec.folder / RANKS_FILE, row)
+
+
+def _machines() -> dict[str, float]:
+    """CPU cores and GPUs of the cluster. The CPUs of one that a run starts are what its settings
+    say, which may be more than this machine has."""
+    has = ray.cluster_resources()
+    cpus = has.get("CPU", 0.0)
+    num_nodes = sum(n for name, n in has.items() if name.startswith("node:") and name != _HEAD)
+    if num_nodes <= 1:
+        cpus = min(cpus, cpus_of_this_machine())
+    return {"num_cpus": cpus, "num_gpus": has.get("GPU", 0.0)}
 
 
 @contextlib.contextmanager

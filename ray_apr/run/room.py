@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +12,16 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-9
 """Three times 0.1 have room in 0.3."""
+
+
+def cpus_of_this_machine(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that Ray finds here: those of the container, if it has a quota."""
+    cpus = os.cpu_count() or 1
+    try:
+        allowed, period = (float(word) for word in quota.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return cpus
+    return max(1, min(cpus, int(allowed / period)))
 
 
 def resources_of_engine(rollout: RolloutConfig) -> dict[str, float]:

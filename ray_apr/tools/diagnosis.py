@@ -19,6 +19,7 @@ from typing import Any
 from ray_apr.run.failed_groups import is_failed
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.summary import summarize
+from ray_apr.tools.room import lacks
 from ray_apr.tools.shares import Shares
 from ray_apr.tools.simulator.measured import reward_s_of
 
@@ -103,7 +104,7 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
                 what=f"the engines have nothing to do {shares.told(idle)} of the time, as the "
                 f"trainer takes its batches no faster (it waits {shares.starves:.0%} for samples)",
                 remedy=_remedy(
-                    run, "more train workers (scaling.num_workers)", *_fewer_engines(run),
+                    run, _more(run, "train workers"), *_fewer_engines(run),
                     ("train.packing", "packed"), *_compiled(run), "larger train.micro_batch_tokens",
                 ),
             )  # fmt: skip
@@ -124,15 +125,25 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
     if by_idle >= _SOME:
         yield _of_idle_engines(run, shares, by_idle)
     if by_speed >= _SOME:
+        shorter = "shorter responses (rollout.max_response_tokens)"
         yield Finding(
             share=by_speed,
             what=f"the trainer waits for samples {shares.told(by_speed)} of the time while "
             "the engines are busy",
-            remedy="more engines (rollout.num_replicas), or shorter responses "
-            "(rollout.max_response_tokens)",
+            remedy=_remedy(run, _more(run, "engines"), *([] if _cut(run) >= _MUCH else [shorter])),
         )
     if not takes_turns and shares.syncs + by_syncs >= _SOME:
         yield _of_syncs(run, shares, shares.syncs + by_syncs, shares_gpus=shares_gpus)
+
+
+def _more(run: RunData, parts: str) -> str:
+    """Advice to have more engines or train workers; where there is no room, what that takes."""
+    if parts == "engines":
+        lacking, setting = lacks(run, engines=1), "rollout.num_replicas"
+    else:
+        lacking, setting = lacks(run, workers=1), "scaling.num_workers"
+    more = f"more {parts} ({setting})"
+    return more if lacking is None else f"a machine with more {lacking}, for {more}"
 
 
 def _fewer_engines(run: RunData) -> list[Part]:
@@ -319,13 +330,18 @@ def _of_samples(run: RunData) -> Iterator[Finding]:
                 "a larger rollout.group_size",
             ),
         )
-    cut = sum(row.get("finish_reason") == "length" for row in run.samples)
-    if run.samples and cut / len(run.samples) >= _MUCH:
+    cut = _cut(run)
+    if cut >= _MUCH:
         yield Finding(
-            share=cut / len(run.samples),
-            what=f"{cut / len(run.samples):.0%} of the trained responses were cut at "
-            "rollout.max_response_tokens",
+            share=cut,
+            what=f"{cut:.0%} of the trained responses were cut at rollout.max_response_tokens",
             remedy=_remedy(
                 run, "a larger rollout.max_response_tokens", ("algorithm.overlong_filter", True)
             ),
         )
+
+
+def _cut(run: RunData) -> float:
+    """Share of the trained responses that were cut at their budget."""
+    cut = sum(row.get("finish_reason") == "length" for row in run.samples)
+    return cut / len(run.samples) if run.samples else 0.0

@@ -15,6 +15,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.diagnosis import findings
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.report.summary import summarize
+from ray_apr.tools.room import lacks
 from ray_apr.tools.shares import has_batch, shares_of
 from ray_apr.tools.simulator import of_run
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
@@ -310,6 +311,17 @@ def test_samples_that_teach_little_are_told():
     assert "75% of the trained responses were cut" in text
 
 
+def test_responses_that_are_cut_are_not_to_be_shorter():
+    """known fault: rollout.max_response_tokens was to be smaller and larger."""
+    sample = {"step": 0, "group_id": "g", "reward": 1.0, "num_tokens": 10, "staleness": 0}
+    sample["num_interruptions"] = 0
+    ended, cut = ({**sample, "finish_reason": reason} for reason in ("stop", "length"))
+    text = said(run_of(waits=0.5, samples=[ended] * 9 + [cut]))
+    assert "a larger rollout.max_response_tokens" in text and "shorter responses" not in text
+    text = said(run_of(waits=0.5, samples=[ended] * 10 + [cut]))
+    assert "a larger rollout.max_response_tokens" not in text and "shorter responses" in text
+
+
 def test_a_run_of_few_steps_is_refused_with_what_it_waits_for():
     run = run_of()
     for num_steps, end in (
@@ -423,6 +435,46 @@ def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
     )
     useless = "an engine more (" if trainer is SLOW else "a train worker more"
     assert abs(next(c.gain for c in guess.changes if useless in c.what)) < 0.03
+
+
+def on(run: RunData, *, cpus: float, gpus: float = 0.0, **engine: Any) -> RunData:
+    """The same on machines that have so much."""
+    config = json.loads(json.dumps(run.config))
+    config["rollout"]["engine"] |= {"device": "cpu", "num_cpus_per_replica": 1.0} | engine
+    config["scaling"]["use_gpu"] = bool(gpus)
+    row = {"time_s": 0.0, "step": 0, "num_train_workers": 1, "num_engines": 2}
+    row |= {"num_cpus": cpus, "num_gpus": gpus}
+    return dataclasses.replace(run, config=config, ranks=[row])
+
+
+ON_CUDA = {"device": "cuda", "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("machines", "lacking"),
+    [
+        ({"cpus": 3.0}, "CPU cores"),
+        ({"cpus": 4.0}, None),
+        ({"cpus": 1.0, "gpus": 6.0, **ON_CUDA}, "GPUs"),
+        ({"cpus": 1.0, "gpus": 7.0, **ON_CUDA}, None),
+        ({"cpus": 1.0, "placement": "colocated"}, None),
+    ],
+)
+def test_engines_for_which_there_is_no_room_are_not_advised(machines, lacking):
+    """known fault: a run on two cores was told to have more engines."""
+    assert lacks(on(run_of(), **machines), engines=1) == lacking
+    text = said(on(run_of(waits=0.5), **machines))
+    more = "more engines (rollout.num_replicas)"
+    assert f"-> {more if lacking is None else f'a machine with more {lacking}, for {more}'}" in text
+
+
+def test_what_has_no_room_is_not_simulated():
+    text = said(on(run_of(generates=0.5), cpus=3.0))
+    assert "a machine with more CPU cores, for more train workers (scaling.num_workers)" in text
+    guess = estimate(on(simulated(FAST)[0], cpus=3.0))
+    assert sorted(change.what.split(" (")[0] for change in guess.changes) == [
+        "an engine less and a train worker more", "partial_rollout.max_staleness: 6"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -543,7 +595,7 @@ def test_a_run_that_takes_turns_or_is_short_gets_no_estimate():
     with pytest.raises(ConfigError, match="train workers on the same GPUs"):
         cluster_of(run_of(placement="colocated"))
     run, _ = simulated(FAST)
-    with pytest.raises(ConfigError, match=r"run is too short to simulate \(7 steps\); it takes 8"):
+    with pytest.raises(ConfigError, match=r"run is too short to simulate \(7 steps\); it takes 20"):
         cluster_of(dataclasses.replace(run, steps=run.steps[:7]))
 
 

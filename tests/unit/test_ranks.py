@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import types
 
@@ -22,6 +23,7 @@ from ray_apr.run.ranks import RankWatch, lost_nodes_excused
 from ray_apr.run.room import num_that_fit, without
 from tests.run_specs import run_spec
 
+ROLLOUT = RolloutConfig(num_replicas=2)
 TRAIN = TrainConfig(batch_size=24, checkpoint_every=4)
 
 
@@ -37,6 +39,28 @@ def with_number(number):
     spec = elastic()
     scaling = dataclasses.replace(spec.scaling, num_workers=number)
     return dataclasses.replace(spec, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "has"),
+    [
+        ({"CPU": 4.0, "node:a": 1.0}, {"num_cpus": 2, "num_gpus": 0.0}),
+        ({"CPU": 1.0, "GPU": 1.0, "node:a": 1.0}, {"num_cpus": 1.0, "num_gpus": 1.0}),
+        ({"CPU": 16.0, "node:a": 1.0, "node:b": 1.0}, {"num_cpus": 16.0, "num_gpus": 0.0}),
+        ({"CPU": 8.0, "GPU": 8.0, "node:a": 2.0}, {"num_cpus": 8.0, "num_gpus": 8.0}),
+    ],
+)
+def test_the_run_folder_says_what_the_machines_have(tmp_path, monkeypatch, cluster, has):
+    """known fault: of settings that give Ray more CPUs than there are nothing told the machine."""
+    cluster = {**cluster, "node:__internal_head__": 1.0}
+    monkeypatch.setattr(module.ray, "cluster_resources", lambda: cluster)
+    monkeypatch.setattr(module, "cpus_of_this_machine", lambda: 2)
+    spec = types.SimpleNamespace(folder=tmp_path, scaling=with_number(3).scaling, rollout=ROLLOUT)
+    module.note_ranks(spec, 5, 0.0)
+    row = json.loads((tmp_path / "ranks.jsonl").read_text())
+    assert (
+        row == {"time_s": row["time_s"], "step": 5, "num_train_workers": 3, "num_engines": 2} | has
+    )
 
 
 @pytest.mark.parametrize("given", [0, "2", True, (2, 1), (0, 2), (1, 2, 3), (1.0, 2)])

@@ -19,6 +19,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
 from ray_apr.tools.report.summary import engine_counts
+from ray_apr.tools.room import lacks
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
 from ray_apr.tools.simulator.measured import reward_s_of, trace_of
 from ray_apr.tools.simulator.run import Simulation
@@ -30,8 +31,8 @@ _NO_LIMIT = 1 << 40
 _MOST_OFF = 0.3
 """Share by which the simulation of the run as it was may be off for its estimates to be told."""
 _SHORT = 20
-"""Steps below which a simulation that is farther off is blamed on the run: what its rows have of
-the engines is up to a second older than they are."""
+"""Steps that are enough as a rule. Below, a simulation that is farther off is blamed on the run:
+what its rows have of the engines is up to a second older than they are."""
 _MOST_SAMPLES = 1 << 13
 """Samples of one simulation, but for `_SHORT` steps of large batches: a few hundred steps tell what
 thousands do."""
@@ -41,6 +42,7 @@ _SLOW_REWARDS = 0.1
 """
 _COUNTED = ("engines_tokens", "engines_busy_s", "engines_request_s")
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
+_OWN = ", with a GPU or CPU cores of its own"
 
 Tried = tuple[str, ClusterConfig, PartialRolloutConfig]
 """What is changed, in words, and the machine and settings with it."""
@@ -82,7 +84,7 @@ def estimate(run: RunData) -> Estimate:
         raise _misfit(run, off)
     changes = [
         Change(what=what, gain=base / _step_s(trace, on, changed) - 1)
-        for what, on, changed in _changes(cluster, config, reward_s_of(run) / base)
+        for what, on, changed in _changes(run, cluster, config, reward_s_of(run) / base)
     ]
     return Estimate(off=off, changes=tuple(sorted(changes, key=lambda change: -change.gain)))
 
@@ -98,7 +100,7 @@ def steps_to_simulate(cluster: ClusterConfig) -> int:
 
 def _misfit(run: RunData, off: float) -> ConfigError:
     if len(run.steps) < _SHORT:
-        return _too_short(run, _SHORT)
+        return _too_short(run)
     by = f"{abs(off):.0%}" if abs(off) <= 1 else "more than 100%"
     return ConfigError(
         "RUN_DIR",
@@ -108,8 +110,8 @@ def _misfit(run: RunData, off: float) -> ConfigError:
     )
 
 
-def _too_short(run: RunData, fewest: int) -> ConfigError:
-    steps = f"{len(run.steps)} steps"
+def _too_short(run: RunData) -> ConfigError:
+    steps, fewest = f"{len(run.steps)} steps", _SHORT
     if len(run.steps) >= fewest:  # of several parts
         steps += f", {len(steady_steps(run))} without {left_out(run)}"
         fewest -= FILLING_STEPS
@@ -138,7 +140,7 @@ def cluster_of(run: RunData) -> ClusterConfig:
         )
     rows = steady_steps(run)
     if len(rows) < _FEWEST:
-        raise _too_short(run, _FEWEST + FILLING_STEPS)
+        raise _too_short(run)
     if not engine or not any(row.keys() >= set(_COUNTED) for row in rows):
         raise ConfigError(
             "RUN_DIR",
@@ -230,22 +232,25 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _changes(
-    cluster: ClusterConfig, config: PartialRolloutConfig, reward_steps: float
+    run: RunData, cluster: ClusterConfig, config: PartialRolloutConfig, reward_steps: float
 ) -> list[Tried]:
-    """What is tried, each alone.
+    """What is tried, each alone; no more engines or train workers than there is room for.
 
     Args:
+        run: What it recorded.
         cluster: Of the run as it was.
         config: The same.
         reward_steps: What a reward takes, in steps.
     """
     engines, workers = cluster.rollout_gpus or 0, cluster.num_train_gpus()
     more = dataclasses.replace(cluster, gpus=cluster.gpus + 1)
-    tried: list[Tried] = [
-        (f"an engine more (rollout.num_replicas: {engines + 1})",
-         more.with_rollout_gpus(engines + 1), config),
-        (f"a train worker more (scaling.num_workers: {workers + 1})", more, config),
-    ]  # fmt: skip
+    tried: list[Tried] = []
+    if lacks(run, engines=1) is None:
+        what = f"an engine more (rollout.num_replicas: {engines + 1}){_OWN}"
+        tried.append((what, more.with_rollout_gpus(engines + 1), config))
+    if lacks(run, workers=1) is None:
+        what = f"a train worker more (scaling.num_workers: {workers + 1}){_OWN}"
+        tried.append((what, more, config))
     if engines > 1:
         tried.append(
             (f"an engine less and a train worker more ({engines - 1} and {workers + 1})",
@@ -291,7 +296,7 @@ def measured_step_s(run: RunData) -> float:
     """
     steady = [part.steady for part in parts_of(run) if len(part.steady) > 1]
     if not steady:
-        raise _too_short(run, _FEWEST + FILLING_STEPS)
+        raise _too_short(run)
     windows = [(rows[0]["time_s"], rows[-1]["time_s"]) for rows in steady]
     return seconds_of(windows) / sum(len(rows) - 1 for rows in steady)
 
