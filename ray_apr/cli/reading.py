@@ -12,13 +12,15 @@ from ray_apr.core.exceptions import ConfigError, SimulationError
 
 def add_reading(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Commands that read a run folder."""
-    report = commands.add_parser("report", help="make the report of a run, or compare two runs")
-    report.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="one or two folders")
+    report = commands.add_parser("report", help="make the report of a run, or compare runs")
+    report.add_argument(
+        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="a folder, or several"
+    )
     report.add_argument(
         "--out",
         type=Path,
         metavar="FILE.html",
-        help="where the page goes; default: report.html in RUN_DIR; two runs need it",
+        help="where the page goes; default: report.html in RUN_DIR; several runs need it",
     )
     report.set_defaults(command=_report)
 
@@ -83,14 +85,11 @@ def _report(args: argparse.Namespace) -> int:
     if len(args.runs) == 1:
         make_report(args.runs[0], args.out)
         return EXIT_OK
-    if len(args.runs) > 2:
-        raise ConfigError("RUN_DIR", [str(r) for r in args.runs], "give one folder, or two")
     if args.out is None:
         raise ConfigError("--out", None, "say where the comparison goes, e.g. --out compare.html")
     from ray_apr.tools.report.compare import comparison_text, write_comparison
 
-    first, second = args.runs
-    show(comparison_text(write_comparison(first, second, args.out)))
+    show(comparison_text(write_comparison(args.runs, args.out)))
     show(f"\ncomparison: {args.out}")
     return EXIT_OK
 

@@ -202,7 +202,7 @@ def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
         (["train", "tiny.yaml", "--json"], "only with --dry-run"),
         (["report", "nowhere"], "is no run folder"),
         (["report", "a", "b"], "--out"),
-        (["report", "a", "b", "c"], "one folder, or two"),
+        (["report", *"abcdef", "--out", "c.html"], "are more than 5; give fewer"),
     ],
 )
 def test_wrong_settings_exit_2_with_one_line(

@@ -556,12 +556,12 @@ def test_comparison_has_the_ratio_of_wall_times(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "docs" / "compare.html"
-    compared = write_comparison(make_run("a", mode="sync", wall_s=50.0), make_run("b"), out)
+    compared = write_comparison([make_run("a", mode="sync", wall_s=50.0), make_run("b")], out)
     named = {row.name: row for row in compared.figures}
-    assert named["wall time (s)"][1:] == ("50.0", "25.0", "2.00")
-    assert named["training window (s)"].ratio == "1.00"
+    assert named["wall time (s)"].cells[1:] == ("50.0", "25.0", "2.00")
+    assert named["training window (s)"].cells[1:] == ("12.0", "12.0", "1.00")
     # Moving average of 2 steps, the highest of which is (0.5 + 0.6) / 2, in both.
-    assert named["time to reward 0.550 (s)"].first == "22.0"
+    assert named["training to reward 0.550 (s)"].cells[1:] == ("12.0", "12.0", "1.00")
     assert not compared.settings and not compared.notes
     assert "wall time (s)" in comparison_text(compared)
     parser = Balance()
@@ -578,10 +578,10 @@ def test_comparison_names_the_runs_and_says_what_differs(
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "train": {"learning_rate": rate}}))
     (runs[1] / "metrics.jsonl").write_text(lines(STEPS[:-1]))
-    compared = write_comparison(*runs, tmp_path / "compare.html")
+    compared = write_comparison(runs, tmp_path / "compare.html")
     text = comparison_text(compared)
     assert text.splitlines()[0].split() == ["lr4", "lr3", "ratio"]
-    assert compared.settings == [("train.learning_rate", "0.0001", "0.001", "")]
+    assert compared.settings == [("train.learning_rate", ("0.0001", "0.001"), "")]
     assert "the runs have different numbers of steps: lr4 6 and lr3 5" in text
     page = (tmp_path / "compare.html").read_text()
     for told in (
@@ -596,7 +596,7 @@ def test_comparison_says_in_a_terminal_too_how_a_run_ended(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     failed = make_run("b", status="failed", error="TrainError: no memory")
-    compared = write_comparison(make_run("a"), failed, tmp_path / "compare.html")
+    compared = write_comparison([make_run("a"), failed], tmp_path / "compare.html")
     said = "b: the run failed: TrainError: no memory"
     assert f"\n  note: {said}" in comparison_text(compared)
     assert (tmp_path / "compare.html").read_text().count(said) == 1
@@ -609,10 +609,39 @@ def test_settings_that_one_run_lacks_differ_too() -> None:
         "reward": "r:g",
         "algorithm": {"kwargs": {}},
     }
-    assert [row[:3] for row in other_settings(first, second)] == [
+    assert [row.cells[:-1] for row in other_settings(first, second)] == [
         ("train.lora", "null", "not set"), ("reward", "r:f", "r:g"),
         ("train.lora.rank", "not set", "4"),
     ]  # fmt: skip
+    assert [row.values for row in other_settings(first, first, second)][1] == ("r:f", "r:f", "r:g")
+
+
+def test_the_rewards_of_a_comparison_have_their_standard_errors(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """known fault: nothing told whether a difference is more than chance."""
+    runs = [make_run("a"), make_run("b")]
+    for run, rewards in zip(runs, ([0.5, 0.5, 0.5, 0.7, 0.9, 0.8], [0.25]), strict=True):
+        rows = [{**STEPS[k], "reward_mean": reward} for k, reward in enumerate(rewards)]
+        (run / "metrics.jsonl").write_text(lines(rows))
+    named = {row.name: row for row in write_comparison(runs, tmp_path / "c.html").figures}
+    # Of a run of 6 steps 3 are at an end: the deviation of 0.7, 0.9 and 0.8 is 0.1.
+    error = "steps (at most 5; ± standard error)"
+    assert named[f"reward, first {error}"].values == ("0.500 ± 0.000", "0.250")
+    assert named[f"reward, last {error}"].values == ("0.800 ± 0.058", "0.250")
+
+
+def test_a_comparison_has_more_than_two_runs(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    runs = [make_run(name) for name in "abc"]
+    (runs[2] / "metrics.jsonl").write_text(lines(STEPS[:-1]))
+    compared = write_comparison(runs, tmp_path / "c.html")
+    text = comparison_text(compared)
+    assert text.splitlines()[0].split() == ["a", "b", "c"]
+    assert "numbers of steps: a 6 and b 6 and c 5" in text and not any(
+        row.ratio or len(row.values) != 3 for row in compared.figures
+    )
+    page = (tmp_path / "c.html").read_text()
+    assert "a (apr) against b (apr) against c (apr)<" in page and "c: moving average" in page
 
 
 def test_the_reward_whose_time_is_told_was_reached_by_both(
@@ -626,9 +655,9 @@ def test_the_reward_whose_time_is_told_was_reached_by_both(
             for begin in [55 if run is runs[1] else 0]
         ]
         (run / "metrics.jsonl").write_text(lines(rows))
-    named = {row.name: row for row in write_comparison(*runs, tmp_path / "c.html").figures}
+    named = {row.name: row for row in write_comparison(runs, tmp_path / "c.html").figures}
     # The last five steps of b have 1.0; its moving average, of six steps, is 0.83 at most.
-    assert named["time to reward 0.833 (s)"][1:] == ("12.0", "71.0", "0.17")
+    assert named["training to reward 0.833 (s)"].cells[1:] == ("2.0", "61.0", "0.03")
 
 
 def test_helpers() -> None:

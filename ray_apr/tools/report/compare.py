@@ -1,32 +1,39 @@
-"""Two runs side by side: reward against wall time and against steps, figures, other settings."""
+"""Runs side by side: reward against wall time and against steps, figures, other settings."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.tools.report.html import number
 from ray_apr.tools.report.load import RunData, dotted, load_run
 from ray_apr.tools.report.page import page, table, warning_list
 from ray_apr.tools.report.parts import seconds_of, training_windows
-from ray_apr.tools.report.summary import check_run, finite, summarize
+from ray_apr.tools.report.summary import check_run, finite, mean, num_end_steps, summarize
 
 
 class Line(NamedTuple):
     """One line of a comparison, as text."""
 
     name: str
-    first: str
-    second: str
+    values: tuple[str, ...]
+    """Of each run."""
     ratio: str = ""
-    """First divided by second."""
+    """Of two runs, first divided by second."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Of its row in a table."""
+        return (self.name, *self.values, self.ratio)
 
 
 class Comparison(NamedTuple):
-    """What two runs have in common, and what not."""
+    """What runs have in common, and what not."""
 
     labels: Sequence[str]
     """What the runs are called: by their names, or by their paths where those are the same."""
@@ -42,8 +49,6 @@ _FIGURES = (
     ("setup_s", "of it starting (s)", ",.1f", True),
     ("steps", "optimizer steps", ",.0f", True),
     ("samples_trained", "samples trained", ",.0f", True),
-    ("reward_first", "reward, first steps (at most 5)", ".3f", False),
-    ("reward_last", "reward, last steps (at most 5)", ".3f", False),
     ("rollout_tokens_per_s", "tokens generated per second", ",.0f", True),
     ("tokens_generated", "tokens generated", ",.0f", True),
     ("generation_idle_ratio", "engines idle", ".1%", False),
@@ -54,17 +59,20 @@ _FIGURES = (
 )
 """Key of the summary, name, format, whether a ratio says something."""
 _OTHERWISE = "not set"
-"""What a run has for a setting that only the other one has."""
+"""What a run has for a setting that only others have."""
 
 
-def write_comparison(first: Path, second: Path, out: Path) -> Comparison:
-    """Write the page that compares two run folders; returns what it says.
+def write_comparison(folders: Sequence[Path], out: Path) -> Comparison:
+    """Write the page that compares run folders; returns what it says.
 
     Raises:
-        ConfigError: If one is no run folder.
+        ConfigError: If one is no run folder, or they are too many.
         RunFolderError: If one of their files is broken.
     """
-    runs = [load_run(first), load_run(second)]
+    if len(folders) > len(SERIES):
+        given = [str(folder) for folder in folders]
+        raise ConfigError("RUN_DIR", given, f"are more than {len(SERIES)}; give fewer")
+    runs = [load_run(folder) for folder in folders]
     summaries = [summarize(run) for run in runs]
     labels = _labels(runs)
     warnings = [
@@ -82,50 +90,53 @@ def write_comparison(first: Path, second: Path, out: Path) -> Comparison:
         warning_list(compared.notes),
         _chart("Reward against wall time", "time since the run began (s)", "time_s", runs, labels),
         _chart("Reward against steps", "optimizer step", "step", runs, labels),
-        table(["", *labels, "ratio"], compared.figures),
+        table(_header(labels).cells, [row.cells for row in compared.figures]),
         "<h2>Settings that differ</h2>",
-        table(["", *labels], [row[:3] for row in compared.settings])
+        table(["", *labels], [row.cells[:-1] for row in compared.settings])
         if compared.settings
         else "<p>None.</p>",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    text = page(f"ray_apr: {labels[0]} against {labels[1]}", _subtitle(runs, labels), "".join(body))
+    text = page(f"ray_apr: {' against '.join(labels)}", _subtitle(runs, labels), "".join(body))
     out.write_text(text, encoding="utf-8")
     return compared
 
 
 def comparison_text(compared: Comparison) -> str:
     """The comparison for a terminal."""
-    first, second = compared.labels
-    lines = _aligned([Line("", first, second, "ratio"), *compared.figures])
+    lines = _aligned([_header(compared.labels), *compared.figures])
     lines += ["", "  settings that differ" + ("" if compared.settings else ": none")]
     lines += _aligned(compared.settings)
     lines += [f"  note: {note}" for note in compared.notes]
     return "\n".join(lines)
 
 
+def _header(labels: Sequence[str]) -> Line:
+    return Line("", tuple(labels), "ratio" if len(labels) == 2 else "")
+
+
 def _aligned(rows: Sequence[Line]) -> list[str]:
     """Rows in columns."""
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-    return [
-        f"  {row.name:<{widths[0]}}  {row.first:>{widths[1]}}  {row.second:>{widths[2]}}  "
-        f"{row.ratio:>{widths[3]}}".rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*(row.cells for row in rows), strict=True)]
+    lines = []
+    for row in rows:
+        name, *others = row.cells
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(["", f"{name:<{widths[0]}}", *cells]).rstrip())
+    return lines
 
 
-def other_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Line]:
-    """Settings that two runs do not have in common, by their dotted names.
+def other_settings(*configs: Mapping[str, Any]) -> list[Line]:
+    """Settings that runs do not have in common, by their dotted names.
 
     Args:
-        first: Of one run, as in ``config.json``.
-        second: Of the other.
+        configs: Of each run, as in ``config.json``.
     """
-    ours, theirs = _as_text(first), _as_text(second)
+    of_each = [_as_text(config) for config in configs]
     return [
-        Line(name, ours.get(name, _OTHERWISE), theirs.get(name, _OTHERWISE))
-        for name in dict.fromkeys((*ours, *theirs))
-        if ours.get(name) != theirs.get(name)
+        Line(name, tuple(settings.get(name, _OTHERWISE) for settings in of_each))
+        for name in dict.fromkeys(name for settings in of_each for name in settings)
+        if len({settings.get(name) for settings in of_each}) > 1
     ]
 
 
@@ -140,39 +151,54 @@ def _as_text(config: Mapping[str, Any]) -> dict[str, str]:
 def _notes(labels: Sequence[str], summaries: Sequence[dict[str, Any]]) -> list[str]:
     """What makes the runs hard to compare."""
     steps = [summary["steps"] for summary in summaries]
-    if steps[0] == steps[1]:
+    if len(set(steps)) == 1:
         return []
     of_each = " and ".join(f"{label} {number(n)}" for label, n in zip(labels, steps, strict=True))
     return [f"the runs have different numbers of steps: {of_each}"]
 
 
 def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> list[Line]:
-    rows = []
     training = [seconds_of(training_windows(run)) or None for run in runs]
-    rows.append(_row("training window (s)", training[0], training[1], ",.1f", with_ratio=True))
+    rows = [_row("training window (s)", training, ",.1f", with_ratio=True)]
     for key, name, form, with_ratio in _FIGURES:
-        first, second = (summary[key] for summary in summaries)
-        rows.append(_row(name, first, second, form, with_ratio=with_ratio))
+        rows.append(_row(name, [s[key] for s in summaries], form, with_ratio=with_ratio))
+    for name, is_last in (("first", False), ("last", True)):
+        means = tuple(_mean_reward(run, is_last=is_last) for run in runs)
+        rows.append(Line(f"reward, {name} steps (at most 5; ± standard error)", means))
     averages = [_averages(run) for run in runs]
     highest = [max(rewards) for of_run in averages if (rewards := finite(of_run))]
-    if len(highest) == 2:
-        goal = min(highest)  # both have reached it
-        ours, theirs = map(_time_to, runs, averages, (goal, goal))
-        rows.append(_row(f"time to reward {goal:.3f} (s)", ours, theirs, ",.1f", with_ratio=True))
+    if len(highest) == len(runs):
+        goal = min(highest)  # all have reached it
+        times = [_training_s_to(goal, *of_run) for of_run in zip(runs, averages, strict=True)]
+        rows.append(_row(f"training to reward {goal:.3f} (s)", times, ",.1f", with_ratio=True))
     return rows
 
 
-def _row(
-    name: str, first: float | None, second: float | None, form: str, *, with_ratio: bool
-) -> Line:
-    ratio = f"{first / second:.2f}" if with_ratio and first is not None and second else ""
-    return Line(name, number(first, form), number(second, form), ratio)
+def _row(name: str, values: Sequence[float | None], form: str, *, with_ratio: bool) -> Line:
+    first, second, *more = values
+    is_told = with_ratio and not more
+    ratio = f"{first / second:.2f}" if is_told and first is not None and second else ""
+    return Line(name, tuple(number(value, form) for value in values), ratio)
 
 
-def _time_to(run: RunData, averages: Sequence[float], goal: float) -> float:
-    """When the moving average of the reward first reached the goal, as it did."""
+def _mean_reward(run: RunData, *, is_last: bool) -> str:
+    """Of the first or the last steps, with the standard error of so many steps' mean."""
+    rewards = finite(row["reward_mean"] for row in run.steps)
+    at_end = num_end_steps(len(rewards))
+    rewards = rewards[-at_end:] if is_last else rewards[:at_end]
+    told = number(mean(rewards), ".3f")
+    if len(rewards) < 2:
+        return told
+    return f"{told} ± {statistics.stdev(rewards) / len(rewards) ** 0.5:.3f}"
+
+
+def _training_s_to(goal: float, run: RunData, averages: Sequence[float]) -> float:
+    """Seconds of training until the moving average of the reward first reached the goal, as it
+    did."""
     pairs = zip(run.steps, averages, strict=True)
-    return next(float(row["time_s"]) for row, value in pairs if value >= goal)
+    reached_s = next(float(row["time_s"]) for row, value in pairs if value >= goal)
+    windows = training_windows(run)
+    return seconds_of([(begin, min(end, reached_s)) for begin, end in windows if begin < reached_s])
 
 
 def _averages(run: RunData) -> list[float]:
@@ -182,7 +208,7 @@ def _averages(run: RunData) -> list[float]:
 
 def _labels(runs: Sequence[RunData]) -> list[str]:
     names = [run.name for run in runs]
-    return names if names[0] != names[1] else [str(run.path) for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def _subtitle(runs: Sequence[RunData], labels: Sequence[str]) -> str:
@@ -190,7 +216,7 @@ def _subtitle(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     named = [
         f"{label} ({mode})" if mode else label for label, mode in zip(labels, modes, strict=True)
     ]
-    return " against ".join(named) + "; ratio = first / second"
+    return " against ".join(named) + ("; ratio = first / second" if len(runs) == 2 else "")
 
 
 def _chart(
