@@ -16,10 +16,11 @@ from ray_apr.core.checks import (
     of_type,
     positive,
     require,
+    takes_one,
     whole,
     whole_or_none,
 )
-from ray_apr.core.user import RewardFunction
+from ray_apr.core.user import REWARD_SIGNATURE, RewardFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +134,9 @@ class EvaluationConfig(SuiteConfig):
             "need suites: give evaluation.suite_column, or several files of prompts",
         )
         for suite, reward in self.rewards.items():
-            require(
-                callable(reward), f"{s}.rewards.{suite}", reward, "must be a function of a Sample"
-            )
+            name = f"{s}.rewards.{suite}"
+            require(callable(reward), name, reward, "must be a function of a Sample")
+            takes_one(name, reward, REWARD_SIGNATURE)
 
     def _check_names(self, name: str, what: str) -> None:
         """Check that a field is a mapping by names of suites, which there are."""

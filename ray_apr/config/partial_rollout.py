@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ray_apr.core.checks import (
     of_type,
     one_of,
     require,
+    takes_one,
     whole,
     whole_or_none,
 )
@@ -264,9 +264,4 @@ class PartialRolloutConfig:
             remedy = f"must be one of {', '.join(known)}, or a function or class of one argument"
             require(rule in known, field, rule, remedy)
             return
-        try:
-            inspect.signature(rule).bind(None)
-        except ValueError:  # of compiled code, which says nothing of its arguments
-            return
-        except TypeError as error:
-            raise ConfigError(field, rule, f"must take one argument: {error}") from error
+        takes_one(field, rule, "must take one argument")

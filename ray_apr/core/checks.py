@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
@@ -85,6 +86,23 @@ def one_of(section: str, config: Any, choices: Mapping[str, Any]) -> None:
         require(
             value in allowed, f"{section}.{name}", value, f"must be one of {', '.join(allowed)}"
         )
+
+
+def takes_one(field: str, function: Any, remedy: str) -> None:
+    """Check that code of the user's can be called with one argument; what is compiled may not tell.
+
+    Args:
+        field: Dotted name of the setting.
+        function: The code.
+        remedy: What it must be.
+    """
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:
+        return
+    except TypeError as error:
+        name = getattr(function, "__qualname__", function)
+        raise ConfigError(field, name, f"{remedy}: {error}") from error
 
 
 def from_mapping(cls: type, section: str, values: Mapping[str, Any]) -> Any:

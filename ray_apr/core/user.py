@@ -10,6 +10,11 @@ from typing import Any, Protocol
 
 from ray_apr.core.sample import Sample
 
+REWARD_SIGNATURE = (
+    "must take one argument, as `def reward(sample)`: it is called with a Sample alone, whose "
+    "`response_text` and `row` are the response and the row of the prompt"
+)
+"""Remedy of a function that takes something else."""
 MAX_REWARD_METRICS = 64
 """Most figures beside a reward, and most names of them in a step's row."""
 

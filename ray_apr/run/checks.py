@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
+from ray_apr.core.checks import require, takes_one
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import REWARD_SIGNATURE
 from ray_apr.run.model import context_of
 from ray_apr.run.spec import RESTARTS, RunSpec
 
@@ -35,9 +37,10 @@ def check_spec(spec: RunSpec) -> None:
 def _check_code(spec: RunSpec) -> None:
     """Check what the user's own code is to be, and that something gives the rewards."""
     reward, environment, rollout = spec.reward, spec.environment, spec.rollout
-    if spec.group_filter is not None and not callable(spec.group_filter):
+    if spec.group_filter is not None:
         remedy = "must be a function of a group's samples that returns whether it is kept"
-        raise ConfigError("group_filter", spec.group_filter, remedy)
+        require(callable(spec.group_filter), "group_filter", spec.group_filter, remedy)
+        takes_one("group_filter", spec.group_filter, remedy)
     if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
         remedy = 'must be "vllm" or a function here; its name is taken in YAML'
         raise ConfigError("rollout.engine.factory", rollout.engine.factory, remedy)
@@ -61,6 +64,7 @@ def _check_code(spec: RunSpec) -> None:
         return
     if not callable(reward):
         raise ConfigError("reward", reward, "must be a function of a Sample")
+    takes_one("reward", reward, REWARD_SIGNATURE)
 
 
 def _check_context(rollout: RolloutConfig, context: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import threading
 from types import SimpleNamespace
@@ -151,6 +152,34 @@ def test_python_refuses_what_yaml_refuses():
 def test_sections_are_checked_against_each_other(sections, field):
     with pytest.raises(ConfigError, match=field):
         Sections(**sections).check(ray.train.ScalingConfig())
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        (lambda prompt, response: 1.0, "missing a required argument: 'response'"),
+        (lambda: 1.0, "too many positional arguments"),
+        (lambda *, sample: 1.0, "too many positional arguments"),
+    ],
+)
+def test_a_reward_of_other_arguments_is_refused_with_the_right_ones(reward, why):
+    """known fault: a dry run named a line of its own, and a run failed when its engines were up."""
+    one = r"must take one argument, as `def reward\(sample\)`: it is called with a Sample alone.*"
+    with pytest.raises(ConfigError, match=rf"^reward = '.*<lambda>': {one}{why}"):
+        check_spec(run_spec(reward=reward))
+    with pytest.raises(ConfigError, match=rf"^evaluation\.rewards\.hard = .*{one}{why}"):
+        EvaluationConfig(suite_column="suite", rewards={"hard": reward})
+    with pytest.raises(ConfigError, match=rf"^group_filter = .*a group's samples.*{why}"):
+        check_spec(run_spec(reward=own_reward, group_filter=reward))
+
+
+@pytest.mark.parametrize("more", [{}, {"scale": 2.0}])
+def test_a_reward_may_have_more_arguments_of_its_own(more):
+    def reward(sample, scale=1.0, **kwargs):
+        return scale
+
+    check_spec(run_spec(reward=functools.partial(reward, **more)))
+    check_spec(run_spec(reward=SimpleNamespace))  # compiled or not: what takes anything
 
 
 def own_reward(sample):
