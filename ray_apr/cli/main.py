@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
+        _check_run_dirs(args)
         return args.command(args)
     except ConfigError as error:
         complain(f"error: {error}", args.verbose)
@@ -71,6 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, APRError) and not args.verbose:
             complain("run again with -v for the traceback", verbose=False)
         return EXIT_FAILED
+
+
+def _check_run_dirs(args: argparse.Namespace) -> None:
+    """Check that folders of runs are there, whatever a command reads of them."""
+    for folder in (getattr(args, "run", None), *getattr(args, "runs", ())):
+        if folder is not None and not folder.expanduser().is_dir():
+            raise ConfigError("RUN_DIR", str(folder), "there is no such folder; correct the path")
 
 
 def _parser() -> argparse.ArgumentParser:

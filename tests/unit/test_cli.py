@@ -200,9 +200,10 @@ def test_the_dry_run_warns_of_what_it_cannot_know_or_may_be_meant(
             "unknown key; did you mean rollout.group_size? known: ",
         ),
         (["train", "tiny.yaml", "--json"], "only with --dry-run"),
-        (["report", "nowhere"], "is no run folder"),
-        (["report", "a", "b"], "--out"),
-        (["report", *"abcdef", "--out", "c.html"], "are more than 5; give fewer"),
+        (["report", "."], "is no run folder"),
+        (["samples", "a"], "RUN_DIR = 'a': there is no such folder"),
+        (["report", ".", "."], "--out"),
+        (["report", *"......", "--out", "c.html"], "are more than 5; give fewer"),
     ],
 )
 def test_wrong_settings_exit_2_with_one_line(

@@ -35,14 +35,14 @@ def test_the_smallest_difference_is_one():
 
 
 @pytest.mark.parametrize(("loss", "code"), [(0.1, 0), (0.2, 1)])
-def test_the_exit_code_says_whether_it_is_the_same(monkeypatch, capsys, loss, code):
+def test_the_exit_code_says_whether_it_is_the_same(monkeypatch, capsys, tmp_path, loss, code):
     given = []
     replay = replayed(loss=loss)
     monkeypatch.setattr(cli_replay, "replay_run", lambda *args: given.append(args) or replay)
-    assert cli.main(["replay", "runs/mine", "--step", "3"]) == code
+    assert cli.main(["replay", str(tmp_path), "--step", "3"]) == code
     said = capsys.readouterr().out
     assert ("DIFFERS" in said) == bool(code) and "1+1= → 2" in said and given[0][1] == 3
-    assert cli.main(["replay", "runs/mine", "--step", "3", "--json"]) == code
+    assert cli.main(["replay", str(tmp_path), "--step", "3", "--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert told["same"] is not bool(code) and told["samples"][0]["advantage"] == 0.5
     assert told == json.loads(replay_json(replay)) and replay_text(replay) in said
