@@ -67,6 +67,5 @@ def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:
             "the chat template does not continue a conversation; say text or token_ids",
         )
     closing = after[after.rfind(_MARK, 0, len(before)) + len(_MARK) :]
-    if turn[-1] == tokenizer.eos_token_id:
-        closing = closing.removeprefix(tokenizer.eos_token)
-    return closing
+    # the policy may have written the token itself that ends its turn; often it is not `eos_token`
+    return closing.removeprefix(tokenizer.decode([turn[-1]]))

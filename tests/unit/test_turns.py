@@ -188,12 +188,15 @@ TEMPLATE = (
 
 
 class CharTokenizer:
-    """One id for each character, and a chat template."""
+    """One id for each character, special tokens beside them, and a chat template."""
 
-    eos_token, eos_token_id = "<eos>", 0
+    special = ("<eos>", "<end>")
 
     def __init__(self, template=TEMPLATE) -> None:
         self._template = template
+
+    def decode(self, token_ids):
+        return "".join(self.special[i] if i < len(self.special) else chr(i) for i in token_ids)
 
     def __call__(self, text, add_special_tokens):
         assert not add_special_tokens
@@ -232,6 +235,14 @@ def test_messages_continue_the_conversation_as_the_template_does():
     step = Step(messages=({"role": "tool", "content": "4"},))
     assert said(step, 65, 0) == "\n<tool>4\n<assistant>", "the turn ended with <eos> itself"
     assert said(step, 65) == "<eos>\n<tool>4\n<assistant>", "it ended with another stop token"
+
+
+def test_the_token_that_ends_a_turn_in_the_template_is_said_once():
+    """In Gemma's template a turn does not end with the tokenizer's `eos_token`."""
+    step = Step(messages=({"role": "tool", "content": "4"},))
+    template = TEMPLATE.replace("<eos>", "<end>")
+    assert said(step, 65, 1, template=template) == "\n<tool>4\n<assistant>"
+    assert said(step, 65, 0, template=template) == "<end>\n<tool>4\n<assistant>"
 
 
 def test_a_template_that_cannot_continue_is_an_error():
