@@ -30,7 +30,7 @@ def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:
 
     Raises:
         StepError: If messages come where the template cannot continue: before the first turn, or
-            because it renders earlier messages in another way once others follow; or if it or the
+            because it renders what was asked in another way once others follow; or if it or the
             tokenizer refuses them.
     """
     if not (step.messages or step.text):
@@ -55,17 +55,21 @@ def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:
             "invalid",
             "says messages before the first turn; say text or token_ids",
         )
-    asked = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
-    before = tokenizer.apply_chat_template(asked, tokenize=False)
+    asked = {"role": "user", "content": _MARK}
+    answered = [asked, {"role": "assistant", "content": _MARK}]
+    first = tokenizer.apply_chat_template([asked], tokenize=False)
     after = tokenizer.apply_chat_template(
-        [*asked, *step.messages], tokenize=False, add_generation_prompt=True
+        [*answered, *step.messages], tokenize=False, add_generation_prompt=True
     )
-    if not after.startswith(before):
+    # what it makes of the turn itself is of no matter, as some take the thoughts out of earlier
+    # ones: what was generated stays as it is
+    begin = first.partition(_MARK)[0] + _MARK
+    _, answer, closing = after.removeprefix(begin).partition(_MARK)
+    if not (after.startswith(begin) and answer):
         raise StepError(
             sample.sample_id,
             "invalid",
             "the chat template does not continue a conversation; say text or token_ids",
         )
-    closing = after[after.rfind(_MARK, 0, len(before)) + len(_MARK) :]
     # the policy may have written the token itself that ends its turn; often it is not `eos_token`
     return closing.removeprefix(tokenizer.decode([turn[-1]]))

@@ -245,6 +245,18 @@ def test_the_token_that_ends_a_turn_in_the_template_is_said_once():
     assert said(step, 65, 0, template=template) == "<end>\n<tool>4\n<assistant>"
 
 
+def test_thoughts_that_a_template_takes_out_of_earlier_turns_stay():
+    """Qwen3's template writes them, be they empty, into the last message alone."""
+    step = Step(messages=({"role": "tool", "content": "4"},))
+    thinks = TEMPLATE.replace(
+        "<{{ m.role }}>",
+        "<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}",
+    )
+    assert said(step, 65, 0, template=thinks) == "\n<tool>4\n<assistant>"
+    ends = TEMPLATE + "{% if not add_generation_prompt %}<end>{% endif %}"
+    assert said(step, 65, 0, template=ends) == "\n<tool>4\n<assistant>", "Phi-3's ends a text so"
+
+
 def test_a_template_that_cannot_continue_is_an_error():
     rewrites = "{{ messages | length }}" + TEMPLATE
     step = Step(messages=({"role": "tool", "content": "4"},))
