@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,14 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
+def _token_id(value: Any) -> int:
+    """A plain number, also of NumPy's or torch's: an engine ends where it gets these."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"token_ids of a step are whole numbers, not {value!r}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What an environment says after a turn: more to read, or that the sample is done.
@@ -69,8 +78,11 @@ class Step:
     """New `Sample.environment_state`, small and picklable; None keeps the old one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", tuple(self.token_ids))
+        object.__setattr__(self, "token_ids", tuple(map(_token_id, self.token_ids)))
         object.__setattr__(self, "messages", tuple(self.messages))
+        wrong = [message for message in self.messages if not isinstance(message, Mapping)]
+        if wrong:  # a template may take it for a message without a role, and say nothing
+            raise ValueError(f"messages of a step are mappings with a role, not {wrong[0]!r}")
         said = [name for name in ("token_ids", "text", "messages") if getattr(self, name)]
         if len(said) > 1:
             raise ValueError(f"a step says one thing, not {' and '.join(said)}")

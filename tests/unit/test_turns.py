@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import types
 
+import numpy as np
 import pytest
+import torch
 from jinja2.exceptions import TemplateError
 
 from ray_apr.core.exceptions import RolloutError, StepError
@@ -229,6 +231,18 @@ def test_text_and_ids_are_taken_as_they_are():
     assert said(Step(text="06"), 65) == "06"
     assert encode_step(None, sample_after(65), Step(token_ids=(7, 8))) == (7, 8)
     assert encode_step(None, sample_after(65), Step()) == ()
+
+
+def test_ids_of_a_step_are_plain_numbers_and_messages_are_mappings():
+    """An engine's core ended at a tensor, and a template said nothing of what has no role."""
+    for ids in (np.array([7, 8]), torch.tensor([7, 8])):
+        assert {type(i) for i in Step(token_ids=ids).token_ids} == {int}
+    for ids in ((7.0,), torch.tensor([[7, 8]]), ("7",)):
+        with pytest.raises(ValueError, match="whole numbers"):
+            Step(token_ids=ids)
+    for messages in ({"role": "tool", "content": "4"}, ("4",)):
+        with pytest.raises(ValueError, match="mappings with a role"):
+            Step(messages=messages)
 
 
 def test_messages_continue_the_conversation_as_the_template_does():
