@@ -48,7 +48,10 @@ class ExactMatch:
         """The right answers, normalised."""
         value = column_of(sample, self.column)
         values = value if isinstance(value, list | tuple) else [value]
-        expected = {self._normalized(_text(sample, self.column, v)) for v in values}
+        texts = [_text(sample, self.column, v) for v in values]
+        # a column of whole numbers and others has floats alone, and 7 is there as 7.0
+        texts += [str(int(v)) for v in values if isinstance(v, float) and v.is_integer()]
+        expected = {self._normalized(text) for text in texts}
         if not expected or "" in expected:
             detail = f"column {self.column!r} of its row holds no answer, or an empty one"
             raise RewardError(sample.sample_id, "invalid", detail)
@@ -79,8 +82,8 @@ def exact_match(
     r"""Make a reward that is 1.0 if the answer equals a column of the prompt's row, else 0.0.
 
     Args:
-        column: Holds the right answer: a text, a number (compared as Python writes it), or a list
-            of those, of which any counts.
+        column: Holds the right answer: a text, a number (compared as Python writes it, 7.0 also
+            as 7), or a list of those, of which any counts.
         pattern: Regular expression; the answer is group 1 of its last match in the response, or
             all of the match if there is no group. A text is compiled with ``re.DOTALL``. Without
             a match the reward is 0.0. None takes the whole response.
