@@ -14,6 +14,7 @@ from ray_apr.cli.user_files import (
     PROMPT_SUFFIXES,
     check_prompts,
     columns_of,
+    kinds_of,
     read_json_rows,
 )
 from ray_apr.config import PromptsConfig
@@ -287,7 +288,19 @@ def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
         first, of_first = str(files[0]), _names(parts[0])
         for file, part in zip(files, parts, strict=True):
             _require_alike(name, str(file), _names(part), first, of_first)
-    return PromptRows(_joined(name, parts), origins)
+    return PromptRows(_joined(name, files, parts), origins)
+
+
+def _check_kinds(
+    setting: str, files: Sequence[PromptFile], lists: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Check that a table can be made of rows of JSON: of one file it was seen before."""
+    found: dict[str, tuple[str, PromptFile]] = {}
+    for file, rows in zip(files, lists, strict=True):
+        for name, kind in kinds_of(rows).items():
+            of_first, first = found.setdefault(name, (kind, file))
+            remedy = f"has {kind} as {name}, and {first} {of_first}; make them alike"
+            require(kind == of_first, setting, str(file), remedy)
 
 
 def _read(
@@ -363,14 +376,15 @@ def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
     return list(rows[0] if isinstance(rows, list) else rows.column_names)
 
 
-def _joined(setting: str, parts: Sequence[Any]) -> Any:
+def _joined(setting: str, files: Sequence[PromptFile], parts: Sequence[Any]) -> Any:
     """Rows of several files, as an Arrow table if all are; None for a column that one lacks."""
     import pyarrow as pa
 
     if len(parts) == 1:
         return parts[0]
     if not all(isinstance(part, pa.Table) for part in parts):
-        lists = (part.to_pylist() if isinstance(part, pa.Table) else part for part in parts)
+        lists = [part.to_pylist() if isinstance(part, pa.Table) else part for part in parts]
+        _check_kinds(setting, files, lists)
         lacking = dict.fromkeys(name for part in parts for name in _names(part))
         return [lacking | row for rows in lists for row in rows]
     try:

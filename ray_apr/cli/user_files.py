@@ -147,6 +147,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def kinds_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of each column of rows from one file the kind of its values, in words, where it has any."""
+    return {
+        name: kind
+        for row in rows
+        for name, value in row.items()
+        if (kind := _KINDS.get(type(value))) is not None
+    }
+
+
 @contextlib.contextmanager
 def _is_utf8(file: Path) -> Iterator[None]:
     try:

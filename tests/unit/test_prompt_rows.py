@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_apr.cli.prompt_files import PromptFile, read_prompts
+from ray_apr.cli.prompt_files import PromptFile, prompts_of, read_prompts, suites_of
 from ray_apr.cli.user_files import check_prompts
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError
@@ -212,3 +213,22 @@ def test_a_run_tells_the_column_of_the_lengths_to_replay(monkeypatch):
     parts = actors.Actors(run_spec(rollout=rollout, max_model_len=16))
     with pytest.raises(LookupError, match=r"^lengths$"):
         parts.make_pipeline(None, Begin(), None)
+
+
+# -- several files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_of", [prompts_of, functools.partial(suites_of, column="suite")])
+def test_files_with_other_kinds_of_values_are_refused_with_both(tmp_path, read_of):
+    """The dry run passed them, and the run ended with a traceback of Ray Data."""
+    for name, answer in (("a", 7), ("b", None), ("c", "x")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": answer}))
+    pq.write_table(pa.table({"prompt": ["1+1="], "answer": [7.5]}), tmp_path / "d.parquet")
+
+    def read_all(*names):
+        given = [str(tmp_path / name) for name in names]
+        return read_prompts(read_of(given, tmp_path, "prompt")).column("answer")
+
+    assert read_all("a.jsonl", "b.jsonl", "d.parquet") == [7, None, 7.5]
+    with pytest.raises(ConfigError, match=r"c\.jsonl': has a text as answer, and .*a\.jsonl a num"):
+        read_all("a.jsonl", "b.jsonl", "c.jsonl")
