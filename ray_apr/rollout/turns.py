@@ -30,20 +30,25 @@ def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:
 
     Raises:
         StepError: If messages come where the template cannot continue: before the first turn, or
-            because it renders what was asked in another way once others follow; or if it or the
-            tokenizer refuses them.
+            because it renders what was asked in another way once others follow; if it or the
+            tokenizer refuses them; or if nothing is left of an answer to a turn.
     """
     if not (step.messages or step.text):
         return step.token_ids
     try:
         text = _continuation(tokenizer, sample, step) if step.messages else step.text
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     except StepError:
         raise
     except Exception as error:  # a template may raise anything
         raise StepError(
             sample.sample_id, "invalid", f"cannot be encoded: {one_line(error)}"
         ) from error
+    if not token_ids and sample.awaits_step:  # nothing would stand between two turns
+        raise StepError(
+            sample.sample_id, "invalid", f"says {text!r}, which has no tokens; say something"
+        )
+    return token_ids
 
 
 def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:

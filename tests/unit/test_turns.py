@@ -233,6 +233,18 @@ def test_text_and_ids_are_taken_as_they_are():
     assert encode_step(None, sample_after(65), Step()) == ()
 
 
+def test_an_answer_without_a_token_is_refused():
+    """Two turns became one, which the next step was asked about."""
+
+    class Strips(CharTokenizer):
+        def __call__(self, text, add_special_tokens):
+            return super().__call__(text.strip(), add_special_tokens)
+
+    with pytest.raises(StepError, match="says ' ', which has no tokens"):
+        encode_step(Strips(), sample_after(65), Step(text=" "))
+    assert encode_step(Strips(), sample_after(), Step(text=" ")) == ()
+
+
 def test_ids_of_a_step_are_plain_numbers_and_messages_are_mappings():
     """An engine's core ended at a tensor, and a template said nothing of what has no role."""
     for ids in (np.array([7, 8]), torch.tensor([7, 8])):
