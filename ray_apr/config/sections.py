@@ -69,6 +69,12 @@ class Sections:
         if ranks.is_elastic:
             self._check_elastic(ranks)
         check_together(rollout, self.train, self.algorithm)
+        require(
+            rollout.group_size > 1 or not self.partial_rollout.filter_zero_variance,
+            "partial_rollout.filter_zero_variance",
+            True,
+            "must be false with rollout.group_size = 1: it would drop every group",
+        )
         for workers in {ranks.least, ranks.most}:
             self.train.check_workers(workers)
         check_placement(rollout, self.partial_rollout, self.train, ranks.most)

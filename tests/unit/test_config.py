@@ -542,3 +542,13 @@ def test_a_transport_that_does_not_fit_the_train_workers_is_refused(transport, u
 
 def test_a_section_without_a_line_has_its_defaults():
     assert RolloutConfig(sampling=None).sampling == RolloutConfig().sampling
+
+
+def test_the_filter_of_groups_without_variance_needs_groups():
+    sections = Sections(
+        rollout=RolloutConfig(group_size=1),
+        partial_rollout=PartialRolloutConfig(filter_zero_variance=True),
+        algorithm=AlgorithmConfig(advantage=lambda rewards, groups: rewards),
+    )
+    with pytest.raises(ConfigError, match=r"filter_zero_variance = True: .* drop every group"):
+        sections.check(ScalingSettings())
