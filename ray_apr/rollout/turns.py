@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray_apr.core.exceptions import StepError, one_line
@@ -30,8 +31,8 @@ def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:
 
     Raises:
         StepError: If messages come where the template cannot continue: before the first turn, or
-            because it renders what was asked in another way once others follow; if it or the
-            tokenizer refuses them; or if nothing is left of an answer to a turn.
+            because it renders what was asked in another way once others follow, or leaves them
+            out; if it or the tokenizer refuses them; or if nothing is left of an answer to a turn.
     """
     if not (step.messages or step.text):
         return step.token_ids
@@ -63,9 +64,14 @@ def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:
     asked = {"role": "user", "content": _MARK}
     answered = [asked, {"role": "assistant", "content": _MARK}]
     first = tokenizer.apply_chat_template([asked], tokenize=False)
-    after = tokenizer.apply_chat_template(
-        [*answered, *step.messages], tokenize=False, add_generation_prompt=True
-    )
+
+    def followed_by(*messages: Mapping[str, Any]) -> str:
+        text: str = tokenizer.apply_chat_template(
+            [*answered, *messages], tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    after = followed_by(*step.messages)
     # what it makes of the turn itself is of no matter, as some take the thoughts out of earlier
     # ones: what was generated stays as it is
     begin = first.partition(_MARK)[0] + _MARK
@@ -76,5 +82,19 @@ def _continuation(tokenizer: Any, sample: Sample, step: Step) -> str:
             "invalid",
             "the chat template does not continue a conversation; say text or token_ids",
         )
+    marked, marks = list(step.messages), {}
+    for number, message in enumerate(step.messages):
+        if isinstance(message.get("content"), str) and message["content"]:
+            mark = f"{_MARK}-{number}-"
+            marks[mark], marked[number] = message.get("role"), {**message, "content": mark}
+    text = followed_by(*marked)
+    for mark, role in marks.items():
+        if mark not in text:
+            raise StepError(
+                sample.sample_id,
+                "invalid",
+                f"the chat template leaves out messages of role {role!r}; say them as user, or "
+                "say text",
+            )
     # the policy may have written the token itself that ends its turn; often it is not `eos_token`
     return closing.removeprefix(tokenizer.decode([turn[-1]]))

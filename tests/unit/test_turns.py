@@ -283,6 +283,20 @@ def test_thoughts_that_a_template_takes_out_of_earlier_turns_stay():
     assert said(step, 65, 0, template=ends) == "\n<tool>4\n<assistant>", "Phi-3's ends a text so"
 
 
+def test_messages_that_a_template_leaves_out_are_an_error():
+    """known fault: Phi-3's and Gemma's know no tools; the policy read nothing of theirs."""
+    skips = TEMPLATE.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+    )
+    assert skips != TEMPLATE
+    tool, user = ({"role": role, "content": "4\n5"} for role in ("tool", "user"))
+    assert said(Step(messages=(user,)), 65, template=skips).endswith("<user>4\n5\n<assistant>")
+    with pytest.raises(StepError, match="leaves out messages of role 'tool'; say them as user"):
+        said(Step(messages=(user, tool)), 65, template=skips)
+    quotes = TEMPLATE.replace("m.content", "m.content | tojson")
+    assert '<tool>"4\\n5"' in said(Step(messages=(tool,)), 65, template=quotes)
+
+
 def test_a_template_that_cannot_continue_is_an_error():
     rewrites = "{{ messages | length }}" + TEMPLATE
     step = Step(messages=({"role": "tool", "content": "4"},))
