@@ -149,7 +149,8 @@ class Sample:
     environment_state: Mapping[str, Any] = field(default_factory=dict)
     """What the environment wants to know at its next step (`Step.state`)."""
     turn_text: str | None = None
-    """The last turn, decoded for the environment's step; never encoded again."""
+    """The last turn, decoded for the environment's step; never encoded again. Of one that ended by
+    itself what was generated of it."""
     response_text: str | None = None
     """Decoded after the end, for the reward function; never encoded again."""
     reward: float | None = None

@@ -39,7 +39,7 @@ from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import RewardResult
 from ray_apr.rollout.evaluated import by_suite, sample_row, summarize
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.rollout.turns import encode_step
+from ray_apr.rollout.turns import decode, encode_step, with_texts
 from ray_apr.scheduling.live import TurnRules
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class Evaluator:
                 sample, result = await self._respond(sample)
             if self._is_ending:
                 return None
-            sample = replace(sample, response_text=self._decode(sample.response_ids))
+            sample = with_texts(self._tokenizer, sample)
             result = result or await self._scorer.score(sample)
             self._num_ended += 1
         except (RolloutError, UserCodeError) as error:
@@ -277,7 +277,7 @@ class Evaluator:
             sample = await self._generate(sample)
             if not sample.awaits_step or self._is_ending:
                 return sample, None
-            asked = replace(sample, turn_text=self._decode(sample.turn_ids))
+            asked = replace(sample, turn_text=decode(self._tokenizer, sample.turn_ids))
             step = await self._scorer.step(asked)
             reason = self._turns.finish_reason(asked, step)
             if reason is not None:
@@ -288,9 +288,6 @@ class Evaluator:
     def _is_ending(self) -> bool:
         """Whether what is under way is given up."""
         return self._stopping or self._no_engine is not None
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     async def _generate(self, sample: Sample) -> Sample:
         """Generate to the end of a turn, over interruptions and a bounded number of failures.

@@ -43,7 +43,7 @@ from ray_apr.rollout.failures import FailureCount, Outage, cause_of, told
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.poison import Poison
 from ray_apr.rollout.scoring import Scorer
-from ray_apr.rollout.turns import encode_step
+from ray_apr.rollout.turns import decode, encode_step, with_texts
 from ray_apr.scheduling.live import LiveSample
 from ray_apr.scheduling.scheduler import Scheduler
 from ray_apr.scheduling.suspects import is_convicted
@@ -196,8 +196,7 @@ class Sessions:
 
     async def _step(self, live: LiveSample) -> None:
         """Ask the environment to answer a turn, and score the sample if that was the last one."""
-        text = self._tokenizer.decode(live.sample.turn_ids, skip_special_tokens=True)
-        asked = live.note(turn_text=text)
+        asked = live.note(turn_text=decode(self._tokenizer, live.sample.turn_ids))
         await self._observe(live, asked, self.scorer.step(asked))
 
     async def _observe(self, live: LiveSample, asked: Sample, answer: Awaitable[Step]) -> None:
@@ -232,8 +231,7 @@ class Sessions:
             live: Finished.
             result: What its environment gave with the last step, if it did.
         """
-        text = self._tokenizer.decode(live.sample.response_ids, skip_special_tokens=True)
-        sample = live.note(response_text=text)
+        live.sample = sample = with_texts(self._tokenizer, live.sample)
         if result is not None:  # a checkpoint has to know it: nobody can be asked again
             sample = live.note(reward=result.reward, reward_metrics=result.metrics)
             self._notes.of(live)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray_apr.core.exceptions import StepError, one_line
@@ -19,6 +20,19 @@ def turn_rules(environment: Environment | None, max_turns: int | None) -> TurnRu
         return None
     reset = getattr(type(environment), "reset", None)
     return TurnRules(resets=reset not in (None, Environment.reset), max_turns=max_turns)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Token ids as people read them, without special tokens."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def with_texts(tokenizer: Any, sample: Sample) -> Sample:
+    """A sample that has ended with what its reward reads: the response as text, and where it has
+    turns the last one, as an environment that gives the reward is asked once more."""
+    if sample.num_turns:
+        sample = replace(sample, turn_text=decode(tokenizer, sample.turn_ids))
+    return replace(sample, response_text=decode(tokenizer, sample.response_ids))
 
 
 def encode_step(tokenizer: Any, sample: Sample, step: Step) -> tuple[int, ...]:

@@ -349,6 +349,19 @@ async def test_an_environment_answers_turn_by_turn_and_gives_the_reward(make):
     assert set(game.heard) == {("1001 1002 1003", 0), ("1005 1006 1007", 1)}
 
 
+async def test_a_turn_that_the_budget_cut_can_be_read(make):
+    scored, score = [], Game.score
+
+    async def kept(self, sample):
+        scored.append(sample.turn_text)
+        return await score(self, sample)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Game, "score", kept)
+        await evaluate_game(make, 99, budget=7, turns=TurnRules(resets=True))
+    assert set(scored) == {"1005 1006"}
+
+
 async def test_the_reward_function_scores_what_the_environment_leaves_open(make):
     rules = TurnRules(resets=True, max_turns=2)
     row, samples, _ = await evaluate_game(make, 99, budget=50, turns=rules)

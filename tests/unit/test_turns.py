@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from ray_apr.core.exceptions import RolloutError, StepError
 from ray_apr.core.messages import Generation
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
-from ray_apr.core.user import Environment, Step
+from ray_apr.core.user import Environment, RewardResult, Step
 from ray_apr.rollout.turns import encode_step, turn_rules
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
@@ -71,6 +71,22 @@ async def test_turns_alternate_with_the_environment_whose_tokens_are_not_trained
         assert sample.environment_state == {"seen": [1]}
     assert {s.turn_text for s in tools.asked} == {"1000 1001 1002", "1005 1006 1007"}
     await run.check_ledger(run.summary)
+
+
+async def test_a_turn_that_the_budget_cut_can_be_read_where_the_reward_is_asked_for():
+    """known fault: an environment that looks at `turn_text` gave such a turn nothing."""
+    tools, ended = Tools(num_turns=9), []
+
+    async def score(sample):
+        ended.append(sample)
+        return RewardResult(reward=1.0)
+
+    tools.score = score
+    async with running(engine_of_turns(auto=1), scorer=tools, turns=TurnRules()) as run:
+        await run.step(0)
+    assert {(s.turn_text, s.num_turns, s.finish_reason) for s in ended} == {
+        ("1015", 4, FinishReason.LENGTH)
+    }
 
 
 async def test_a_sync_during_a_tool_call_keeps_the_conversation():
