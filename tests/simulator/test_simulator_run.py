@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ray_apr.config import Mode, PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
+from ray_apr.tools.simulator.cluster import ClusterConfig
 from ray_apr.tools.simulator.run import Simulation
 from ray_apr.tools.simulator.study import best_split, bound_tokens_per_s, climb, study
 from ray_apr.tools.simulator.trace import Trace
@@ -258,3 +259,33 @@ def test_prompts_come_in_the_order_of_a_run_with_that_seed():
     assert [group.prompt_id for group in simulated] == [
         source.next().row["name"] for _ in range(3 * len(ids))
     ]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (
+            {"engine": {"decode_base_s": 1e300}},
+            r"engine\.decode_base_s = 1e\+300: .* at most 1e\+15",
+        ),
+        ({"engine": {"prefill_tokens_per_s": 1e-300}}, r"prefill_tokens_per_s = 1e-300: .* 1e-06"),
+        ({"weight_sync_s": 1e308}, r"weight_sync_s = 1e\+308: must be at most 1e\+15"),
+        ({"host_cores": 1e-300}, r"host_cores = 1e-300: .* of at least 1e-06"),
+        ({"gpus": 10**12}, r"gpus = 10+: must be at most 100,000"),
+        ({"steps": 10**12}, r"steps = 10+: x batch\.prompts .* at most 100,000,000 samples"),
+        ({"batch": {"prompts": 10**8}}, r"steps = 32: x batch\.prompts x batch\.group_size"),
+    ],
+)
+def test_what_no_simulation_comes_to_an_end_with_is_refused(cluster, message):
+    """known fault: it ended with an OverflowError that named nothing, or not at all."""
+    with pytest.raises(ConfigError, match=rf"^cluster\..*{message}"):
+        ClusterConfig.from_dict(cluster)
+
+
+@pytest.mark.parametrize("name", ["sample_index", "prompt_tokens", "response_tokens"])
+def test_numbers_of_a_trace_that_no_float_holds_are_refused(name):
+    row = {"prompt_id": "p", "sample_index": 0, "prompt_tokens": 1, "response_tokens": 1}
+    with pytest.raises(
+        ConfigError, match=rf"trace row 0\.{name} = 10+: .*at most 1,000,000,000,000"
+    ):
+        Trace([row | {name: 10**400}])

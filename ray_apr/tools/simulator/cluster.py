@@ -10,8 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.config.common import Placement
-from ray_apr.core.checks import at_least, from_mapping, of_type, one_of, positive, require, whole
+from ray_apr.core.checks import (
+    at_least,
+    from_mapping,
+    is_number,
+    of_type,
+    one_of,
+    positive,
+    require,
+    whole,
+)
 from ray_apr.core.exceptions import ConfigError
+
+_MOST = 1e15
+"""Of any number: times stay finite."""
+_MOST_GPUS, _MOST_SAMPLES = 100_000, 100_000_000
+"""What a simulation has room and time for."""
+
+
+def _check_size(section: str, config: Any) -> None:
+    """Check that no number is too large."""
+    for name in (f.name for f in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if is_number(value):
+            require(value <= _MOST, f"{section}.{name}", value, f"must be at most {_MOST:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,8 @@ class EngineConfig:
         s = "cluster.engine"
         whole(s, self, "kv_capacity_tokens", "max_sequences")
         at_least(s, self, 1, "kv_capacity_tokens", "max_sequences")
-        positive(s, self, "decode_base_s", "prefill_tokens_per_s", "cores")
+        positive(s, self, "decode_base_s", "cores")
+        at_least(s, self, 1e-6, "prefill_tokens_per_s")
         if self.resume_overhead_s is not None:
             at_least(s, self, 0, "resume_overhead_s")
         at_least(
@@ -59,6 +82,7 @@ class EngineConfig:
             "request_overhead_s",
             "cores_per_sequence",
         )
+        _check_size(s, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +97,10 @@ class TrainerConfig:
     """CPU cores that a GPU's train worker keeps busy; counts where ``host_cores`` is set."""
 
     def __post_init__(self) -> None:
-        positive("cluster.trainer", self, "tokens_per_s_per_gpu", "cores")
+        positive("cluster.trainer", self, "cores")
+        at_least("cluster.trainer", self, 1e-6, "tokens_per_s_per_gpu")
         at_least("cluster.trainer", self, 0, "step_overhead_s")
+        _check_size("cluster.trainer", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +162,12 @@ class ClusterConfig:
         at_least(s, self, 0, "weight_sync_s", "switch_s", "sample_overhead_s")
         of_type(s, self, str, "a text", "notes")
         if self.host_cores is not None:
-            positive(s, self, "host_cores")
+            at_least(s, self, 1e-6, "host_cores")
+        _check_size(s, self)
+        remedy = f"must be at most {_MOST_GPUS:,}"
+        require(self.gpus <= _MOST_GPUS, f"{s}.gpus", self.gpus, remedy)
+        remedy = f"x batch.prompts x batch.group_size must be at most {_MOST_SAMPLES:,} samples"
+        require(self.steps * self.batch.size <= _MOST_SAMPLES, f"{s}.steps", self.steps, remedy)
         if self.placement == "disaggregated":
             require(
                 self.gpus >= 2,

@@ -17,6 +17,8 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.scheduling.order import prompt_order
 
 COLUMNS = ("prompt_id", "sample_index", "prompt_tokens", "response_tokens", "reward_s")
+_MOST = 10**12
+"""Of any number of a row."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
@@ -135,10 +137,10 @@ def _checked(number: int, row: Any) -> tuple[str, int, int, TraceSample]:
         raise ConfigError(name, dict(row), f"lacks {', '.join(missing)}")
     for column, minimum in (("sample_index", 0), ("prompt_tokens", 0), ("response_tokens", 1)):
         value = row[column]
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(
-                f"{name}.{column}", value, f"must be a whole number of at least {minimum}"
-            )
+        is_whole = isinstance(value, int) and is_number(value)
+        if not is_whole or not minimum <= value <= _MOST:
+            remedy = f"must be a whole number of at least {minimum}, and at most {_MOST:,}"
+            raise ConfigError(f"{name}.{column}", value, remedy)
     reward_s = row.get("reward_s", 0.0)
     if not is_number(reward_s) or reward_s < 0:
         raise ConfigError(f"{name}.reward_s", reward_s, "must be seconds of at least 0")
