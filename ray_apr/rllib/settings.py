@@ -123,13 +123,9 @@ def resolve(config: APRConfig) -> Settings:
     _check_environment(config)
     for callbacks in force_list(config.callbacks_class):
         check_callbacks(callbacks)
-    iteration = config.steps_per_iteration
-    require(
-        isinstance(iteration, int) and is_number(iteration) and iteration >= 1,
-        "steps_per_iteration",
-        iteration,
-        "must be a whole number of at least 1",
-    )
+    _require_whole("steps_per_iteration", config.steps_per_iteration, 1)
+    _require_whole("num_learners", config.num_learners, 0)
+    _require_whole("num_env_runners", config.num_env_runners, 0)
     return Settings(
         prompts=_section(PromptsConfig, "prompts_settings", config.prompts_settings),
         rollout=_section(RolloutConfig, "rollout", config.rollout, _rollout(config)),
@@ -226,12 +222,7 @@ def _check_environment(config: APRConfig) -> None:
         require(config.prompts is None, "prompts", config.prompts, remedy)
         held_out = config.evaluation_prompts
         require(held_out is None, "evaluation_prompts", held_out, remedy)
-        require(
-            isinstance(config.num_env_seeds, int) and config.num_env_seeds >= 1,
-            "environment.num_env_seeds",
-            config.num_env_seeds,
-            "must be a whole number of at least 1",
-        )
+        _require_whole("environment.num_env_seeds", config.num_env_seeds, 1)
         return
     for name in ("env_config", "num_env_seeds", "observations", "observation_space"):
         require(
@@ -241,6 +232,11 @@ def _check_environment(config: APRConfig) -> None:
             "needs a text environment in gymnasium's form; leave it out",
         )
     require(config.prompts is not None, "prompts", None, "is missing; give rows with a prompt each")
+
+
+def _require_whole(name: str, value: Any, least: int) -> None:
+    is_whole = isinstance(value, int) and is_number(value) and value >= least
+    require(is_whole, name, value, f"must be a whole number of at least {least}")
 
 
 def _train(config: APRConfig) -> dict[str, tuple[str, Any]]:
@@ -315,6 +311,8 @@ def _scaling(config: APRConfig) -> ray.train.ScalingConfig:
     require(gpus in (0, 1), "num_gpus_per_learner", gpus, "must be 0 or 1: a train worker has one")
     resources = dict(config.custom_resources_per_learner)
     if cpus != "auto":
+        remedy = 'must be a number of at least 0, or "auto"'
+        require(is_number(cpus) and cpus >= 0, "num_cpus_per_learner", cpus, remedy)
         resources["CPU"] = cpus
     return ray.train.ScalingConfig(
         num_workers=config.num_learners or 1,

@@ -126,6 +126,16 @@ def test_the_duration_of_an_evaluation_is_that_of_all_its_prompts():
         evaluated(evaluation_interval=1, evaluation_duration=7, evaluation_settings=sampled)
 
 
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True, None])
+@pytest.mark.parametrize("name", ["num_learners", "num_env_runners"])
+def test_odd_numbers_of_workers_are_refused_by_their_name(name, value):
+    """known fault: they were told by another setting's name, and true was one learner."""
+    given = config(train_batch_size_per_learner=8)
+    setattr(given, name, value)
+    with pytest.raises(ConfigError, match=rf"^{name} = .*must be a whole number of at least 0"):
+        given.validate()
+
+
 class WithEpisodes(RLlibCallback):
     def on_episode_end(self, **kwargs):
         """Would be called by an env runner."""
@@ -151,6 +161,8 @@ class WithEpisodes(RLlibCallback):
         (lambda c: c.env_runners(num_envs_per_env_runner=2), "num_envs_per_env_runner = 2"),
         (lambda c: c.env_runners(num_gpus_per_env_runner=0.5), "num_gpus_per_env_runner = 0.5"),
         (lambda c: c.learners(num_gpus_per_learner=2), "num_gpus_per_learner = 2: must be 0 or 1"),
+        (lambda c: c.learners(num_cpus_per_learner=-1), "num_cpus_per_learner = -1: must be a num"),
+        (lambda c: c.learners(num_cpus_per_learner="1"), "num_cpus_per_learner = '1': must be"),
         (lambda c: c.learners(learner_class=object), "learner_class = .*language model"),
         (lambda c: c.rl_module(model_config={"x": 1}), "model_config = .*language model"),
         (lambda c: c.offline_data(input_="/data"), "input_ = '/data': .*no offline data"),
