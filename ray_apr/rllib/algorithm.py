@@ -37,7 +37,7 @@ from ray_apr.data.rows import PromptRows
 from ray_apr.rllib.config import APRConfig, as_rows
 from ray_apr.rllib.environment import TextEnvironment, env_maker, is_text_environment
 from ray_apr.rllib.results import Lifetime, evaluation_results, iteration_results
-from ray_apr.rllib.settings import Settings, check_callbacks, resolve
+from ray_apr.rllib.settings import Settings, check_callbacks, num_held_out, resolve
 from ray_apr.trainer import APRTrainer
 
 RUN_FOLDER = "run"
@@ -323,8 +323,8 @@ class APR(Algorithm):
         column, num_seeds = settings.rollout.prompt_column, config.num_env_seeds
         prompts, held_out = environment.rows(range(num_seeds), column), None
         if evaluation is not None:
-            num_held_out = config.evaluation_duration // evaluation.samples
-            held_out = environment.rows(range(num_seeds, num_seeds + num_held_out), column)
+            end = num_seeds + num_held_out(config) // evaluation.samples
+            held_out = environment.rows(range(num_seeds, end), column)
         return environment, prompts, held_out
 
     def _storage_path(self) -> str:

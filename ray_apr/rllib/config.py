@@ -61,6 +61,7 @@ class APRConfig(RLlibConfig):
         self.train_batch_size = train.batch_size
         self.gamma = 1.0
         self.evaluation_parallel_to_training = True
+        self.evaluation_duration: Any = None  # RLlib's 10 would look as if nobody had said it
         self.num_cpus_for_main_process = 0.1
         # `.training()`
         self.model: Any = None

@@ -339,7 +339,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
         found["every"] = ("evaluation_interval", interval * config.steps_per_iteration)
         if given is None:  # as in RLlib, which begins with a training iteration
             found["at_start"] = ("evaluation_interval", False)
-    if _is_set(config, "evaluation_duration") and not is_env:
+    if config.evaluation_duration is not None and not is_env:
         found["samples"] = ("evaluation_duration", _samples(config))
     evaluation: EvaluationConfig = _section(EvaluationConfig, "evaluation_settings", given, found)
     if "samples" in found:
@@ -347,12 +347,17 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
         remedy = f"is for all suites, and {', '.join(own)} have samples of their own; leave one out"
         require(not own, "evaluation_duration", config.evaluation_duration, remedy)
     if is_env:
-        duration = config.evaluation_duration
+        duration = num_held_out(config)
         remedy = f"must be a multiple of evaluation_settings.samples = {evaluation.samples}"
         is_multiple = isinstance(duration, int) and duration > 0
         is_multiple = is_multiple and duration % evaluation.samples == 0
         require(is_multiple, "evaluation_duration", duration, remedy)
     return evaluation
+
+
+def num_held_out(config: APRConfig) -> Any:
+    """Episodes of an evaluation with a text environment; as many as in RLlib, if nobody says it."""
+    return 10 if config.evaluation_duration is None else config.evaluation_duration
 
 
 def _samples(config: APRConfig) -> int:
