@@ -20,7 +20,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.data.prompts import encode_prompt, load_tokenizer
+from ray_apr.data.prompts import encode_prompt, load_tokenizer, with_template_kwargs
 from ray_apr.data.rows import PromptRows
 from ray_apr.rewards.answers import as_result
 from ray_apr.rewards.judge import ASKS
@@ -119,6 +119,7 @@ def call_rewards(
         tokenizer = load_tokenizer(spec.model, is_here=True)
     except (OSError, ValueError):  # a warning of its own has said so
         return []
+    tokenizer = with_template_kwargs(tokenizer, spec.rollout.chat_template_kwargs)
     warnings = []
     for called in rewards:
         said = f"{called.setting}: {called.name}"

@@ -78,7 +78,7 @@ def _preview(
     """Encode the prompts with the model's tokenizer, if that is here."""
     from ray_apr.data.encoding import LengthLimit
     from ray_apr.data.preview import preview
-    from ray_apr.data.prompts import load_tokenizer, num_token_ids
+    from ray_apr.data.prompts import load_tokenizer, num_token_ids, with_template_kwargs
     from ray_apr.run.ending import passes_line
 
     try:
@@ -91,6 +91,7 @@ def _preview(
         return [f"{spec.model} is not on this machine, {why}"]
     check_hub_model(spec.model, is_here=True)
     max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
+    tokenizer = with_template_kwargs(tokenizer, spec.rollout.chat_template_kwargs)
     num_ids = num_token_ids(spec.model, tokenizer)
     warnings = []
     for name, prompts in rows.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ from ray_apr.config.renamed import renew
 from ray_apr.config.reward import RewardConfig
 from ray_apr.config.sampling import SamplingConfig
 from ray_apr.core.checks import at_least, from_mapping, of_type, require, whole, whole_or_none
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.messages import SamplingParams
 
+_OWN_VARIABLES = ("messages", "add_generation_prompt")
 _C = TypeVar("_C")
 _SECTIONS: Mapping[str, type] = {
     "engine": EngineConfig,
@@ -62,6 +65,9 @@ class RolloutConfig:
     """Most turns of a response in a run with an environment; None leaves it to the budget."""
     prompt_column: str = "prompt"
     """Column of the dataset: text, chat messages, or token ids."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the model's chat template, as ``{enable_thinking: false}`` of Qwen3's; for
+    prompts that are messages, and messages of an environment."""
     replay_column: str | None = None
     """Column with a list of response lengths, in tokens, of which sample i takes number i: each
     response gets exactly so long, whatever the model says. It replays a trace; None lets the model
@@ -103,6 +109,9 @@ class RolloutConfig:
         whole_or_none(s, self, 1, "max_turns")
         of_type(s, self, str, "a text", "prompt_column")
         of_type(s, self, str | None, "a text or None", "replay_column")
+        of_type(s, self, Mapping, "a mapping of variables", "chat_template_kwargs")
+        for name, value in self.chat_template_kwargs.items():
+            _check_variable(f"{s}.chat_template_kwargs", name, value)
         if self.engine.device == "cpu":
             self.check_on_cpu()
         bounds = self.engine.autoscaling
@@ -172,3 +181,15 @@ class RolloutConfig:
             reports_support=sampling.top_k > 0,
             ignore_eos=self.replay_column is not None,
         )
+
+
+def _check_variable(field: str, name: Any, value: Any) -> None:
+    """Check a variable of a chat template."""
+    is_name = isinstance(name, str) and name.isidentifier()
+    require(is_name, field, name, "must have names of variables as its keys")
+    require(name not in _OWN_VARIABLES, field, name, "is what ray_apr says itself; leave it out")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        remedy = "must be a text, number, true, false or null, or lists and mappings of these"
+        raise ConfigError(f"{field}.{name}", value, remedy) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,14 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import ROW, TOKEN_IDS, encode_prompt, load_tokenizer, num_token_ids
+from ray_apr.data.prompts import (
+    ROW,
+    TOKEN_IDS,
+    encode_prompt,
+    load_tokenizer,
+    num_token_ids,
+    with_template_kwargs,
+)
 from ray_apr.data.rows import PromptRows, field_of
 
 if TYPE_CHECKING:
@@ -160,6 +167,7 @@ def encode_dataset(
     model: str,
     column: str,
     max_prompt_tokens: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     drops_too_long: bool | None = False,
     name: str | None = None,
     num_prompts: int | None = None,
@@ -175,6 +183,7 @@ def encode_dataset(
         model: Folder or hub id whose tokenizer is used.
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
+        chat_template_kwargs: Variables of its chat template.
         drops_too_long: Leave longer ones out, and log how many they are; None: they are held-out
             ones, of which none is.
         name: What Ray Data calls it, in its metrics and its log.
@@ -187,7 +196,7 @@ def encode_dataset(
     """
     import ray
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs or {})
     num_ids = num_token_ids(model, tokenizer)
 
     def encode(table: pa.Table) -> pa.Table:
@@ -232,6 +241,7 @@ def count_fitting(
     model: str,
     column: str,
     max_prompt_tokens: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> int:
     """How many prompts leave room for the response; all are encoded, and nothing is kept of them.
@@ -244,6 +254,7 @@ def count_fitting(
         model: Folder or hub id whose tokenizer is used.
         column: Name of the prompt column.
         max_prompt_tokens: Longest prompt that leaves room for the response budget.
+        chat_template_kwargs: Variables of its chat template.
         name: What Ray Data calls it, in its metrics and its log.
 
     Raises:
@@ -251,7 +262,7 @@ def count_fitting(
     """
     import ray
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs or {})
     num_ids = num_token_ids(model, tokenizer)
 
     def count(table: pa.Table) -> pa.Table:

@@ -9,8 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +67,31 @@ def load_tokenizer(model: str, *, is_here: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
+
+
+def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A tokenizer whose chat template has these variables, whoever renders it.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; it stays as it is.
+        kwargs: `RolloutConfig.chat_template_kwargs`.
+
+    Raises:
+        ConfigError: If its template does not speak of one.
+    """
+    if not kwargs:
+        return tokenizer
+    field, template = "rollout.chat_template_kwargs", tokenizer.chat_template
+    remedy = "needs a model with a chat template, and with one alone; leave it out"
+    require(isinstance(template, str), field, dict(kwargs), remedy)
+    for name in kwargs:
+        is_known = re.search(rf"\b{name}\b", template) is not None
+        require(is_known, field, name, "is no variable of the model's chat template; leave it out")
+    # the `+` keeps a line end that the template may begin with
+    begin = "".join(f"{{% set {name} = {value!r} +%}}" for name, value in kwargs.items())
+    given = copy.copy(tokenizer)  # others of this process may have it, too
+    given.chat_template = begin + template
+    return given
 
 
 def end_token_ids(model: str) -> tuple[int, ...]:

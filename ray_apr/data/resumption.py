@@ -354,6 +354,8 @@ def sampled_with(
     """
     names = ("group_size", "max_turns", "max_response_tokens")
     settings = {f"rollout.{name}": getattr(config, name) for name in names}
+    if config.chat_template_kwargs:
+        settings["rollout.chat_template_kwargs"] = dict(config.chat_template_kwargs)
     settings["rollout.sampling"] = dataclasses.asdict(config.sampling)
     settings["environment"] = "none" if resets is None else {"resets": resets}
     if weights is not None:

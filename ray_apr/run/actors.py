@@ -17,7 +17,13 @@ from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
 from ray_apr.data.mapped import mapped_table
 from ray_apr.data.parts import PartName, nth_name
-from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts, load_tokenizer
+from ray_apr.data.prompts import (
+    Mix,
+    PromptSource,
+    held_out_prompts,
+    load_tokenizer,
+    with_template_kwargs,
+)
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
 from ray_apr.rollout.evaluation import Evaluator
@@ -167,6 +173,10 @@ class Actors:
     def _rollout(self) -> RolloutConfig:
         return dataclasses.replace(self._spec.rollout, num_replicas=self.num_replicas)
 
+    def _tokenizer(self) -> Any:
+        kwargs = self._spec.rollout.chat_template_kwargs
+        return with_template_kwargs(load_tokenizer(self._spec.model), kwargs)
+
     def _encode(self, prompts: ray.data.Dataset, what: str, **expected: Any) -> EncodedPrompts:
         spec = self._spec
         wait_for_cpu(spec.rollout.engine.start_timeout_s)
@@ -176,6 +186,7 @@ class Actors:
             model=spec.model,
             column=spec.rollout.prompt_column,
             max_prompt_tokens=spec.max_prompt_tokens(),
+            chat_template_kwargs=spec.rollout.chat_template_kwargs,
             **expected,
         )
 
@@ -218,7 +229,7 @@ class Actors:
             rollout=rollout,
             partial_rollout=spec.partial_rollout,
             batch_size=spec.step_size,
-            tokenizer=load_tokenizer(spec.model),
+            tokenizer=self._tokenizer(),
             make_prompts=lambda: PromptSource(
                 [_mapped(prompts)], seed=seed, position=position, pending=pending, config=config
             ),
@@ -257,7 +268,7 @@ class Actors:
             part="evaluator",
             rollout=rollout,
             config=config,
-            tokenizer=load_tokenizer(spec.model),
+            tokenizer=self._tokenizer(),
             make_prompts=lambda: held_out_prompts(_fetched(tables)),
             make_client=self._client_maker(counts=True),
             make_scorer=lambda: Scorer(reward, rollout, environment),

@@ -44,6 +44,7 @@ def with_counted_steps(
             model=spec.model,
             column=spec.rollout.prompt_column,
             max_prompt_tokens=spec.max_prompt_tokens(),
+            chat_template_kwargs=spec.rollout.chat_template_kwargs,
             name=f"{spec.name}-count",
         )
     else:

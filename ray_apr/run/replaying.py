@@ -28,7 +28,13 @@ from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.staleness import next_version
 from ray_apr.data.encoding import LengthLimit
-from ray_apr.data.prompts import Mix, RowNumbers, encode_prompt, load_tokenizer
+from ray_apr.data.prompts import (
+    Mix,
+    RowNumbers,
+    encode_prompt,
+    load_tokenizer,
+    with_template_kwargs,
+)
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.run.folder import read_rows
@@ -296,7 +302,7 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
     names = prompts.column(spec.prompts.source_column) if spec.prompts.weights else ()
     mix = Mix.of([names[row] for row in kept], spec.prompts) if names else None
     of_prompts = RowNumbers(len(kept), seed=spec.train.seed, mix=mix)
-    tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
+    tokenizer, column = _tokenizer(spec), spec.rollout.prompt_column
 
     def prompt_of(group_id: str) -> Prompt:
         index = kept[of_prompts.of(group_id)]
@@ -329,13 +335,17 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
     return batches
 
 
+def _tokenizer(spec: RunSpec) -> Any:
+    return with_template_kwargs(load_tokenizer(spec.model), spec.rollout.chat_template_kwargs)
+
+
 def _kept(spec: RunSpec, prompts: PromptRows) -> Sequence[int]:
     """Rows of the prompts that the run had: without those that are too long, if it left them
     out."""
     rows = range(len(prompts))
     if spec.prompts.on_too_long == "error":
         return rows
-    tokenizer, column = load_tokenizer(spec.model), spec.rollout.prompt_column
+    tokenizer, column = _tokenizer(spec), spec.rollout.prompt_column
     lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in prompts.column(column)]
     limit = LengthLimit(spec.max_prompt_tokens(), column=column, drops=True)
     return list(itertools.compress(rows, limit.fits(lengths)))

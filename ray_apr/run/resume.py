@@ -171,8 +171,8 @@ def _read_samples(
     """
     if rollout.samples_digest is None:
         return None
-    now = header_of(spec)["sampled"]
-    others = [name for name, value in now.items() if rollout.sampled.get(name) != value]
+    then, now = rollout.sampled, header_of(spec)["sampled"]
+    others = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     if others:
         logger.warning(
             "the checkpoint's responses under way begin anew: %s differ", " and ".join(others)

@@ -277,8 +277,12 @@ def test_samples_of_a_checkpoint_go_on_and_their_prompts_do_not_come_again(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("section", "name"), [({"group_size": 4}, "group_size"), ({"temperature": 0.5}, "sampling")]
-)
+    ("section", "name"),
+    [
+        ({"group_size": 4}, "group_size"), ({"temperature": 0.5}, "sampling"),
+        ({"chat_template_kwargs": {"thinks": False}}, "chat_template_kwargs"),
+    ],
+)  # fmt: skip
 def test_samples_that_were_made_otherwise_begin_anew(tmp_path, with_samples, caplog, section, name):
     sampling = {"sampling": {"temperature": 0.5}} if name == "sampling" else section
     rollout = dataclasses.replace(SAMPLED, **sampling)
@@ -286,6 +290,17 @@ def test_samples_that_were_made_otherwise_begin_anew(tmp_path, with_samples, cap
     assert found.samples is None and found.prompts_again == (1, 5)
     assert found.rollout.retries == () and found.before == Counters()
     assert f"begin anew: rollout.{name} differ" in caplog.text
+
+
+def test_samples_do_not_go_on_without_their_variables_of_the_template(
+    tmp_path, with_samples, caplog
+):
+    made = dataclasses.replace(SAMPLED, chat_template_kwargs={"thinks": False})
+    progress = json.loads((Path(with_samples.path) / ROLLOUT_FILE).read_text())
+    progress["sampled"] = sampled_with(made, resets=None)
+    write(Path(with_samples.path), ROLLOUT_FILE, progress)
+    assert find_begin(plan_of(tmp_path, checkpoint=with_samples, rollout=SAMPLED)).samples is None
+    assert "begin anew: rollout.chat_template_kwargs differ" in caplog.text
 
 
 def test_samples_without_an_environment_do_not_go_on_with_one(tmp_path, with_samples, caplog):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 from ray import cloudpickle
 
-from ray_apr.data.prompts import encode_prompt, load_tokenizer
+from ray_apr.config import RolloutConfig
+from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.prompts import encode_prompt, load_tokenizer, with_template_kwargs
 
 MODEL = Path(__file__).parents[2] / "examples" / "arithmetic" / "base_model"
 CHAT = [{"role": "user", "content": "1+2"}]
@@ -37,3 +41,53 @@ def test_another_process_gets_it_and_needs_no_pytorch(tmp_path):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.split("\n")[0] == f"{here[0]} {here[1]} {tokenizer.decode([4, 5])}"
+
+
+VARIABLES = {
+    "thinks": False, "nothing": None, "text": "it's %} \"x\" é\n", "number": 1e-6,
+    "tools": [{"name": "f", "args": {"a": [1, -2.5]}}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    return copy.copy(load_tokenizer(str(MODEL)))
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("begin", ["", "\n"])
+def test_a_template_has_variables_wherever_it_is_rendered(tokenizer, name, begin):
+    template = begin + "{% if NAME is defined %}{{ NAME | tojson }}{% endif %}" + TEMPLATE
+    tokenizer.chat_template = template.replace("NAME", name)
+    kwargs = {name: VARIABLES[name]}
+    given = cloudpickle.loads(cloudpickle.dumps(with_template_kwargs(tokenizer, kwargs)))
+
+    def said(tokenizer, **kwargs):
+        return tokenizer.apply_chat_template(CHAT, tokenize=False, **kwargs)
+
+    assert said(given) == said(tokenizer, **kwargs)
+    assert said(given) != said(tokenizer), "it stays as it is"
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs = 'other': is no variable of the"):
+        with_template_kwargs(given, {"other": 1})
+
+
+def test_a_model_without_a_template_has_no_variables(tokenizer):
+    tokenizer.chat_template = None
+    assert with_template_kwargs(tokenizer, {}) is tokenizer
+    with pytest.raises(ConfigError, match="needs a model with a chat template"):
+        with_template_kwargs(tokenizer, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ("thinks", "must be a mapping of variables"),
+        ({"messages": []}, "is what ray_apr says itself"),
+        ({"a b": 1}, "must have names of variables"),
+        ({"day": date(2026, 1, 1)}, r"\.day = .*: must be a text, number, true"),
+        ({"rate": float("nan")}, r"\.rate = nan: must be a text, number, true"),
+    ],
+)
+def test_variables_that_no_template_can_have_are_refused(kwargs, said):
+    with pytest.raises(ConfigError, match=rf"rollout\.chat_template_kwargs.*{said}"):
+        RolloutConfig(chat_template_kwargs=kwargs)
