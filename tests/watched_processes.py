@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from ray_apr.run.trained_samples import SAMPLES_FOLDER
 from tests.killed_parts import KINDS
 from tests.processes import processes_of
 
@@ -72,6 +73,7 @@ class Watch:
             name = f"{kind_of(command)}/{pid}"
             self.processes.setdefault(name, []).append({"s": round(now_s, 1), **row})
         rows = sum(path.stat().st_size for path in run_folder.glob("*.jsonl"))
+        rows += folder_bytes(run_folder / SAMPLES_FOLDER)
         sizes = {"rows": rows, "checkpoints and journal": folder_bytes(run_folder) - rows}
         if self._session is not None:
             sizes["Ray's logs"] = folder_bytes(self._session / "logs")
