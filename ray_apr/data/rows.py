@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,19 +109,23 @@ class PromptRows:
         Yields:
             The column, the rows that lack it, and how many of that file have it.
         """
-        is_table = isinstance(self._rows, pa.Table)
-        names = self.names if is_table else {name: 0 for row in self._rows for name in row}
-        for name in names:
-            if isinstance(self._rows, pa.Table):
-                lacking = pc.indices_nonzero(self._rows[name].is_null()).to_pylist()
-            else:
-                lacking = [i for i, row in enumerate(self._rows) if row.get(name) is None]
+        lacks: dict[str, list[int]]
+        if isinstance(self._rows, pa.Table):
+            nulls = {name: self._rows[name].is_null() for name in self.names}
+            lacks = {
+                name: pc.indices_nonzero(of_rows).to_pylist() for name, of_rows in nulls.items()
+            }
+        else:
+            names = dict.fromkeys(name for row in self._rows for name in row)
+            lacks = {n: [i for i, r in enumerate(self._rows) if r.get(n) is None] for n in names}
+        for name, lacking in lacks.items():
             start = 0
             for origin in self._origins:
-                rows = [row for row in lacking if start <= row < start + origin.num_rows]
+                end = start + origin.num_rows
+                rows = lacking[bisect_left(lacking, start) : bisect_left(lacking, end)]
                 if 0 < len(rows) <= (others := origin.num_rows - len(rows)):
                     yield name, rows, others
-                start += origin.num_rows
+                start = end
 
     def to_dataset(self) -> ray.data.Dataset:
         """The rows as a Ray Dataset; Ray runs already.
