@@ -30,7 +30,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 def with_texts(tokenizer: Any, sample: Sample) -> Sample:
     """A sample that has ended with what its reward reads: the response as text, and where it has
     turns the last one, as an environment that gives the reward is asked once more."""
-    if sample.num_turns:
+    if sample.num_turns and sample.turn_text is None:  # else its environment was asked about it
         sample = replace(sample, turn_text=decode(tokenizer, sample.turn_ids))
     return replace(sample, response_text=decode(tokenizer, sample.response_ids))
 
