@@ -196,7 +196,7 @@ def encode_dataset(
     """
     import ray
 
-    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs or {})
+    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs)
     num_ids = num_token_ids(model, tokenizer)
 
     def encode(table: pa.Table) -> pa.Table:
@@ -262,7 +262,7 @@ def count_fitting(
     """
     import ray
 
-    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs or {})
+    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs)
     num_ids = num_token_ids(model, tokenizer)
 
     def count(table: pa.Table) -> pa.Table:

@@ -69,7 +69,7 @@ def load_tokenizer(model: str, *, is_here: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
 
 
-def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> Any:
+def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> Any:
     """A tokenizer whose chat template has these variables, whoever renders it.
 
     Args:
