@@ -216,8 +216,8 @@ def our_run(
         "rollout": {
             "num_replicas": replicas, "group_size": task["group_size"],
             "max_response_tokens": task["max_response_tokens"],
-            "max_model_len": task["max_model_len"],
             "engine": {
+                "max_model_len": task["max_model_len"],
                 "device": "cuda", "dtype": "bfloat16", "sleep": placement != "awake",
                 "placement": "colocated" if placement else "disaggregated",
                 "kwargs": {"max_num_seqs": args.max_num_seqs},
