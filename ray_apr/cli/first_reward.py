@@ -20,8 +20,8 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.data.prompts import encode_prompt, load_tokenizer, with_template_kwargs
 from ray_apr.data.rows import PromptRows
+from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, with_template_kwargs
 from ray_apr.rewards.answers import as_result
 from ray_apr.rewards.judge import ASKS
 from ray_apr.run.spec import RunSpec

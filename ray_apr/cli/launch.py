@@ -78,7 +78,7 @@ def _preview(
     """Encode the prompts with the model's tokenizer, if that is here."""
     from ray_apr.data.encoding import LengthLimit
     from ray_apr.data.preview import preview
-    from ray_apr.data.prompts import load_tokenizer, num_token_ids, with_template_kwargs
+    from ray_apr.data.tokenizers import load_tokenizer, num_token_ids, with_template_kwargs
     from ray_apr.run.ending import passes_line
 
     try:

@@ -21,15 +21,9 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import (
-    ROW,
-    TOKEN_IDS,
-    encode_prompt,
-    load_tokenizer,
-    num_token_ids,
-    with_template_kwargs,
-)
+from ray_apr.data.prompts import ROW, TOKEN_IDS
 from ray_apr.data.rows import PromptRows, field_of
+from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, num_token_ids
 
 if TYPE_CHECKING:
     import ray
@@ -196,7 +190,7 @@ def encode_dataset(
     """
     import ray
 
-    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs)
+    tokenizer = load_tokenizer(model, chat_template_kwargs)
     num_ids = num_token_ids(model, tokenizer)
 
     def encode(table: pa.Table) -> pa.Table:
@@ -262,7 +256,7 @@ def count_fitting(
     """
     import ray
 
-    tokenizer = with_template_kwargs(load_tokenizer(model), chat_template_kwargs)
+    tokenizer = load_tokenizer(model, chat_template_kwargs)
     num_ids = num_token_ids(model, tokenizer)
 
     def count(table: pa.Table) -> pa.Table:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray_apr.data.encoding import LengthLimit
-from ray_apr.data.prompts import encode_prompt
 from ray_apr.data.rows import PromptRows
+from ray_apr.data.tokenizers import encode_prompt
 
 _AT_ONCE = 256
 _MOST_SHOWN = 12

@@ -9,14 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import functools
-import json
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +24,7 @@ from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
 from ray_apr.data.rows import PromptRows
+from ray_apr.data.tokenizers import has_chat_template, is_chat
 from ray_apr.scheduling.order import (
     mixed_order,
     num_retries,
@@ -45,140 +42,6 @@ if TYPE_CHECKING:
 TOKEN_IDS = "__apr_prompt_token_ids"
 ROW = "__apr_row"
 """Column with the row of the dataset, of tables from which rows were left out."""
-_MOST_TOKEN_IDS = 2**31
-"""As int32 holds them, which Arrow has them as."""
-_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "tekken.json")
-
-
-@functools.lru_cache(maxsize=4)
-def load_tokenizer(model: str, *, is_here: bool = False) -> Any:
-    """Load the tokenizer of a model folder or hub id, once for each process.
-
-    Processes without PyTorch are given it instead: what Transformers loads a tokenizer with imports
-    PyTorch, and the tokenizer itself does not.
-
-    Args:
-        model: Folder or hub id.
-        is_here: Take only what is on this machine.
-
-    Raises:
-        OSError: If it cannot be had.
-    """
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
-
-
-def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """A tokenizer whose chat template has these variables, whoever renders it.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer; it stays as it is.
-        kwargs: `RolloutConfig.chat_template_kwargs`.
-
-    Raises:
-        ConfigError: If its template does not speak of one.
-    """
-    if not kwargs:
-        return tokenizer
-    field, template = "rollout.chat_template_kwargs", tokenizer.chat_template
-    remedy = "needs a model with a chat template, and with one alone; leave it out"
-    require(isinstance(template, str), field, dict(kwargs), remedy)
-    for name in kwargs:
-        is_known = re.search(rf"\b{name}\b", template) is not None
-        require(is_known, field, name, "is no variable of the model's chat template; leave it out")
-    # the `+` keeps a line end that the template may begin with
-    begin = "".join(f"{{% set {name} = {value!r} +%}}" for name, value in kwargs.items())
-    given = copy.copy(tokenizer)  # others of this process may have it, too
-    given.chat_template = begin + template
-    return given
-
-
-def end_token_ids(model: str) -> tuple[int, ...]:
-    """Ids that end a response of this model by themselves, as vLLM finds them."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        config = GenerationConfig.from_pretrained(model)
-    except OSError:  # the model has no such file
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
-    ends = config.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    found = {load_tokenizer(model).eos_token_id, *listed} - {None}
-    return tuple(sorted(found))
-
-
-def num_token_ids(model: str, tokenizer: Any) -> int:
-    """How many token ids a prompt may have, from 0 on: as many as the model or its tokenizer has,
-    whichever are more; any, where the model's config is not on this machine."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError):
-        return _MOST_TOKEN_IDS
-    of_model = getattr(config, "vocab_size", None)
-    return max(of_model, len(tokenizer)) if of_model else _MOST_TOKEN_IDS
-
-
-def encode_prompt(
-    tokenizer: Any, prompt: Any, *, field: str = "prompts", num_ids: int = _MOST_TOKEN_IDS
-) -> list[int]:
-    """Turn text, chat messages or token ids into token ids.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        prompt: ``str``, a list of ``{"role", "content"}`` mappings, or a list of ints.
-        field: What an error calls the prompt.
-        num_ids: How many token ids there are (`num_token_ids`).
-
-    Raises:
-        ConfigError: For anything else, for an empty prompt, for an id that there is not, or if
-            the tokenizer does not take the text, or its chat template the messages.
-    """
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
-    if isinstance(prompt, str):
-        # not verbose: of a prompt that is too long we say so ourselves
-        try:
-            ids = tokenizer(prompt, verbose=False)["input_ids"]
-        except (TypeError, UnicodeEncodeError) as error:  # of half a character, as "\ud800" is
-            remedy = f"the tokenizer does not take this text: {error}; correct it"
-            raise ConfigError(field, prompt, remedy) from error
-    elif _is_chat(prompt):
-        try:
-            ids = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # a template may raise whatever it likes
-            remedy = f"the tokenizer's chat template does not take these messages: {error}"
-            raise ConfigError(field, prompt, remedy) from error
-    elif isinstance(prompt, list | tuple) and all(
-        isinstance(i, int) and not isinstance(i, bool) for i in prompt
-    ):
-        ids = list(prompt)
-        wrong = [i for i in ids if not 0 <= i < num_ids]
-        remedy = f"are no token ids, which are 0 to {num_ids - 1}; give those of the model"
-        require(not wrong, field, wrong, remedy)
-    else:
-        raise ConfigError(field, prompt, "must be text, chat messages or token ids")
-    if not ids:
-        raise ConfigError(field, prompt, "is empty: it has no tokens to continue")
-    return [int(i) for i in ids]
-
-
-def _is_chat(prompt: Any) -> bool:
-    is_list = isinstance(prompt, list | tuple | np.ndarray)
-    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def has_chat_template(model: str) -> bool:
-    """Whether a model folder has a chat template; of a hub id nobody knows before it is there."""
-    folder = Path(model)
-    if not folder.is_dir() or any((folder / name).exists() for name in _TEMPLATE_FILES):
-        return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
 
 
 def check_dataset(
@@ -226,7 +89,7 @@ def check_dataset(
                 name,
                 f"the dataset has no such column, only {', '.join(names)}; name the right one",
             )
-    if _is_chat(first[0].get(column)) and not has_chat_template(model):
+    if is_chat(first[0].get(column)) and not has_chat_template(model):
         raise ConfigError(
             f"prompts[0].{column}",
             "chat messages",

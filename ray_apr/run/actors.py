@@ -17,15 +17,10 @@ from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
 from ray_apr.data.mapped import mapped_table
 from ray_apr.data.parts import PartName, nth_name
-from ray_apr.data.prompts import (
-    Mix,
-    PromptSource,
-    held_out_prompts,
-    load_tokenizer,
-    with_template_kwargs,
-)
+from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import put
+from ray_apr.data.tokenizers import load_tokenizer
 from ray_apr.rollout.evaluation import Evaluator
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.suites import check_suites, reward_of_suites
@@ -174,8 +169,7 @@ class Actors:
         return dataclasses.replace(self._spec.rollout, num_replicas=self.num_replicas)
 
     def _tokenizer(self) -> Any:
-        kwargs = self._spec.rollout.chat_template_kwargs
-        return with_template_kwargs(load_tokenizer(self._spec.model), kwargs)
+        return load_tokenizer(self._spec.model, self._spec.rollout.chat_template_kwargs)
 
     def _encode(self, prompts: ray.data.Dataset, what: str, **expected: Any) -> EncodedPrompts:
         spec = self._spec

@@ -28,15 +28,10 @@ from ray_apr.core.group import SampleMeta
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.staleness import next_version
 from ray_apr.data.encoding import LengthLimit
-from ray_apr.data.prompts import (
-    Mix,
-    RowNumbers,
-    encode_prompt,
-    load_tokenizer,
-    with_template_kwargs,
-)
+from ray_apr.data.prompts import Mix, RowNumbers
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
+from ray_apr.data.tokenizers import encode_prompt, load_tokenizer
 from ray_apr.run.folder import read_rows
 from ray_apr.run.journals import journal_of, with_journal
 from ray_apr.run.ranks import RANKS_FILE
@@ -336,7 +331,7 @@ def batches_since(begin: Begin, spec: RunSpec, prompts: PromptRows, step: int) -
 
 
 def _tokenizer(spec: RunSpec) -> Any:
-    return with_template_kwargs(load_tokenizer(spec.model), spec.rollout.chat_template_kwargs)
+    return load_tokenizer(spec.model, spec.rollout.chat_template_kwargs)
 
 
 def _kept(spec: RunSpec, prompts: PromptRows) -> Sequence[int]:

@@ -18,7 +18,7 @@ import ray.train
 import torch
 
 from ray_apr.core.messages import SamplingParams
-from ray_apr.data.prompts import end_token_ids
+from ray_apr.data.tokenizers import end_token_ids
 from ray_apr.scheduling.batch import RankBatch
 from ray_apr.train.checkpoint import Progress, load_checkpoint
 from ray_apr.train.figures import Figures

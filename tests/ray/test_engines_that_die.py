@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ray_apr.data.prompts import encode_prompt, load_tokenizer
+from ray_apr.data.tokenizers import encode_prompt, load_tokenizer
 from ray_apr.run.folder import read_rows
 from ray_apr.scheduling.order import prompt_order
 from ray_apr.scheduling.suspects import CONVICTED

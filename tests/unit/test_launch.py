@@ -18,8 +18,8 @@ from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.preview import lost_characters, preview
-from ray_apr.data.prompts import encode_prompt, has_chat_template
 from ray_apr.data.rows import PromptRows
+from ray_apr.data.tokenizers import encode_prompt, has_chat_template
 from ray_apr.run.model import check_hub_model
 from tests.run_specs import run_spec
 
@@ -207,7 +207,9 @@ def of_the_hub(monkeypatch):
         monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", get)
         return asked
 
-    monkeypatch.setattr("ray_apr.data.prompts.load_tokenizer", lambda model, *, is_here: Letters())
+    monkeypatch.setattr(
+        "ray_apr.data.tokenizers.load_tokenizer", lambda model, *, is_here: Letters()
+    )
     return know
 
 

@@ -108,7 +108,7 @@ def test_large_tables_are_several_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def encoded(monkeypatch, *tables):
     monkeypatch.setattr("ray.get", lambda ref: ref)
-    monkeypatch.setattr(encoding, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: None)
     return encode_dataset(
         ArrowDataset(list(tables)), model="m", column="prompt", max_prompt_tokens=9
     )

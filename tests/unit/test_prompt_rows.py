@@ -18,9 +18,9 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.data import encoding
 from ray_apr.data.encoding import LengthLimit, check_replayed, count_fitting, encode_dataset
 from ray_apr.data.preview import gaps_of, preview
-from ray_apr.data.prompts import encode_prompt, num_token_ids
 from ray_apr.data.resumption import Begin
 from ray_apr.data.rows import Origin, PromptRows
+from ray_apr.data.tokenizers import encode_prompt, num_token_ids
 from ray_apr.run import actors
 from ray_apr.trainer import APRTrainer
 from tests.fakes import ArrowDataset
@@ -125,7 +125,7 @@ def test_a_dry_run_refuses_ids_with_their_line():
 @pytest.mark.parametrize("stage", [encode_dataset, count_fitting])
 def test_a_run_refuses_ids_with_their_row_of_the_dataset(monkeypatch, stage):
     monkeypatch.setattr("ray.get", lambda ref: ref)
-    monkeypatch.setattr(encoding, "load_tokenizer", lambda model: "abc")
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: "abc")
     monkeypatch.setattr(encoding, "num_token_ids", lambda model, tokenizer: 9)
     tables = [pa.table({"prompt": [[1], [1, 2, 3]]}), pa.table({"prompt": [[8], [9, 1, 12]]})]
     with pytest.raises(ConfigError, match=r"^prompts\[3\]\.prompt = \[9, 12\]: are no token ids"):
@@ -195,7 +195,7 @@ def test_a_trainer_checks_the_lengths_to_replay(monkeypatch):
 
 def test_a_run_refuses_lengths_to_replay_with_their_row_of_the_dataset(monkeypatch):
     monkeypatch.setattr("ray.get", lambda ref: ref)
-    monkeypatch.setattr(encoding, "load_tokenizer", lambda model: "abc")
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: "abc")
     tables = [pa.table({"prompt": [[1], [1]], "n": [[1], n]}) for n in ([2], [2, 0])]
     settings = {"model": "m", "column": "prompt", "max_prompt_tokens": 5}
     with pytest.raises(ConfigError, match=rf"^prompts\[3\]\.n = {SAID}"):

@@ -42,7 +42,7 @@ def _here(monkeypatch):
     monkeypatch.setattr("ray.get", lambda ref: ref)
     monkeypatch.setattr("ray.put", lambda value: value)
     for module in (encoding, replaying):
-        monkeypatch.setattr(module, "load_tokenizer", lambda model: None)
+        monkeypatch.setattr(module, "load_tokenizer", lambda *_: None)
 
 
 def encode(rows=ROWS, **given):

@@ -463,7 +463,7 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     from ray_apr.run import actors
     from ray_apr.run.actors import Actors
 
-    monkeypatch.setattr(actors, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(actors, "load_tokenizer", lambda *_: None)
     spec = run_spec(
         rollout=RolloutConfig(num_replicas=2),
         partial_rollout=PartialRolloutConfig.preset("async"),  # a sync waits for requests

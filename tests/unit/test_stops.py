@@ -9,7 +9,7 @@ from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.messages import Generation, SamplingParams
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
-from ray_apr.data.prompts import end_token_ids
+from ray_apr.data.tokenizers import end_token_ids
 from ray_apr.serve.vllm.outputs import end_of_straddling_stop, up_to
 from tests.fakes import ScriptedEngine
 from tests.rollout_run import running, until, without_ray

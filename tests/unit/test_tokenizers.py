@@ -13,7 +13,7 @@ from ray import cloudpickle
 
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.prompts import encode_prompt, load_tokenizer, with_template_kwargs
+from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, with_template_kwargs
 
 MODEL = Path(__file__).parents[2] / "examples" / "arithmetic" / "base_model"
 CHAT = [{"role": "user", "content": "1+2"}]
@@ -22,7 +22,7 @@ ELSEWHERE = """
 import pickle, sys
 tokenizer = pickle.load(open(sys.argv[1], "rb"))
 import ray_apr.data.encoding, ray_apr.rollout.evaluation, ray_apr.rollout.worker
-from ray_apr.data.prompts import encode_prompt
+from ray_apr.data.tokenizers import encode_prompt
 chat = [{"role": "user", "content": "1+2"}]
 print(encode_prompt(tokenizer, "12+3="), encode_prompt(tokenizer, chat), tokenizer.decode([4, 5]))
 assert "torch" not in sys.modules
