@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from ray_apr.cli.main import main
 from ray_apr.core.metrics import SPECS
 from ray_apr.tools.grafana.dashboard import FILE_NAME
 from ray_apr.tools.grafana.panels import ROWS
-from tests.whole_runs import free_port, running_cluster, start_run
+from tests.whole_runs import free_port, living_parts, running_cluster, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -157,7 +158,7 @@ def test_every_query_of_the_dashboard_has_data_of_a_live_run(env, tmp_path):
 
 
 @pytest.mark.vllm
-def test_rays_tables_name_the_run_and_its_parts(env, tmp_path):
+def test_rays_tables_name_a_run_and_its_parts_and_ctrl_c_ends_it_whole(env, tmp_path):
     settings = (
         "train.steps=2000", "train.batch_size=16", "rollout.num_replicas=1",
         "scaling={num_workers: 1, use_gpu: false}", "evaluation.prompts=held_out.parquet",
@@ -178,8 +179,15 @@ def test_rays_tables_name_the_run_and_its_parts(env, tmp_path):
                 names = {actor["name"].rpartition("-")[0] for actor in actors if actor["name"]}
         jobs = json.loads(read(f"{dashboard}/api/jobs/"))
         listed = json.loads(read(f"{dashboard}/api/v0/tasks?limit=10000"))["data"]["result"]
-        run.kill()
-        run.wait()
+        while "\nstep" not in (said := (tmp_path / "run.log").read_text()):
+            assert run.poll() is None, said[-3000:]
+            time.sleep(0.5)
+        run.send_signal(signal.SIGINT)
+        code, said = run.wait(timeout=90), (tmp_path / "run.log").read_text()
+        assert code == 130 and "stopped by you (Ctrl-C)" in said, said[-3000:]
+        assert living_parts(address, env) == "[]"
+    final = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert (final["status"], final["ledger_error"]) == ("stopped", 0)
     assert [train["name"] for train in trains] == ["run"]
     assert [job["metadata"].get("ray_apr_run") for job in jobs] == ["run"]
     called = [task["name"].rpartition(":")[2] for task in listed["result"]]  # behind an actor's own

@@ -103,7 +103,8 @@ def test_rewards_that_fail_end_the_run_with_their_reason(tmp_path, marked):
     assert final["ledger_error"] == 0
 
 
-def test_ctrl_c_ends_a_run_at_once_and_whole(tmp_path, marked):
+@pytest.mark.long
+def test_ctrl_c_ends_a_run_with_its_own_cluster_at_once_and_whole(tmp_path, marked):
     _, env = marked
     process = start_run(tmp_path, env, *ONE_OF_EACH)
     seen: list[str] = []
