@@ -155,6 +155,12 @@ def test_assert_statements_run_in_the_programs_namespace(namespaces):
     assert result_of(code_tests(), program, "assert double(1) == 2\nassert double(0) == 0").reward
 
 
+def test_annotations_of_a_program_are_values(namespaces):
+    program = "def double(x: int) -> int: return 2 * x"
+    tests = ["assert double.__annotations__ == {'x': int, 'return': int}"]
+    assert result_of(code_tests(), program, tests).reward == 1.0
+
+
 @pytest.mark.parametrize(
     "program",
     [
