@@ -211,7 +211,7 @@ def _parsed(text: str) -> Any:
 
 def _transposed(tests: Mapping[str, Any]) -> Any:
     """``{"inputs": [...], "outputs": [...]}`` as pairs, or one pair as a list."""
-    if "fn_name" in tests:
+    if tests.get("fn_name") is not None:  # None where other rows of the dataset have one
         return None  # these call a function; they are no pairs of texts
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):

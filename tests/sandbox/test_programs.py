@@ -583,6 +583,7 @@ def test_white_space_at_ends_of_lines_does_not_count():
     [
         ({"inputs": ["1", "2"], "outputs": ["2", "4"]}, [("1", "2"), ("2", "4")]),
         ('{"inputs": ["1", "2"], "outputs": ["2", "4"]}', [("1", "2"), ("2", "4")]),
+        ({"inputs": ["1"], "outputs": ["2"], "fn_name": None}, [("1", "2")]),
         ({"input": "1", "output": "2"}, [("1", "2")]),
         ('[{"input": "1", "output": "2"}]', [("1", "2")]),
         ('["assert f()", "assert g()"]', ["assert f()", "assert g()"]),
