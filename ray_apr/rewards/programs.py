@@ -29,7 +29,7 @@ from ray_apr.rewards.sandbox import (
 Score = Literal["all", "fraction"]
 Compare = Callable[[str, str], bool]
 
-_FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"( {0,3})```([^`]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,23 @@ class Case:
 
 
 def fenced_program(response: str) -> str:
-    """The last fenced code block of a response, or all of it where there is none."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced code block of a response, or all of it where there is none.
+
+    Its lines lose the indentation of its fence, as in a list. A fence with a language begins a
+    block even where another one was never closed. Each line is looked at once: a response may
+    repeat a fence thousands of times.
+    """
+    found, indent = response, 0
+    block: list[str] | None = None
+    for line in response.split("\n"):
+        fence = _FENCE.fullmatch(line.rstrip())
+        if fence is None and block is not None:
+            block.append(line[min(indent, len(line) - len(line.lstrip(" "))) :] + "\n")
+        elif fence is not None and block is not None and not fence[2]:
+            found, block = "".join(block), None
+        elif fence is not None:
+            block, indent = [], len(fence[1])
+    return found
 
 
 def same_output(output: str, expected: str) -> bool:

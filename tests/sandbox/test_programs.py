@@ -566,10 +566,19 @@ def test_as_another_user_than_root(tmp_path):
         ("  ```py\nx = 1\n  ```", "x = 1\n"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
         ("```python\nx = 1", "```python\nx = 1"),
+        ("- so:\n  ```py\n  if x:\n      y = 2\n\n  ```", "if x:\n    y = 2\n\n"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
+        ("```python\nx =\n</think>\n```python\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_the_last_fenced_block_is_the_program(response, program):
     assert fenced_program(response) == program
+
+
+def test_a_response_of_fences_alone_is_read_at_once():
+    start = time.monotonic()
+    fenced_program("```python\n" * 8_000)
+    assert time.monotonic() - start < 2
 
 
 def test_white_space_at_ends_of_lines_does_not_count():
