@@ -37,7 +37,8 @@ def readable_files(more: tuple[str, ...]) -> Readable:
     """The system's paths, those of the Python that runs here, and `more`, as far as they exist."""
     executable = os.path.realpath(sys.executable)
     python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix))
-    wanted = {*SYSTEM_PATHS, *python, os.path.dirname(executable), *more}
+    given = (os.path.normpath(f"/{path.lstrip('/')}") for path in more)  # without "/" at the end
+    wanted = {*SYSTEM_PATHS, *python, os.path.dirname(executable), *given}
     chosen: list[str] = []
     for path in sorted(wanted, key=lambda path: path.count("/")):
         if os.path.exists(path) and not any(path.startswith(f"{c}/") for c in chosen):

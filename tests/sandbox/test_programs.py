@@ -320,8 +320,11 @@ def test_with_namespaces_nothing_outside_can_be_seen(namespaces, tmp_path):
     """
     expected = pairs(("", "False False []"))
     assert result_of(code_tests(), program, expected).reward == 1.0
-    shown = code_tests(readable_paths=[str(tmp_path)])
-    assert result_of(shown, f"print(open({str(secret)!r}).read())", pairs(("", "secret"))).reward
+    for path in (str(tmp_path), f"{tmp_path}/"):
+        shown = code_tests(readable_paths=[path])
+        assert result_of(
+            shown, f"print(open({str(secret)!r}).read())", pairs(("", "secret"))
+        ).reward
 
 
 def test_the_disk_is_limited(isolated):
