@@ -24,8 +24,12 @@ from ray_apr.rewards.answers import (
     response_of,
 )
 
-ANSWER_TAGS = r"<answer>\s*(.*?)\s*</answer>"
-"""How Reasoning Gym's own prompts ask for the answer."""
+ANSWER_TAGS = r"<answer>\s*+((?:[^\s<]++|<(?!/?answer>)|\s++(?!</answer>))*+)\s*+</answer>"
+"""How Reasoning Gym's own prompts ask for the answer, without white space at its ends.
+
+Nothing is looked at twice, as a response may be thousands of line breaks after an opening tag, and
+no tag is inside: one that is only mentioned begins no answer.
+"""
 
 _TUPLE_TASKS = ("arc_agi", "rearc")
 """Tasks whose scorers compare grids of tuples, which JSON has made lists."""

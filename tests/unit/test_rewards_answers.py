@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import ray_apr.rewards
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.rewards import exact_match, math_equal, reasoning, reasoning_gym_score
-from ray_apr.rewards.answers import optional_package
+from ray_apr.rewards.answers import extracted, optional_package
 from ray_apr.rewards.math_answers import last_boxed
 from tests.reward_samples import round_trip, sample_of
 
@@ -245,6 +246,26 @@ def whole_numbers(monkeypatch):
         return float(int(answer) == int(entry["answer"]))
 
     monkeypatch.setattr(reasoning, "_scorer", lambda task: score)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("<answer> 4 2\n</answer>", "4 2"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("I shall put it in <answer> tags. <answer>42</answer>", "42"),
+        ("<answer>a < b </b></answer>", "a < b </b>"),
+        ("<answer> </answer>", ""),
+        ("<answer>42", None),
+        ("<answer>" + "\n" * 8_000, None),
+        ("<answer>" * 8_000, None),
+        ("<answer>" + "\n x" * 4_000 + "</answer", None),
+    ],
+)
+def test_an_answer_is_between_the_last_tags(said, answer):
+    start = time.monotonic()
+    assert extracted(said, re.compile(reasoning.ANSWER_TAGS)) == answer
+    assert time.monotonic() - start < 2
 
 
 def score_entry(said: str, task: str = "t", **entry):
