@@ -29,6 +29,8 @@ SCORE = (
 ASKS = "ray_apr.llm_judge"
 """Audit event of a judge that is about to be asked."""
 _FIELDS = ("response", "row")
+_OWN_FIELDS = ("model", "messages", "stream")
+"""Of a request; a stream would be another kind of answer."""
 _RETRIED = (408, 409, 425, 429)
 """HTTP statuses that may pass, beside 5xx: time-outs and too many requests."""
 _MAX_PAUSE_S = 30.0
@@ -64,6 +66,9 @@ class Endpoint:
             'must begin with http:// or https://, such as "http://127.0.0.1:8000/v1"',
         )
         require(bool(self.model), f"{s}.model", self.model, "must name a model of the endpoint")
+        for name in self.options:
+            remedy = "is what llm_judge itself sends; leave it out"
+            require(name not in _OWN_FIELDS, f"{s}.options", name, remedy)
 
     async def ask(self, prompt: str, sample_id: str) -> str:
         """Return the answer to a prompt; one try.
@@ -323,6 +328,10 @@ def llm_judge(
     )
     backend: Endpoint | Handle
     if base_url is None:
+        given = {"model": model, "api_key_env": api_key_env, "options": options}
+        for name, value in given.items():
+            remedy = "is for base_url: a handle gets the prompt alone; leave it out"
+            require(value is None, f"llm_judge.{name}", value, remedy)
         backend = Handle(handle=handle)
     else:
         backend = Endpoint(

@@ -205,6 +205,8 @@ async def test_a_serve_handle_is_asked_with_the_prompt():
         ({"base_url": "127.0.0.1:8000"}, "base_url"),
         ({"model": None}, "model"),
         ({"options": 3}, "options"),
+        ({"options": {"messages": []}}, "options"),
+        ({"options": {"stream": True}}, "options"),
         ({"api_key_env": 3}, "api_key_env"),
         ({"pattern": "("}, "pattern"),
         ({"pattern": "score"}, "pattern"),
@@ -220,6 +222,15 @@ def test_arguments_are_checked_at_once(options, field):
     with pytest.raises(ConfigError) as caught:
         llm_judge(options.pop("template", TEMPLATE), **options)
     assert caught.value.field == f"llm_judge.{field}"
+
+
+@pytest.mark.parametrize(
+    "given", [{"model": "m"}, {"api_key_env": "JUDGE_API_KEY"}, {"options": {"temperature": 0.5}}]
+)
+def test_what_a_handle_would_not_obey_is_refused(given):
+    with pytest.raises(ConfigError, match="leave it out") as caught:
+        llm_judge("{response}", handle=FakeHandle(str), **given)
+    assert caught.value.field == f"llm_judge.{next(iter(given))}"
 
 
 def test_a_handle_must_be_one():
