@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -217,17 +218,19 @@ def check_port(rollout: RolloutConfig) -> None:
     """Check that the HTTP ingress can open its port.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If it cannot, or has no such address; names which.
     """
-    if rollout.http.port is None:
+    host, port = rollout.http.host, rollout.http.port
+    if port is None:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((rollout.http.host, rollout.http.port))
+            probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                "rollout.http.port",
-                rollout.http.port,
-                f"cannot be opened ({error}); choose another",
-            ) from error
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                remedy = f"is no address of this machine ({error}); choose one, such as 127.0.0.1"
+                raise ConfigError("rollout.http.host", host, remedy) from error
+            remedy = f"cannot be opened ({error}); choose another"
+            raise ConfigError("rollout.http.port", port, remedy) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ray_apr.config import RolloutConfig
 from ray_apr.core.exceptions import ConfigError, EngineUnavailableError
 from ray_apr.core.messages import Origin
+from ray_apr.run.preflight import check_port
 from ray_apr.serve.ingress import make_api
 from tests.fakes import OutsideClient
 
@@ -174,6 +176,29 @@ def test_loopback_needs_no_token_and_an_empty_one_is_none():
         with pytest.raises(ConfigError, match="visible ASCII") as caught:
             RolloutConfig(http={"control_token": token})
         assert "schl" not in str(caught.value), "a secret is not repeated"
+
+
+def test_a_port_is_tried_at_its_host():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match="choose another") as caught:
+            check_port(RolloutConfig(http={"port": port}))
+        assert caught.value.field == "rollout.http.port"
+    http = {"host": "203.0.113.1", "port": port, "control_token": TOKEN}  # of documents
+    with pytest.raises(ConfigError, match="no address of this machine") as caught:
+        check_port(RolloutConfig(http=http))
+    assert caught.value.field == "rollout.http.host"
+
+
+def test_a_port_at_an_ipv6_address_is_tried():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(ConfigError, match="choose another"):
+                check_port(RolloutConfig(http={"host": "::1", "port": port}))
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    check_port(RolloutConfig(http={"host": "::1", "port": port}))
 
 
 NUMBERS = st.one_of(
