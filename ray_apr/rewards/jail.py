@@ -324,7 +324,7 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the program goes, and not the caller
     awaited = (signal.SIGTERM, signal.SIGCHLD)
-    for number in awaited:  # a caller may ignore them, and exec keeps that
+    for number in (*awaited, signal.SIGINT):  # may be ignored; Python's SIGINT would end init
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     with contextlib.ExitStack() as cleanup:
