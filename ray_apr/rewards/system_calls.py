@@ -20,6 +20,14 @@ DENIED: Mapping[str, tuple[int, int]] = {
     "socket": (41, 198),
     "shmget": (29, 194),
     "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "io_setup": (206, 0),
+    "setsockopt": (54, 208),  # how much the kernel keeps for a pair of sockets
+    "setxattr": (188, 5),  # an access list for each file
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "io_uring_setup": (425, 425),

@@ -15,6 +15,9 @@ from ray_apr.rewards import sandbox
 from ray_apr.rewards.readable import readable_files
 from ray_apr.rewards.sandbox import Command, Sandbox, SandboxLimits
 
+ROUTES = ["root_namespaces", "user_namespaces", "rlimits"]
+
+
 @pytest.fixture
 def run_by(monkeypatch):
     """Run a program by one route and the system's Python: only root may see the other one."""
@@ -53,3 +56,25 @@ def test_no_signal_ends_the_jail(run_by, route):
     """
     outcome = run_by(route, program)
     assert (outcome.ended, outcome.code, outcome.output) == ("exit", 0, b"ok\n")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_kernel_memory_that_no_limit_counts_is_not_to_be_had(run_by, route):
+    """Some of it would outlive the program without namespaces."""
+    program = """
+        import ctypes, errno, os, socket, struct
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.semget(0, 1000, 0o600), errno.errorcode[ctypes.get_errno()])
+        print(libc.mq_open(b"/apr-test", 0o102, 0o600, None), errno.errorcode[ctypes.get_errno()])
+        entries = [(1, 7, -1), *[(2, 7, os.getuid())] * 1000, (4, 7, -1), (16, 7, -1), (32, 7, -1)]
+        rights = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+        try:
+            os.setxattr("program.py", "system.posix_acl_access", rights)
+        except OSError as error:
+            print(errno.errorcode[error.errno])
+        try:
+            socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        except OSError as error:
+            print(errno.errorcode[error.errno])
+    """
+    assert run_by(route, program).output == b"-1 EPERM\n-1 EPERM\nEPERM\nEPERM\n"
