@@ -341,11 +341,11 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
         else:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             _prctl(_PR_SET_DUMPABLE, 0)
-            import shutil  # with namespaces they are not needed, and each start costs their import
-            import tempfile
+            import tempfile  # with namespaces it is not needed, and each start costs its import
 
             scratch = tempfile.mkdtemp(prefix="ray_apr-sandbox-")
-            cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
+            # not shutil's rmtree, which gives up where folders are deep
+            cleanup.callback(os.spawnlp, os.P_WAIT, "rm", "rm", "-rf", scratch)
             os.chdir(scratch)
             if uid is not None:
                 os.chown(scratch, uid, uid)

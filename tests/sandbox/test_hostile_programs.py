@@ -78,3 +78,17 @@ def test_kernel_memory_that_no_limit_counts_is_not_to_be_had(run_by, route):
             print(errno.errorcode[error.errno])
     """
     assert run_by(route, program).output == b"-1 EPERM\n-1 EPERM\nEPERM\nEPERM\n"
+
+
+@pytest.mark.parametrize("route", ["rlimits"])
+def test_folders_however_deep_are_gone(run_by, route):
+    before = set(Path("/tmp").glob("ray_apr-sandbox-*"))
+    program = """
+        import os
+        for _ in range(2_000):
+            os.mkdir("d")
+            os.chdir("d")
+        print("ok")
+    """
+    assert run_by(route, program).output == b"ok\n"
+    assert set(Path("/tmp").glob("ray_apr-sandbox-*")) <= before
