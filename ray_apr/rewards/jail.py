@@ -91,18 +91,18 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 # -- identity -------------------------------------------------------------------------------------
 
 
-def _claim_user() -> tuple[int, socket.socket]:
+def _claim_user(*, ends_user: bool) -> tuple[int, socket.socket]:
     """Find a user that no other sandbox has now; the socket keeps the claim while it is open."""
     import socket  # after the rest: a program of another user than root does not wait for it
 
-    for uid in _UIDS:
-        claim = socket.socket(socket.AF_UNIX)
-        try:
+    first = int.from_bytes(os.urandom(2), "big")  # other containers' claims cannot be seen
+    for i in range(len(_UIDS)):
+        uid, claim = _UIDS[(first + i) % len(_UIDS)], socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
             claim.bind(f"\0ray_apr-sandbox-{uid}")
-        except OSError:
-            claim.close()
-            continue
-        return uid, claim
+            if not ends_user or not _num_threads_of(uid):  # else somebody's would be ended
+                return uid, claim
+        claim.close()
     raise OSError(f"users {_UIDS.start} to {_UIDS.stop - 1} all run a sandbox")
 
 
@@ -320,7 +320,7 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
     """Start the program by the spec's route, and see to it that it ends."""
     route, uid, claim = spec["route"], None, None
     if os.geteuid() == 0:
-        uid, claim = _claim_user()
+        uid, claim = _claim_user(ends_user=route == "rlimits")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the program goes, and not the caller
     awaited = (signal.SIGTERM, signal.SIGCHLD)

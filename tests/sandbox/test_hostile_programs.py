@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ray_apr.core.exceptions import ResourceError
-from ray_apr.rewards import sandbox
+from ray_apr.rewards import jail, sandbox
 from ray_apr.rewards.readable import readable_files
 from ray_apr.rewards.sandbox import Command, Sandbox, SandboxLimits
 
@@ -92,3 +92,24 @@ def test_folders_however_deep_are_gone(run_by, route):
     """
     assert run_by(route, program).output == b"ok\n"
     assert set(Path("/tmp").glob("ray_apr-sandbox-*")) <= before
+
+
+def test_sandboxes_of_other_containers_have_other_users(run_by):
+    """They cannot see each other's claims, and the kernel counts processes for each user."""
+    users = {run_by("root_namespaces", "import os; print(os.getuid())").output for _ in range(3)}
+    assert len(users) > 1
+
+
+def test_a_user_who_runs_something_is_no_user_of_a_sandbox(monkeypatch):
+    """Without namespaces all processes of a sandbox's user are ended."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    monkeypatch.setattr(jail, "_UIDS", range(58_998, 59_000))
+    with subprocess.Popen(["/bin/sleep", "60"], user=58_999, cwd="/") as other:
+        try:
+            for _ in range(8):
+                uid, claim = jail._claim_user(ends_user=True)
+                claim.close()
+                assert uid == 58_998
+        finally:
+            other.kill()
