@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -14,6 +15,10 @@ from ray_apr.rewards.answers import column_of, optional_package, response_of
 
 _BOXED = "\\boxed{"
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
+_EMPHASIS = re.compile(r"(?<![\w^{)\]}])(\*{1,3}|`)([^\s*`](?:[^*`\n]*[^\s*`])?)\1(?!\w)")
+"""Of Markdown: **42**, but neither 2*3*4 nor x^*."""
+_DOLLAR_OR_SPACE = re.compile(r"\\\$|(?<=\d)\\[,!;:](?=\d{3}(?!\d))")
+"""What LaTeX writes for a sum of money, and for thousands: \\$12\\,500."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class MathEqual:
 
     def _expected(self, math_verify: Any, sample: Sample) -> list[Any]:
         """The reference as SymPy expressions; bare LaTeX is set between dollar signs first."""
-        text = self._text_of(sample)
+        text = _plain(self._text_of(sample))
         marked = any(mark in text for mark in _LATEX_MARKS)
         expressions: list[Any] = math_verify.parse(
             text if marked else f"${text}$", fallback_mode="no_fallback", parsing_timeout=None
@@ -75,6 +80,7 @@ class MathEqual:
 
     def _answers(self, math_verify: Any, text: str) -> list[Any]:
         """The response's answer as SymPy expressions; empty if there is none."""
+        text = _plain(text)
         latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
         kinds = [latex, math_verify.ExprExtractionConfig()]
         if self.boxed_only:
@@ -90,6 +96,12 @@ class MathEqual:
             parsing_timeout=None,
         )
         return answers
+
+
+def _plain(text: str) -> str:
+    """A text without what math-verify does not know to surround a number, or to be its sign."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{DEGREE SIGN}", "")
+    return _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text))
 
 
 def last_boxed(text: str) -> str | None:
