@@ -33,8 +33,8 @@ class GenerateBody(_Body):
     session_id: SessionId = ""
     token_ids: list[TokenId] = Field(min_length=1)
     max_tokens: int = Field(ge=1, le=_INT32, strict=True)
-    temperature: float = Field(1.0, ge=0.01, le=100)
-    top_p: float = Field(1.0, ge=1e-6, le=1)
+    temperature: float = Field(1.0, ge=0.01, le=100, strict=True)
+    top_p: float = Field(1.0, ge=1e-6, le=1, strict=True)
     top_k: int = Field(0, ge=0, le=_INT32, strict=True)
     stop_token_ids: list[TokenId] = Field([], max_length=_MAX_STOP_IDS)
     seed: int | None = Field(None, ge=0, le=_INT64, strict=True)
