@@ -34,6 +34,7 @@ _ANY_CONTEXT = 2**20
 _BYTES_PER_TOKEN = 12
 """Ten digits, a comma and a space."""
 _OTHER_BYTES = 2**16
+_KIND = "content-type"
 
 
 class _Reply(JSONResponse):
@@ -159,6 +160,8 @@ async def _on_error(request: Request, error: APRError) -> _Reply:
 async def _on_bad_request(request: Request, error: RequestValidationError) -> _Reply:
     """The body is not what it must be; its values are not repeated."""
     found = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+    if found and found[0]["loc"] == ("body",) and "json" not in request.headers.get(_KIND, ""):
+        found[0]["msg"] = "a body is JSON, and says so: Content-Type: application/json"
     return _Reply({"detail": found}, 422)
 
 

@@ -117,6 +117,17 @@ async def test_a_body_that_is_no_json_is_a_4xx(http, body):
     assert 400 <= reply.status_code < 500
 
 
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+async def test_a_body_that_does_not_say_it_is_json_is_told_to(http, kind):
+    """As curl does not."""
+    client, _ = http
+    reply = await client.post(
+        "/v1/rollouts/abort", content=b'{"request_ids": ["r"]}', headers={"content-type": kind}
+    )
+    assert reply.status_code == 422
+    assert "Content-Type: application/json" in reply.json()["detail"][0]["msg"]
+
+
 async def test_a_body_beyond_the_models_context_is_not_read(http):
     client, engines = http
     sent = 0
