@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from ray_apr.core.checks import of_type, require
@@ -64,7 +65,7 @@ class ExactMatch:
 
 
 def _text(sample: Sample, column: str, value: Any) -> str:
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int) or (isinstance(value, float) and isfinite(value)):
         return str(value)
     detail = f"column {column!r} of its row holds {value!r}; must be texts or numbers"
     raise RewardError(sample.sample_id, "invalid", detail)

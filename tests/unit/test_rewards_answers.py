@@ -78,7 +78,7 @@ def test_exact_match(options, response, answer, expected):
     assert round_trip(exact_match(**options))(sample_of(response, answer=answer)) == expected
 
 
-@pytest.mark.parametrize("answer", [None, "", "  ", [], ["a", ""], {"a": 1}])
+@pytest.mark.parametrize("answer", [None, "", "  ", [], ["a", ""], {"a": 1}, float("nan")])
 def test_a_row_without_an_answer_is_no_zero(answer):
     with pytest.raises(RewardError, match="answer") as caught:
         exact_match()(sample_of("42", answer=answer))
