@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import secrets
 import time
@@ -29,6 +30,7 @@ from ray_apr.rewards.sandbox import (
 Score = Literal["all", "fraction"]
 Compare = Callable[[str, str], bool]
 
+_OWN_FOLDERS = (".", "..", "apr-sandbox", "dev", "old", "proc")
 _FENCE = re.compile(r"( {0,3})```([^`]*)")
 
 
@@ -104,6 +106,9 @@ class CodeTests:
         for path in self.readable_paths:
             remedy = "must be an absolute path below /"
             require(path.startswith("/") and len(path) > 1, f"{s}.readable_paths", path, remedy)
+            folder = os.path.normpath(path.lstrip("/")).split("/")[0]
+            remedy = "has a name that is the sandbox's own; copy it to another folder"
+            require(folder not in _OWN_FOLDERS, f"{s}.readable_paths", path, remedy)
         sizes = ("cpu_limit_s", "memory_mb", "max_processes", "disk_mb", "max_output_bytes")
         whole(s, self.limits, *sizes)
         positive(s, self.limits, "time_limit_s", *sizes)

@@ -121,6 +121,10 @@ class Sandbox:
         if machine is None:
             known = ", ".join(MACHINES)
             raise ResourceError(f"there is no sandbox for {os.uname().machine}; only for {known}")
+        missing = [path for path in self.readable if not os.path.exists(path)]
+        if missing:
+            remedy = "put it there, or take it out of readable_paths"
+            raise ResourceError(f"a program may read {missing[0]}, which is not here; {remedy}")
         readable = readable_files(self.readable)
         spec = {
             "route": self.route,

@@ -327,6 +327,11 @@ def test_with_namespaces_nothing_outside_can_be_seen(namespaces, tmp_path):
         ).reward
 
 
+def test_a_readable_path_that_is_not_there_is_no_zero(namespaces, tmp_path):
+    with pytest.raises(ResourceError, match="not-here, which is not here"):
+        result_of(code_tests(readable_paths=[str(tmp_path / "not-here")]), "print('ok')")
+
+
 def test_the_disk_is_limited(isolated):
     program = """
         written = 0
@@ -646,6 +651,8 @@ def test_tests_that_cannot_be_read_are_no_zero(tests):
         ({"max_output_bytes": "1k"}, "max_output_bytes"),
         ({"total_time_limit_s": float("inf")}, "total_time_limit_s"),
         ({"readable_paths": ["relative"]}, "readable_paths"),
+        ({"readable_paths": ["/dev/shm/data"]}, "readable_paths"),
+        ({"readable_paths": ["/proc/"]}, "readable_paths"),
         ({"isolation": "docker"}, "isolation"),
         ({"allow_unsandboxed_writes": 1}, "allow_unsandboxed_writes"),
     ],
