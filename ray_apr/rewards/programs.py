@@ -113,6 +113,14 @@ class CodeTests:
         whole(s, self.limits, *sizes)
         positive(s, self.limits, "time_limit_s", *sizes)
         positive(s, self, "total_time_limit_s")
+        for config, most, names in (
+            (self.limits, 2**32, sizes),
+            (self.limits, 10**6, ("time_limit_s",)),
+            (self, 10**6, ("total_time_limit_s",)),
+        ):
+            for name in names:
+                value = getattr(config, name)
+                require(value <= most, f"{s}.{name}", value, f"must be {most:,} or less")
         require(
             self.limits.memory_mb >= 64,
             f"{s}.memory_mb",
