@@ -142,10 +142,10 @@ def _build_root(spec: Mapping[str, Any], owner: int | None) -> None:
     for path, real in spec["binds"].items():
         if not os.path.lexists(path):
             _bind(f"/old{real}", path)
-    os.mkdir("/dev")
     for name in _DEVICES:
         _bind(f"/old/dev/{name}", f"/dev/{name}")
-    for name, target in (("shm", SCRATCH), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0")):
+    links = {name: f"/proc/self/fd/{i}" for i, name in enumerate(("stdin", "stdout", "stderr"))}
+    for name, target in {**links, "shm": SCRATCH, "fd": "/proc/self/fd"}.items():
         os.symlink(target, f"/dev/{name}")
     for name in ("/proc", SCRATCH):
         os.mkdir(name)
@@ -177,8 +177,7 @@ def _bind(source: str, target: str) -> None:
 
 def _limit(limits: Mapping[int, int], num_processes: int) -> None:
     for kind, value in {resource.RLIMIT_NPROC: num_processes, **limits}.items():
-        hard = resource.getrlimit(kind)[1]
-        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        lowest = min(value, resource.getrlimit(kind)[1] % 2**64)  # of no limit Python says -1
         resource.setrlimit(kind, (lowest, lowest))
 
 
@@ -321,6 +320,7 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
     route, uid, claim = spec["route"], None, None
     if os.geteuid() == 0:
         uid, claim = _claim_user(ends_user=route == "rlimits")
+        os.fchown(1, uid, uid)  # so that it can open /dev/stdout
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the program goes, and not the caller
     awaited = (signal.SIGTERM, signal.SIGCHLD)

@@ -94,6 +94,16 @@ def test_folders_however_deep_are_gone(run_by, route):
     assert set(Path("/tmp").glob("ray_apr-sandbox-*")) <= before
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_standard_streams_can_be_opened_by_name(run_by, route):
+    program = """
+        text = open("/dev/stdin").read()
+        open("/dev/stderr", "w").write("noise")
+        open("/dev/stdout", "w").write(f"read {text!r}")
+    """
+    assert run_by(route, program).output == b"read ''"
+
+
 def test_sandboxes_of_other_containers_have_other_users(run_by):
     """They cannot see each other's claims, and the kernel counts processes for each user."""
     users = {run_by("root_namespaces", "import os; print(os.getuid())").output for _ in range(3)}
