@@ -315,8 +315,8 @@ def code_tests(
         max_processes: Processes and threads of a program.
         disk_mb: Most that a program may write, in MiB; without namespaces, to one file.
         max_output_bytes: Most that a program may print; more ends it, and its test has failed.
-        readable_paths: More files and folders that programs with namespaces may read; where this
-            process is root, only as far as anybody may.
+        readable_paths: More files and folders that programs with namespaces may read, which have
+            to be there; where this process is root, only as far as anybody may.
         isolation: ``"auto"`` takes namespaces where they work, or else ``"rlimits"``;
             ``"namespaces"`` and ``"rlimits"`` take nothing else.
         allow_unsandboxed_writes: Without namespaces and without being root, a program runs as this
