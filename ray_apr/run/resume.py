@@ -329,7 +329,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         "ended": final.get("error") or final.get("status") or "killed",
     }
     add_row(folder / RESUMES_FILE, note)
-    last = begin.policy_version if begin.policy_version in evaluated else None
+    last = max(evaluated, default=None)
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
 

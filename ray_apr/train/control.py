@@ -107,8 +107,9 @@ class RunControl:
         self.members: frozenset[str] = frozenset()
         """Replicas of the weight group, as `connect` has formed it."""
         self._seed = seed
-        self._last_version = (begin or Begin()).last_version
-        """Version that the servers have."""
+        begin = begin or Begin()
+        self._last_version = begin.last_version if begin.policy_version else 0
+        """Version that the servers have; of a run that goes on, the last one that was evaluated."""
         self._metrics = Metrics(run)
 
     @property

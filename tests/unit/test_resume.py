@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import ray.train
 
-from ray_apr.config import LoRAConfig, RolloutConfig, TrainConfig
+from ray_apr.config import EvaluationConfig, LoRAConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.core.sample import Prompt, Sample, Segment
@@ -211,8 +211,12 @@ def test_nothing_of_an_earlier_end_stays(folder):
 
 
 def test_a_version_that_was_not_evaluated_yet_is_evaluated_after_the_resumption(folder):
-    resumed, _ = resume_folder(folder, begin(step=3, policy_version=3), now=0.0)
-    assert resumed.last_version is None
+    """Known fault: with a sync each third step, version 4 was due at version 6; a run that went on
+    at 5 took it for evaluated."""
+    for known, is_due in ((0,), True), ((0, 4), False):
+        write(folder, "evaluations.jsonl", *({"policy_version": v} for v in known))
+        resumed, _ = resume_folder(folder, begin(step=5, policy_version=5), now=0.0)
+        assert EvaluationConfig(every=4).is_due(5, resumed.last_version) == is_due
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
