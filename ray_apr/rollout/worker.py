@@ -374,14 +374,14 @@ class RolloutWorker(WeightSyncs):
         Produces: gauges, timeline spans, and the diagnosis that a starved trainer reports.
         """
         while not self._stopping.is_set():
+            version = self._scheduler.policy_version
             await self._figures.show(self._client)
-            await self._see_to_weights(self._buffer, self._scheduler.policy_version)
+            if version == self._scheduler.policy_version:  # else they were asked before a sync
+                await self._see_to_weights(self._buffer, version)
             if self._partial_rollout.is_adaptive:
                 self._wake.set()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _HEARTBEAT_S)
-            except TimeoutError:
-                continue
 
     async def drop_journal_before(self, epoch: int) -> None:
         """Remove what no checkpoint that is kept goes on with."""

@@ -81,6 +81,29 @@ async def test_engines_that_all_die_get_the_weights_again_and_keep_the_tokens_of
     await run.check_ledger(run.summary)
 
 
+async def test_what_engines_said_before_a_sync_does_not_have_their_weights_sent_again():
+    """Known fault: while the recorder was slow a sync ended, and the version of its weights was
+    looked for in what the engines had said before."""
+    sizes = {"max_response_tokens": LONG}
+    engines = MortalEngines(1, default_length=LONG)
+    async with running(engines, rollout=sizes, max_staleness=1) as run:
+        record, has_begun, may_end = run.recorder.record, asyncio.Event(), asyncio.Event()
+
+        async def slow(kind, row):
+            has_begun.set()
+            await may_end.wait()
+            await record(kind, row)
+
+        run.recorder.record = slow
+        await has_begun.wait()
+        await run.worker.weight_group_state()
+        await run.sync(1)
+        await run.buffer.grant(1, 1)
+        may_end.set()
+        await asyncio.sleep(0.1)
+        assert not run.worker._is_asked
+
+
 async def test_a_run_whose_engines_do_not_come_again_ends_with_the_reason():
     engines = MortalEngines(2, default_length=LONG, restart_s=60.0)
     sizes = {"num_replicas": 2, "max_response_tokens": LONG, "engine": {"start_timeout_s": 0.4}}
