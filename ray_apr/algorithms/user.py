@@ -70,13 +70,21 @@ def costs_of(
         The costs, and the figures, detached.
 
     Raises:
-        TrainError: If they are of another shape, or too many figures.
+        TrainError: If one is of another shape, the costs have no gradients, or there are too many
+            figures.
     """
     if _takes(function, "behavior_logprobs"):
         kwargs = {"behavior_logprobs": behavior_logprobs, **kwargs}
     returned = function(logprobs, proximal_logprobs, advantages, mask, **kwargs)
     costs, figures = (returned, {}) if isinstance(returned, torch.Tensor) else _pair(returned)
     _check_shape("loss", costs, mask, "the cost of each token")
+    if logprobs.requires_grad and not costs.requires_grad:
+        if mask.any():
+            raise TrainError(
+                "the function algorithm.loss returned costs without gradients; make them of its "
+                "first argument, logprobs, without detach() or no_grad()"
+            )
+        costs = costs + 0 * logprobs  # no token here is trained, but all ranks have a backward pass
     if len(figures) > MAX_METRICS:
         raise TrainError(f"algorithm.loss gives {len(figures)} figures; at most {MAX_METRICS} fit")
     for name, values in figures.items():

@@ -218,6 +218,22 @@ def test_functions_of_the_user_take_the_places_of_loss_and_advantage(folder):
     assert seen["loss"][0].shape == seen["loss"][1].shape
 
 
+def test_a_loss_of_the_users_may_return_at_once_where_no_token_is_trained(folder):
+    """Known fault: a micro-batch without any ended the run, as its costs had no gradients."""
+
+    def loss(logprobs, proximal_logprobs, advantages, mask):
+        return -logprobs * advantages if mask.any() else torch.zeros_like(mask)
+
+    (row,) = make_batches(make_samples(), micro_batch_tokens=1, oldest_version=2)
+    assert 0 in row.all_loss_lens
+    figures = []
+    for of_user in (loss, lambda log, p, a, m: -log * a):
+        model = load(folder)
+        config = AlgorithmConfig(loss=of_user)
+        figures.append(train_step(model, Recorder(model), row, config, TRAIN))
+    assert figures[0] == figures[1] and figures[0]["grad_norm"] > 0
+
+
 def decoupled(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs, floor=0.0):
     """A loss that corrects for the age of the tokens itself, and says how far it had to."""
     age = (proximal_logprobs - behavior_logprobs).exp().clamp(min=floor, max=2.0)
@@ -322,6 +338,7 @@ def test_an_advantage_of_the_users_has_arguments(folder):
         ),
         ({"loss": lambda log, p, a, m: (-log * a, None)}, r"algorithm\.loss returned tuple, not"),
         ({"loss": lambda log, p, a, m: 3.0}, r"algorithm\.loss returned float, not"),
+        ({"loss": lambda log, p, a, m: -log.detach() * a}, "returned costs without gradients"),
         ({"correction": lambda p, b, m: None}, r"algorithm\.correction returned NoneType"),
     ],
 )
