@@ -13,6 +13,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.serve.vllm import receiver as receiver_module
 from ray_apr.serve.vllm.receiver import ReceiverInit, ReceiverUpdate, WeightReceiver
 from ray_apr.serve.vllm.reload import parameters_to_load, reloading
 from ray_apr.weights.buffers import Stages
@@ -94,6 +95,20 @@ def test_a_layer_that_reloads_waits_for_its_bucket_with_the_deadline(monkeypatch
     expected = ["broadcast", "wait", "leave"]
     assert order == (expected if reloads else ["broadcast", "load", "wait", "leave"])
     with pytest.raises(SyncBrokenError, match="in no weight group"):
+        receiver.receive_weights(ReceiverUpdate(policy_version=3))
+
+
+def test_an_error_of_a_loader_that_says_nothing_is_told_with_its_line(monkeypatch):
+    """Known fault: vLLM asserts shapes, and the run ended with an error without any words."""
+
+    def load_weights(tensors):
+        assert dict(tensors)["w"].shape == (2,)
+
+    monkeypatch.setattr(receiver_module, "reloading", lambda *_: contextlib.nullcontext(set()))
+    inbox = SimpleNamespace(parcels=lambda notice: (p for p in [Parcel([("w", torch.zeros(3))])]))
+    model = SimpleNamespace(load_weights=load_weights)
+    receiver = make(device=torch.device("cpu"), model=model, model_config=None, _inbox=inbox)
+    with pytest.raises(WeightSyncError, match=r"version 3 .*test_receiver\.py.*shape.*Assertion"):
         receiver.receive_weights(ReceiverUpdate(policy_version=3))
 
 

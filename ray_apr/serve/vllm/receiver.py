@@ -12,8 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,7 +105,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
         Raises:
             SyncBrokenError: If the group was not joined, or the sender is gone.
-            WeightSyncError: If a parameter got no weights.
+            WeightSyncError: If a parameter got no weights, or a transport or a loader failed of
+                something that another try does not mend.
         """
         if self._inbox is None:
             raise SyncBrokenError(f"{SYNC_BROKEN}: this engine worker is in no weight group")
@@ -121,6 +124,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
                 self.shutdown()  # an NCCL group that broke off would only hang
             raise SyncBrokenError(
                 f"{SYNC_BROKEN} at version {update_info.policy_version}: {error}"
+            ) from error
+        except Exception as error:  # the asserts of vLLM's loaders say nothing
+            raise WeightSyncError(
+                f"weights of version {update_info.policy_version} were not received or loaded, by "
+                f"{_where(error)}: {type(error).__name__}: {error}"
             ) from error
 
     def _load_on_cpu(self, parcels: Iterator[Parcel]) -> None:
@@ -202,3 +210,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Not used: `weights.transports` send. vLLM before 0.32 demands that the method exists."""
         raise NotImplementedError("weights are sent by a ray_apr.weights.transports sender")
+
+
+def _where(error: Exception) -> str:
+    """The line of code that raised an error."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(at.filename).name}, line {at.lineno} ({at.line})"
