@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.kinds import of_one_kind, schema_of_all
 from ray_apr.data.prompts import ROW, TOKEN_IDS
 from ray_apr.data.rows import PromptRows, field_of
 from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, num_token_ids
@@ -223,7 +224,7 @@ def encode_dataset(
         )
     return EncodedPrompts(
         tables=refs,
-        schema=pa.unify_schemas(schemas),
+        schema=schema_of_all(schemas),
         num_prompts=limit.num_left,
         num_dropped=limit.num_dropped,
     )
@@ -338,7 +339,8 @@ def _run(
     options = staged.context.execution_options  # the dataset's own ones, too
     options.preserve_order, as_given = True, options.preserve_order
     try:
-        refs: list[ray.ObjectRef] = staged.materialize().to_arrow_refs()
+        with of_one_kind():
+            refs: list[ray.ObjectRef] = staged.materialize().to_arrow_refs()
     finally:
         options.preserve_order = as_given
     return refs

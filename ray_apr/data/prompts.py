@@ -23,6 +23,7 @@ from ray_apr.config import PromptsConfig
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
+from ray_apr.data.kinds import PROMOTES, of_one_kind
 from ray_apr.data.rows import PromptRows
 from ray_apr.data.tokenizers import has_chat_template, is_chat
 from ray_apr.scheduling.order import (
@@ -71,7 +72,8 @@ def check_dataset(
     if isinstance(dataset, PromptRows):
         names, first = dataset.names, dataset.slice(0, 1)
     elif hasattr(dataset, "map_batches"):
-        names, first = list(getattr(dataset.schema(), "names", None) or []), dataset.take(1)
+        with of_one_kind():
+            names, first = list(getattr(dataset.schema(), "names", None) or []), dataset.take(1)
     else:
         raise ConfigError("prompts", type(dataset).__name__, "must be a ray.data.Dataset")
     if not names or not first:
@@ -104,7 +106,7 @@ def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
     Args:
         tables: Arrow tables with the column of token ids.
     """
-    rows = pa.concat_tables(tables, promote_options="default").to_pylist()
+    rows = pa.concat_tables(tables, promote_options=PROMOTES).to_pylist()
     return [
         Prompt(prompt_id=str(i), token_ids=tuple(row.pop(TOKEN_IDS)), row=row)
         for i, row in enumerate(rows)
@@ -209,7 +211,7 @@ class PromptSource:
         pending: Sequence[int] = (),
         config: PromptsConfig | None = None,
     ) -> None:
-        self._table = pa.concat_tables(tables, promote_options="default")
+        self._table = pa.concat_tables(tables, promote_options=PROMOTES)
         config = config or PromptsConfig()
         names = self._table[config.source_column].to_pylist() if config.weights else ()
         self.weights = config.weights
