@@ -43,6 +43,13 @@ class Recorder:
     async def record_many(self, kind, rows) -> None:
         self.rows += [{"kind": kind, **row} for row in rows]
 
+    async def record_evaluation(self, row, samples) -> None:
+        await self.record_many("evaluation_sample", samples)
+        await self.record("evaluation", row)
+
+    async def last_evaluation(self) -> dict:
+        return next((row for row in self.rows[::-1] if row["kind"] == "evaluation"), {})
+
 
 class Scorer:
     """Rewards at once; `bad` names samples whose reward fails for good, `by_sample` their size."""

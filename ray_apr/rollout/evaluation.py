@@ -95,7 +95,6 @@ class Evaluator:
         self._recorder = recorder
         self._metrics = Metrics(run)
         self._running = asyncio.Lock()
-        self._last: dict[str, Any] = {}
         self._stopping = False
         self._poison: set[str] = set()
         """Ids of prompts that engines died under."""
@@ -107,12 +106,17 @@ class Evaluator:
         self._num_ended = 0
         """Calls and responses that have ended."""
 
-    async def start(self, policy_version: int) -> None:
-        """Connect to the servers, which run, and evaluate the base model if that is asked for and
-        the run begins with it."""
+    async def connect(self) -> None:
+        """Connect to the servers, which run."""
         self._client = self._client or self._make_client()
+
+    async def start(self, policy_version: int) -> None:
+        """Evaluate the base model, if that is asked for and the run begins with it.
+
+        Waits for: that evaluation. Unblocked by: its end; the run does not wait for it.
+        """
         if policy_version == 0 and self._config.is_due(0):
-            self._first = asyncio.create_task(self.evaluate(0), name="evaluation-0")
+            await self.evaluate(0)
 
     async def evaluate(self, policy_version: int, *, is_last: bool = False) -> dict[str, Any]:
         """Evaluate the version that the servers have now.
@@ -131,8 +135,9 @@ class Evaluator:
             logger.warning("version %d is not evaluated: one is under way", policy_version)
             return {}
         async with self._running:
-            if self._last.get("policy_version") == policy_version:
-                return self._last  # it was due, and is the last one, too
+            last: dict[str, Any] = await self._recorder.last_evaluation.remote()
+            if last.get("policy_version") == policy_version:
+                return last  # it was due, and is the last one, too; or an evaluator died since
             try:
                 return await self._evaluate(policy_version)
             except Exception:
@@ -189,10 +194,8 @@ class Evaluator:
             for sample, suite in zip(samples, suites, strict=True)
             if sample is not None
         ]
-        await self._recorder.record_many.remote("evaluation_sample", rows)
-        await self._recorder.record.remote("evaluation", row)
+        await self._recorder.record_evaluation.remote(row, rows)
         self._show(row)
-        self._last = row
         logger.info("version %d: mean reward %s", policy_version, row["reward_mean"])
         return row
 

@@ -296,8 +296,8 @@ class _Parts:
                 return
             self.side.start()
             if self._evaluator is not None:
-                started = self._evaluator.start.remote(self._begin.policy_version)
-                ray.get(started, timeout=_CALL_TIMEOUT_S)
+                ray.get(self._evaluator.connect.remote(), timeout=_CALL_TIMEOUT_S)
+                self._evaluator.start.remote(self._begin.policy_version)  # again if it dies
             self._setup_s = time.monotonic() - self._made_at
             num_seen = self._begin.num_rows
             self._scaling = start_scaling(

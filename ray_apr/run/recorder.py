@@ -154,6 +154,21 @@ class RunRecorder:
                 self._steps.extend(map(dict, rows))
                 self._new_step.notify_all()
 
+    async def record_evaluation(
+        self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take an evaluation and its samples, in one call: an evaluator that dies meanwhile has
+        both of them taken, or none."""
+        last = await self.last_evaluation()
+        if last.get("policy_version") == row["policy_version"]:
+            return
+        await self.record_many("evaluation_sample", samples)
+        await self.record("evaluation", row)
+
+    async def last_evaluation(self) -> dict[str, Any]:
+        """Row of the last evaluation; an empty one without any."""
+        return last_row(self._paths["evaluation"])
+
     async def record_missing(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take those of some rows that the end of their file does not have."""
         lines = [json.dumps(row) + "\n" for row in rows]

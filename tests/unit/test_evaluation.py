@@ -58,26 +58,23 @@ class FakeScorer:
         pass
 
 
-class Remote:
-    """An actor's method, called here."""
-
-    def __init__(self, kept):
-        self.kept = kept
-
-    async def remote(self, kind, rows):
-        self.kept.setdefault(kind, []).extend(rows if isinstance(rows, list) else [rows])
-
-
 class FakeRecorder:
     def __init__(self):
         self.kept = {}
-        self.record = self.record_many = Remote(self.kept)
+        self.record_evaluation = self.last_evaluation = self
+
+    async def remote(self, row=None, samples=()):
+        if row is None:
+            return self.kept.get("evaluation", [{}])[-1]
+        self.kept.setdefault("evaluation", []).append(row)
+        self.kept.setdefault("evaluation_sample", []).extend(samples)
+        return None
 
 
 @pytest.fixture
 def make():
-    def build(engine, rewards=(), scorer=None, turns=None, budget=8, **settings):
-        recorder = FakeRecorder()
+    def build(engine, rewards=(), scorer=None, turns=None, budget=8, recorder=None, **settings):
+        recorder = recorder or FakeRecorder()
         evaluator = Evaluator(
             rollout=RolloutConfig(max_response_tokens=budget, max_request_failures=2),
             config=EvaluationConfig(**settings),
@@ -259,11 +256,12 @@ async def test_a_prompt_that_kills_engines_is_failed_and_not_evaluated_again(mak
 async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_is_not(make):
     engine = ScriptedEngine(default_length=4)
     evaluator, kept = make(engine)
-    await evaluator.start(0)  # evaluates the base model
+    first = asyncio.create_task(evaluator.start(0))
     await asyncio.sleep(0.01)
     assert await evaluator.evaluate(10) == {}
     last = asyncio.create_task(evaluator.evaluate(20, is_last=True))
     assert (await until_done(engine, last))["policy_version"] == 20
+    await first
     assert [row["policy_version"] for row in kept["evaluation"]] == [0, 20]
 
 
@@ -281,6 +279,27 @@ async def test_no_version_is_evaluated_twice(make):
     await evaluator.start(0)
     rows = await asyncio.gather(evaluator.evaluate(6), evaluator.evaluate(6, is_last=True))
     assert rows[0] == rows[1] and len(kept["evaluation"]) == 1
+
+
+async def test_no_version_is_evaluated_twice_where_the_evaluator_dies_between(make):
+    """The last version was due, and evaluated; the next evaluator is asked for it at the end."""
+    recorder, engine = FakeRecorder(), ScriptedEngine(auto=1)
+    before, kept = make(engine, recorder=recorder)
+    row = await before.evaluate(6)
+    after, _ = make(engine, recorder=recorder)
+    assert await after.evaluate(6, is_last=True) == row
+    assert len(kept["evaluation"]) == 1 and len(kept["evaluation_sample"]) == 4
+
+
+async def test_the_evaluation_of_the_base_model_is_a_call_that_ray_makes_again(make):
+    """It was a task of its own: an evaluator that died under it never evaluated the base model."""
+    engine = ScriptedEngine(default_length=4)
+    evaluator, kept = make(engine)
+    call = asyncio.create_task(evaluator.start(0))
+    await asyncio.sleep(0.01)
+    assert engine.running and not call.done()
+    await until_done(engine, call)
+    assert [row["policy_version"] for row in kept["evaluation"]] == [0]
 
 
 async def test_at_most_so_many_responses_are_under_way(make):

@@ -146,7 +146,7 @@ async def test_an_evaluation_shows_its_score_and_its_samples(monkeypatch, shown)
         recorder=Handle(Recorder()),
         run="a-run",
     )
-    await evaluator.start(0)
+    await evaluator.connect()
     await evaluator.evaluate(7)
     assert shown.of("apr_evaluation_reward_mean", **RUN) == [1.0]
     assert shown.of("apr_evaluation_policy_version", **RUN) == [7]

@@ -186,3 +186,16 @@ async def test_a_call_that_ray_makes_again_after_a_death_doubles_no_row(
     await again.record_many(kind, rows[:2])
     await again.record_many(kind, rows[2:])
     assert [row["id"] for row in read_rows(tmp_path / ROW_FILES[kind])] == [0, 1, 2]
+
+
+async def test_an_evaluation_whose_call_ray_makes_again_is_there_once(tmp_path: Path) -> None:
+    row = {"policy_version": 4, "reward_mean": 0.5}
+    samples = [{"policy_version": 4, "response": "x" * 1000, "n": i} for i in range(2000)]
+    recorder = RunRecorder(str(tmp_path), 10.0)
+    assert await recorder.last_evaluation() == {}
+    await recorder.record_evaluation(row, samples)
+    again = RunRecorder(str(tmp_path), 10.0)  # the first one died before it answered
+    await again.record_evaluation(row, samples)
+    assert await again.last_evaluation() == row
+    assert read_rows(tmp_path / ROW_FILES["evaluation"]) == [row]
+    assert read_rows(tmp_path / ROW_FILES["evaluation_sample"]) == samples
