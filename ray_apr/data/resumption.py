@@ -305,7 +305,7 @@ class Begin:
     before: Counters = field(default_factory=Counters)
     """What the run folder counts so far."""
     last_version: int | None = None
-    """The newest version that was evaluated; None: none that the run folder knows of."""
+    """The newest policy version that the run folder has an evaluation of; None without any."""
     samples: Any = field(default=None, compare=False, repr=False)
     """Arrow table of the samples that it goes on with (`saved_samples`), or None."""
     replayed: Replayed | None = field(default=None, compare=False, repr=False)

@@ -329,7 +329,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         "ended": final.get("error") or final.get("status") or "killed",
     }
     add_row(folder / RESUMES_FILE, note)
-    last = max(evaluated, default=None)
+    last = max(evaluated, default=None)  # one that was under way since, and is lost, is due again
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
 

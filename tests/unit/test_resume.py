@@ -211,12 +211,20 @@ def test_nothing_of_an_earlier_end_stays(folder):
 
 
 def test_a_version_that_was_not_evaluated_yet_is_evaluated_after_the_resumption(folder):
-    """Known fault: with a sync each third step, version 4 was due at version 6; a run that went on
-    at 5 took it for evaluated."""
-    for known, is_due in ((0,), True), ((0, 4), False):
-        write(folder, "evaluations.jsonl", *({"policy_version": v} for v in known))
-        resumed, _ = resume_folder(folder, begin(step=5, policy_version=5), now=0.0)
-        assert EvaluationConfig(every=4).is_due(5, resumed.last_version) == is_due
+    resumed, _ = resume_folder(folder, begin(step=3, policy_version=3), now=0.0)
+    assert resumed.last_version == 2
+    assert EvaluationConfig(every=3).is_due(3, resumed.last_version)
+
+
+def test_an_evaluation_that_was_lost_is_made_after_the_resumption(folder):
+    """That of version 10 was under way at the kill, and the checkpoint is of 11."""
+    write(folder, "evaluations.jsonl", {"policy_version": 0}, {"policy_version": 5})
+    resumed, _ = resume_folder(folder, begin(step=11, policy_version=11), now=0.0)
+    assert resumed.last_version == 5
+    config = EvaluationConfig(every=5)
+    assert config.is_due(11, resumed.last_version) and not config.is_due(11)
+    resumed, _ = resume_folder(folder, begin(step=9, policy_version=9), now=0.0)
+    assert not config.is_due(9, resumed.last_version)
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
