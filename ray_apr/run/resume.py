@@ -37,6 +37,7 @@ from ray_apr.data.resumption import (
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
+from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import LOCK_FILE, RESUMES_FILE, add_row, holds_run, last_row, read_rows
 from ray_apr.run.journals import header_of, with_journal
@@ -70,7 +71,8 @@ def find_begin(spec: RunSpec) -> Begin:
     begin = dataclasses.replace(begin_with(spec, checkpoint), is_resumed=is_resumed)
     assert begin.rollout is not None, "a checkpoint has it"
     is_counted = spec.train.passes is None  # else once more, when the prompts are
-    if is_counted and begin.step >= spec.train.num_steps:
+    is_trained = is_counted and begin.step >= spec.train.num_steps
+    if is_trained and not (last and lacks_last_evaluation(spec, begin.policy_version)):
         raise ConfigError(
             "train.steps",
             spec.train.num_steps,
@@ -356,8 +358,9 @@ def remove_end(folder: Path) -> None:
 def resume_line(begin: Begin, num_steps: int) -> str:
     """What a person is told of a run that does not begin anew."""
     lost = begin.before.tokens_discarded.get("lost", 0)
+    which = f"step {begin.step + 1} of" if begin.step < num_steps else "the evaluation after step"
     return (
-        f"goes on with step {begin.step + 1} of {num_steps}, policy version "
+        f"goes on with {which} {num_steps}, policy version "
         f"{begin.policy_version}; {begin.num_samples} samples go on with {begin.num_kept:,} "
         f"tokens, {len(begin.prompts_again)} prompts come again; tokens lost so far: {lost:,}"
     )

@@ -137,24 +137,29 @@ class _TrainLoop:
         )
 
     def run(self) -> None:
-        """Train all steps that are left."""
+        """Train all steps that are left, if any, and evaluate the last version."""
         self._say("")
-        if self._progress.step >= self._train.num_steps:
+        is_trained = self._progress.step >= self._train.num_steps
+        if is_trained and self._spec.evaluation is None:
             return
         if self._progress.policy_version > 0 or self._residency.takes_turns:
             # the servers start with the base model or asleep, and perhaps they are not there yet
             limit_s = self._spec.start_timeout_s
             self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
+        if not is_trained:
+            self._train_steps()
+        self._evaluate_last(is_sent=is_trained)
+        self._publisher.close()
+        with self._span("checkpoint"):
+            self._writer.close()
+
+    def _train_steps(self) -> None:
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
         rows = rows_of(ray.train.get_dataset_shard(f"rank{self._rank}"))
         while self._progress.step < self._train.num_steps:
             self._follow_orders()
             self._step(rows)
-        self._evaluate_last()
-        self._publisher.close()
-        with self._span("checkpoint"):
-            self._writer.close()
 
     def _follow_orders(self) -> None:
         """Write the checkpoints that are ordered, until a step is; without a gate, go on."""
@@ -170,12 +175,17 @@ class _TrainLoop:
                 limit_s = self._train.weight_sync_timeout_s
                 self._publisher.publish(self._progress.policy_version, timeout_s=limit_s)
 
-    def _evaluate_last(self) -> None:
-        """Send the last weights, which no rollout needs, and have them evaluated."""
+    def _evaluate_last(self, *, is_sent: bool) -> None:
+        """Send the last weights, which no rollout needs, and have them evaluated.
+
+        Args:
+            is_sent: Whether the engines have them: a run goes on that was ended in this evaluation.
+        """
         if self._spec.evaluation is None:
             return
         version = self._progress.policy_version
-        self._publisher.publish(version, timeout_s=self._train.weight_sync_timeout_s)
+        if not is_sent:
+            self._publisher.publish(version, timeout_s=self._train.weight_sync_timeout_s)
         if self._control is not None:
             self._control.evaluate_last(version)
 

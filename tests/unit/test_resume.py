@@ -31,7 +31,14 @@ from ray_apr.data.resumption import (
 from ray_apr.data.saved_samples import samples_table, write_samples
 from ray_apr.run import resume
 from ray_apr.run.recorder import RunRecorder
-from ray_apr.run.resume import find_begin, hold_folder, last_step, remove_end, resume_folder
+from ray_apr.run.resume import (
+    find_begin,
+    hold_folder,
+    last_step,
+    remove_end,
+    resume_folder,
+    resume_line,
+)
 from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import prompt_order
 from tests.run_specs import run_spec
@@ -392,6 +399,29 @@ def test_what_cannot_go_on_is_refused(tmp_path, checkpoint, train, message):
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         find_begin(run_spec(run=run, train=TrainConfig(**train), checkpoint=checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("status", "evaluated", "goes_on"),
+    [("stopped", 0, True), (None, 0, True), ("ok", 0, False), ("stopped", 2, False)],
+)
+def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on_with_it(
+    tmp_path, monkeypatch, checkpoint, status, evaluated, goes_on
+):
+    """It was told to go on, and then refused: the last version was never evaluated."""
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda spec: checkpoint)
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
+    spec = run_spec(run=run, train=TrainConfig(steps=2), evaluation=EvaluationConfig())
+    spec.folder.mkdir()
+    write(spec.folder, "metrics.jsonl", {"step": 1})
+    write(spec.folder, "evaluations.jsonl", {"policy_version": evaluated})
+    if status is not None:
+        write(spec.folder, "final.json", {"status": status})
+    if goes_on:
+        assert "goes on with the evaluation after step 2, " in resume_line(find_begin(spec), 2)
+        spec = dataclasses.replace(spec, evaluation=None)
+    with pytest.raises(ConfigError, match="none is left"):
+        find_begin(spec)
 
 
 def test_adapters_go_on_with_their_alpha_alone(tmp_path, checkpoint):

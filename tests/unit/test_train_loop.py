@@ -7,7 +7,7 @@ import types
 import pytest
 import ray.train
 
-from ray_apr.config import TrainConfig
+from ray_apr.config import EvaluationConfig, TrainConfig
 from ray_apr.core.exceptions import StarvedError, TrainError
 from ray_apr.data import datasource
 from ray_apr.scheduling.orders import Order, OrderKind
@@ -121,6 +121,20 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
     assert loop._writer.is_closed
+
+
+def test_a_run_without_a_step_left_sends_and_evaluates_its_last_version(loop):
+    done = []
+    loop._train = TrainConfig(steps=3)
+    loop._progress = Progress(step=3, policy_version=3)
+    loop._spec.start_timeout_s = 60.0
+    loop._publisher.publish = lambda version, timeout_s: done.append(("send", version, timeout_s))
+    loop._control.evaluate_last = lambda version: done.append(("evaluate", version))
+    loop.run()
+    assert not done, "it evaluates nothing"
+    loop._spec.evaluation = EvaluationConfig()
+    loop.run()
+    assert done == [("send", 3, 60.0), ("evaluate", 3)] and not loop._reports
 
 
 def test_each_step_may_be_profiled(loop, monkeypatch):
