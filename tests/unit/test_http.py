@@ -25,7 +25,8 @@ GENERATE = "/v1/rollouts/generate"
 
 def browser(api) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(api, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://servers")
+    headers = {"content-type": "application/json"}  # else the API looks at no body
+    return httpx.AsyncClient(transport=transport, base_url="http://servers", headers=headers)
 
 
 @pytest.fixture
