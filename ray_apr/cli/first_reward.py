@@ -10,14 +10,12 @@ import asyncio
 import inspect
 import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.config import RolloutConfig
-from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line
+from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line, raised_at
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.data.rows import PromptRows
@@ -221,6 +219,5 @@ def _said(error: BaseException) -> str:
     """What a reward raised, and where."""
     if isinstance(error, UserCodeError):
         return error.detail
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}, line {last.lineno}"
+    where, _ = raised_at(error)
     return f"raised {type(error).__name__}: {one_line(error)} ({where})"

@@ -6,7 +6,9 @@ A message says what is wrong, the value that was seen, and what to do about it.
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ray_apr.core.names import did_you_mean, nearest
@@ -177,6 +179,12 @@ class PrivateNameError(APRError, ImportError):
 
 
 _TRACEBACK = "Traceback (most recent call last)"
+
+
+def raised_at(error: BaseException) -> tuple[str, str]:
+    """Where an error was raised: file and number of the line, and the line itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}", last.line or ""
 
 
 def one_line(error: BaseException) -> str:

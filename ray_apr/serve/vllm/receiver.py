@@ -12,10 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError, raised_at
 from ray_apr.core.messages import WeightGroup
 from ray_apr.serve.vllm.reload import (
     check_kernels,
@@ -126,9 +124,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
                 f"{SYNC_BROKEN} at version {update_info.policy_version}: {error}"
             ) from error
         except Exception as error:  # the asserts of vLLM's loaders say nothing
+            where, code = raised_at(error)
             raise WeightSyncError(
                 f"weights of version {update_info.policy_version} were not received or loaded, by "
-                f"{_where(error)}: {type(error).__name__}: {error}"
+                f"{where} ({code}): {type(error).__name__}: {error}"
             ) from error
 
     def _load_on_cpu(self, parcels: Iterator[Parcel]) -> None:
@@ -210,9 +209,3 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Not used: `weights.transports` send. vLLM before 0.32 demands that the method exists."""
         raise NotImplementedError("weights are sent by a ray_apr.weights.transports sender")
-
-
-def _where(error: Exception) -> str:
-    """The line of code that raised an error."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(at.filename).name}, line {at.lineno} ({at.line})"
