@@ -380,7 +380,7 @@ def _joined(setting: str, files: Sequence[PromptFile], parts: Sequence[Any]) -> 
     """Rows of several files, as an Arrow table if all are; None for a column that one lacks."""
     import pyarrow as pa
 
-    from ray_apr.data.kinds import PROMOTES
+    from ray_apr.data.kinds import one_table
 
     if len(parts) == 1:
         return parts[0]
@@ -390,7 +390,7 @@ def _joined(setting: str, files: Sequence[PromptFile], parts: Sequence[Any]) -> 
         lacking = dict.fromkeys(name for part in parts for name in _names(part))
         return [lacking | row for rows in lists for row in rows]
     try:
-        return pa.concat_tables(parts, promote_options=PROMOTES)
+        return one_table(parts)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         remedy = f"have columns of other types: {all_lines(error)}; make them alike"
         raise ConfigError(setting, "Parquet files", remedy) from error

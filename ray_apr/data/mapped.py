@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from ray_apr.core.exceptions import ResourceError
-from ray_apr.data.kinds import PROMOTES
+from ray_apr.data.kinds import one_table
 
 
 def mapped_table(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
@@ -30,7 +30,7 @@ def mapped_table(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
             with pa.ipc.new_file(file, schema) as writer:
                 for table in tables:
                     plain = table.cast(_without_dictionaries(table.schema))
-                    writer.write_table(pa.concat_tables([empty, plain], promote_options=PROMOTES))
+                    writer.write_table(one_table([empty, plain]))
             file.flush()
             return pa.ipc.open_file(pa.memory_map(file.name)).read_all()
     except OSError as error:

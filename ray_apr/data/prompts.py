@@ -23,7 +23,7 @@ from ray_apr.config import PromptsConfig
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
-from ray_apr.data.kinds import PROMOTES, of_one_kind
+from ray_apr.data.kinds import of_one_kind, one_table
 from ray_apr.data.rows import PromptRows
 from ray_apr.data.tokenizers import has_chat_template, is_chat
 from ray_apr.scheduling.order import (
@@ -106,7 +106,7 @@ def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:
     Args:
         tables: Arrow tables with the column of token ids.
     """
-    rows = pa.concat_tables(tables, promote_options=PROMOTES).to_pylist()
+    rows = one_table(tables).to_pylist()
     return [
         Prompt(prompt_id=str(i), token_ids=tuple(row.pop(TOKEN_IDS)), row=row)
         for i, row in enumerate(rows)
@@ -211,7 +211,7 @@ class PromptSource:
         pending: Sequence[int] = (),
         config: PromptsConfig | None = None,
     ) -> None:
-        self._table = pa.concat_tables(tables, promote_options=PROMOTES)
+        self._table = one_table(tables)
         config = config or PromptsConfig()
         names = self._table[config.source_column].to_pylist() if config.weights else ()
         self.weights = config.weights

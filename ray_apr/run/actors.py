@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_apr.core.sample import Prompt
 from ray_apr.data.buffer import SampleBuffer
 from ray_apr.data.encoding import EncodedPrompts, encode_dataset
-from ray_apr.data.kinds import PROMOTES
+from ray_apr.data.kinds import one_table
 from ray_apr.data.mapped import mapped_table
 from ray_apr.data.parts import PartName, nth_name
 from ray_apr.data.prompts import Mix, PromptSource, held_out_prompts
@@ -254,7 +254,7 @@ class Actors:
         tables = self._encode(held_out, "held_out", drops_too_long=None).tables
         has_own = config.suites or config.rewards
         if has_own and (column := config.suite_column):  # of a file it was checked before
-            held = pa.concat_tables(_fetched(tables), promote_options=PROMOTES)
+            held = one_table(_fetched(tables))
             check_suites(held[column].unique().to_pylist(), config)
         rollout, environment = spec.rollout, spec.environment
         reward = reward_of_suites(spec.reward, config)
