@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.core.architectures import check_config
@@ -60,7 +61,9 @@ _KEPT_OPS = {
 """What costs more to compute again than to keep."""
 
 
-def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Module:
+def build_model(
+    model: str, train: TrainConfig, device: torch.device, *, few_layers: bool = False
+) -> nn.Module:
     """Load a causal language model and shard it over the default process group.
 
     A single rank that has one data type for everything keeps a plain model: there is nothing to
@@ -70,6 +73,7 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
         model: Folder in Hugging Face's format, or hub id.
         train: Data types, activation checkpointing, adapters.
         device: Where this rank computes.
+        few_layers: Whether only as many of its first layers stay as have all kinds among them.
 
     Returns:
         The model, with the method of `head.attach_response_logprobs`, and where activation
@@ -85,6 +89,8 @@ def build_model(model: str, train: TrainConfig, device: torch.device) -> nn.Modu
     loaded = _load(model, _DTYPES[train.master_dtype], attention)
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)
+    if few_layers:
+        del decoder_layers(loaded)[_num_of_all_kinds(loaded.config) :]
     checkpoints = train.checkpoints(device.type)
     if checkpoints:
         options: dict[str, Any] = {"use_reentrant": False}
@@ -176,13 +182,20 @@ def _add_adapters(model: nn.Module, lora: LoRAConfig, seed: int) -> None:
             raise ConfigError(name, names, f"leave out {path}, whose weights are tied to others")
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers: the longest list of modules in the base model."""
-    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
+    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
 
 
-def _units(layers: list[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
+def _num_of_all_kinds(config: PretrainedConfig) -> int:
+    """How many first layers have one of each kind; at least two, as the first one's input is of the
+    embedding."""
+    kinds = getattr(config, "layer_types", None) or []
+    return max([1, *(kinds.index(kind) for kind in kinds)]) + 1
+
+
+def _units(layers: Iterable[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
     """Neighbouring layers that are gathered and reduced together: each unit costs the host time,
     which a GPU that is done with small layers would wait for."""
     units: list[list[nn.Module]] = []

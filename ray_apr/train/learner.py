@@ -6,6 +6,7 @@ checkpoint and the same batches give the same bits.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 import ray.train
 import torch
+from torch import nn
 
 from ray_apr.core.messages import SamplingParams
 from ray_apr.data.tokenizers import end_token_ids
@@ -29,6 +31,9 @@ from ray_apr.train.step import train_step
 from ray_apr.train.tensors import compute_device
 
 logger = logging.getLogger(__name__)
+
+_TOKENS_AHEAD = 8192
+"""Most tokens of a micro-batch of `compile_ahead`: compiled code takes batches of all sizes."""
 
 
 def prepare_process(spec: LearnerSpec, num_local: int) -> None:
@@ -49,6 +54,27 @@ def prepare_process(spec: LearnerSpec, num_local: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+def compile_ahead(spec: LearnerSpec, device: torch.device) -> None:
+    """Compile what the passes of a `Learner` need, with the first layers of its models; all ranks
+    together.
+
+    While engines start whose devices these are, it leaves less on them than a `Learner` has there,
+    and gives nothing back: vLLM refuses to start where memory becomes free while it measures its
+    own.
+
+    Args:
+        spec: What will be trained.
+        device: Of this rank.
+    """
+    if not spec.train.compiles(device.type):
+        return
+    models = _build_models(spec, device, few_layers=True)
+    num_tokens = min(spec.train.micro_batch_tokens, _TOKENS_AHEAD)
+    _compile_passes(spec, *models, device=device, num_tokens=num_tokens)
+    del models
+    gc.collect()  # what FSDP made of them holds itself
+
+
 class Learner:
     """The model that is trained, with all that its steps need; all ranks make it together.
 
@@ -67,17 +93,15 @@ class Learner:
         train = spec.train
         self._spec = spec
         self._sampling = _with_all_ends(spec.sampling, spec.model)
-        self.reference = None
         with span("load"):
-            self.model = build_model(spec.model, train, device)
+            self.model, self.reference = _build_models(spec, device)
             self.optimizer = build_optimizer(self.model, train)
-            if spec.algorithm.needs_reference:
-                plain = replace(train, lora=None)  # adapters begin without any effect
-                self.reference = build_model(spec.model, plain, device)
-                self.reference.requires_grad_(False)
         if train.compiles(device.type):
             with span("compile"):
-                self._warm_up(device)
+                _compile_passes(
+                    spec, self.model, self.reference,
+                    device=device, num_tokens=train.micro_batch_tokens,
+                )  # fmt: skip
         measure_recomputation(
             self.model,
             device,
@@ -85,25 +109,6 @@ class Learner:
             entropy_gradients=spec.algorithm.entropy_coef > 0,
             sampling=self._sampling,
         )
-
-    def _warm_up(self, device: torch.device) -> None:
-        """Compile the passes of a step, those without gradients where a step has any."""
-        train, algorithm = self._spec.train, self._spec.algorithm
-        passes = [(self.model, True)]
-        if algorithm.freezes_policy(train.mini_batches):
-            passes.append((self.model, False))
-        if self.reference is not None:
-            passes.append((self.reference, False))
-        for model, gradients in passes:
-            warm_up(
-                model,
-                device,
-                train.micro_batch_tokens,
-                packed=train.packs(device.type),
-                entropy_gradients=gradients and algorithm.entropy_coef > 0,
-                sampling=self._sampling,
-                gradients=gradients,
-            )
 
     def restore(self, checkpoint: ray.train.Checkpoint | None) -> Progress:
         """Take up the state of a checkpoint; all ranks together.
@@ -133,6 +138,45 @@ class Learner:
             reference=self.reference,
             max_response_tokens=self._spec.max_response_tokens,
             show_advantages=show_advantages,
+        )
+
+
+def _build_models(
+    spec: LearnerSpec, device: torch.device, *, few_layers: bool = False
+) -> tuple[nn.Module, nn.Module | None]:
+    """The model that is trained, and the reference where there is one."""
+    model = build_model(spec.model, spec.train, device, few_layers=few_layers)
+    if not spec.algorithm.needs_reference:
+        return model, None
+    plain = replace(spec.train, lora=None)  # adapters begin without any effect
+    reference = build_model(spec.model, plain, device, few_layers=few_layers)
+    return model, reference.requires_grad_(False)
+
+
+def _compile_passes(
+    spec: LearnerSpec,
+    model: nn.Module,
+    reference: nn.Module | None,
+    *,
+    device: torch.device,
+    num_tokens: int,
+) -> None:
+    """Compile the passes of a step, those without gradients where a step has any."""
+    train, algorithm = spec.train, spec.algorithm
+    passes = [(model, True)]
+    if algorithm.freezes_policy(train.mini_batches):
+        passes.append((model, False))
+    if reference is not None:
+        passes.append((reference, False))
+    for passed, gradients in passes:
+        warm_up(
+            passed,
+            device,
+            num_tokens,
+            packed=train.packs(device.type),
+            entropy_gradients=gradients and algorithm.entropy_coef > 0,
+            sampling=_with_all_ends(spec.sampling, spec.model),
+            gradients=gradients,
         )
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import ray.train
 import ray.train.torch
+import torch
 import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
@@ -39,7 +40,7 @@ from ray_apr.train.answers import failure_of
 from ray_apr.train.checkpoint import Progress
 from ray_apr.train.control import RunControl, sync_limit_s
 from ray_apr.train.gate import GateClient
-from ray_apr.train.learner import Learner, prepare_process
+from ray_apr.train.learner import Learner, compile_ahead, prepare_process
 from ray_apr.train.offload import Offload
 from ray_apr.train.profiling import profiled
 from ray_apr.train.publish import NO_SYNC, WeightPublisher
@@ -89,9 +90,10 @@ class _TrainLoop:
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
+        device = ray.train.torch.get_device()
         if spec.shares_device:  # an engine measures what is free when it starts
-            self._wait_for_engines()
-        self._learner = Learner(spec, ray.train.torch.get_device(), self._starting)
+            self._prepare_beside_engines(device)
+        self._learner = Learner(spec, device, self._starting)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
@@ -100,8 +102,12 @@ class _TrainLoop:
         )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
 
-    def _wait_for_engines(self) -> None:
-        """Return once the engines run, on all ranks."""
+    def _prepare_beside_engines(self, device: torch.device) -> None:
+        """Return once the engines run, on all ranks. Where they leave room for what is trained, it
+        is compiled while they start."""
+        if not self._spec.takes_turns:
+            with self._starting("compile"):
+                compile_ahead(self._spec, device)
         if self._control is not None:
             self._say("wait for the rollout servers")
             self._control.wait_for_engines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.core.messages import SamplingParams
 from ray_apr.train import attention, fsdp, head, logprobs
+from ray_apr.train import learner as learner_module
 from ray_apr.train.compilation import compile_for_all_sizes
-from ray_apr.train.fsdp import build_model, build_optimizer
-from ray_apr.train.learner import Learner
+from ray_apr.train.fsdp import build_model, build_optimizer, decoder_layers
+from ray_apr.train.learner import Learner, compile_ahead
 from ray_apr.train.logprobs import warm_up
 from ray_apr.train.spec import LearnerSpec
 from ray_apr.train.step import train_step
@@ -115,6 +117,54 @@ def test_a_learner_compiles_the_passes_without_gradients_where_a_step_has_some(
             )  # fmt: skip
             learner.train(row)
     assert len(as_on_a_gpu) == num_graphs
+
+
+@pytest.mark.parametrize(
+    "train, algorithm",
+    [(TRAIN, AlgorithmConfig()), (replace(TRAIN, mini_batches=2), AlgorithmConfig(kl_coef=0.1))],
+)
+def test_what_was_compiled_ahead_serves_the_whole_model(
+    tmp_path, as_on_a_gpu, train, algorithm, monkeypatch
+):
+    """known fault: a trainer beside awake engines began to compile when these were there."""
+    built, attach = [], fsdp.attach_response_logprobs
+
+    def count(model, **given):
+        built.append(len(decoder_layers(model)))
+        attach(model, **given)
+
+    monkeypatch.setattr(fsdp, "attach_response_logprobs", count)
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=5)
+    spec = LearnerSpec(
+        model=str(folder), train=train, algorithm=algorithm, sampling=SamplingParams(),
+        max_response_tokens=64, num_replicas=1,
+    )  # fmt: skip
+    with process_group(tmp_path):
+        compile_ahead(spec, CPU)
+        graphs = len(as_on_a_gpu)
+        assert graphs >= 2, "layers and head"
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            Learner(spec, CPU)
+    assert len(as_on_a_gpu) == graphs
+    num_models = 1 + bool(algorithm.kl_coef)
+    assert built == [2] * num_models + [5] * num_models
+
+
+def test_nothing_is_built_ahead_where_nothing_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(learner_module, "_build_models", None)
+    spec = LearnerSpec(
+        model="none", train=TrainConfig(), algorithm=AlgorithmConfig(), sampling=SamplingParams(),
+        max_response_tokens=64, num_replicas=1,
+    )  # fmt: skip
+    compile_ahead(spec, CPU)
+
+
+@pytest.mark.parametrize(
+    "kinds, num_layers",
+    [(None, 2), (["full"] * 4, 2), (["sliding"] * 5 + ["full"], 6), (["linear", "full"] * 3, 2)],
+)
+def test_as_many_layers_stay_as_have_all_kinds(kinds, num_layers):
+    assert fsdp._num_of_all_kinds(types.SimpleNamespace(layer_types=kinds)) == num_layers
 
 
 def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():

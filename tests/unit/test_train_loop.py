@@ -204,11 +204,14 @@ def test_engines_sleep_for_a_checkpoint_on_devices_that_they_share(loop):
     assert loop._reports == [({}, True, "saved")]
 
 
-@pytest.mark.parametrize("shares_device", [True, False])
+@pytest.mark.parametrize(
+    "shares_device, takes_turns", [(True, False), (True, True), (False, False)]
+)
 def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share(
-    monkeypatch, shares_device
+    monkeypatch, shares_device, takes_turns
 ):
-    """An engine measures what is free when it starts; the processes of both start together."""
+    """An engine measures what is free when it starts; the processes of both start together. Where
+    it leaves room for a trainer, what that will need is compiled meanwhile."""
     done, told = [], []
 
     class Loaded(Exception):
@@ -227,13 +230,18 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
     monkeypatch.setattr(loop_module.dist, "barrier", done.append)
     monkeypatch.setattr(loop_module.ray.train.torch, "get_device", lambda: None)
     monkeypatch.setattr(loop_module, "Learner", load)
+    monkeypatch.setattr(loop_module, "compile_ahead", lambda *_: done.append("compile"))
+    control.record_span = lambda *_: None
     spec = types.SimpleNamespace(
-        train=None, started_at=0.0, gate=None, shares_device=shares_device, recorder=recorder(told)
-    )
+        train=None, started_at=0.0, gate=None, shares_device=shares_device,
+        takes_turns=takes_turns, recorder=recorder(told),
+    )  # fmt: skip
     with pytest.raises(Loaded):
         loop_module._TrainLoop(spec)
-    assert done == (["engines", "ranks", "load"] if shares_device else ["load"])
-    assert told == (["wait for the rollout servers"] if shares_device else [])
+    ahead = ["compile"] if shares_device and not takes_turns else []
+    waited = ["engines", "ranks"] if shares_device else []
+    assert done == [*ahead, *waited, "load"]
+    assert told == ahead + (["wait for the rollout servers"] if shares_device else [])
 
 
 def test_the_last_checkpoint_is_told_of(monkeypatch):
