@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,26 @@ def compile_for_all_sizes(function: Function) -> Function:
     """
     torch._dynamo.config.specialize_float = True
     return torch.compile(function, dynamic=True, options=_options())  # type: ignore[return-value]
+
+
+def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`compile_for_all_sizes` for a layer under FSDP, which compiles once for all layers of a kind.
+
+    FSDP hands the first layer of a unit a view of what it is called with, for which the compiler
+    would compile once more; a copy costs next to nothing.
+    """
+    compiled = compile_for_all_sizes(forward)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*map(_without_base, args), **kwargs)
+
+    return call
+
+
+def _without_base(value: Any) -> Any:
+    """The same, but a copy of a view that has gradients."""
+    is_view = isinstance(value, torch.Tensor) and value.requires_grad and value._is_view()
+    return value.clone() if is_view else value
 
 
 @lru_cache

@@ -37,7 +37,7 @@ from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.core.architectures import check_config
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
-from ray_apr.train.compilation import compile_for_all_sizes
+from ray_apr.train.compilation import compile_layer
 from ray_apr.train.head import attach_response_logprobs
 from ray_apr.train.recomputation import CudaMemory, attach_recomputation
 from ray_apr.train.tensors import local_tensor
@@ -101,7 +101,7 @@ def build_model(
     compiles = train.compiles(device.type)
     if compiles:  # forward alone: FSDP's hooks, and a checkpoint around it, stay outside
         for layer in decoder_layers(loaded):
-            layer.forward = compile_for_all_sizes(layer.forward)  # type: ignore[method-assign]
+            layer.forward = compile_layer(layer.forward)  # type: ignore[method-assign]
     offloads = train.cpu_offload and device.type != "cpu"
     is_uniform = train.dtype_on(device.type) == train.master_dtype == train.reduce_dtype
     if dist.get_world_size() == 1 and is_uniform and not offloads:
