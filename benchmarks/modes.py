@@ -226,7 +226,7 @@ def mode_config(mode: str, args: argparse.Namespace) -> Any:
     mode, _, placement = mode.partition(":")
     given = [pair.removeprefix(f"{mode}.") for pair in args.set if pair.startswith(f"{mode}.")]
     values = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in given)}
-    if placement:
+    if placement == "turns":
         values = {"overlap_sync": False, **values}
     return PartialRolloutConfig.preset(mode, **values)
 

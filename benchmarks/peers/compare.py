@@ -223,7 +223,7 @@ def our_run(
                 "kwargs": {"max_num_seqs": args.max_num_seqs},
             },
         },
-        "partial_rollout": {"overlap_sync": False} if placement else {},
+        "partial_rollout": {"overlap_sync": False} if placement == "turns" else {},
         "train": {
             "steps": task["steps"], "batch_size": task["batch_size"], "seed": seed,
             "learning_rate": task["learning_rate"], "betas": [0.9, 0.95],

@@ -178,10 +178,10 @@ def check_placement(
         "each GPU has one of both",
     )
     require(
-        not partial_rollout.overlap_sync,
+        not (partial_rollout.overlap_sync and rollout.takes_turns),
         "partial_rollout.overlap_sync",
         partial_rollout.overlap_sync,
-        f"must be false {why}: the trainer cannot go on while its weights travel",
+        f"must be false {why} and sleep: the engines have the trainer's GPUs while weights travel",
     )
     require(
         partial_rollout.sync_every == 1 or not rollout.takes_turns,

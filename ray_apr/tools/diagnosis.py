@@ -177,7 +177,7 @@ def _of_syncs(run: RunData, shares: Shares, share: float, *, shares_gpus: bool) 
         share=share,
         what=f"weight syncs cost {shares.told(share)} of the time: the trainer is in them "
         f"{shares.syncs:.0%} of it, the engines stop {shares.paused:.0%}",
-        remedy=_remedy(run, *(() if shares_gpus else transport), *_less_often(run)),
+        remedy=_remedy(run, *transport[shares_gpus:], *_less_often(run)),
     )
 
 

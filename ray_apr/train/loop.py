@@ -130,13 +130,14 @@ class _TrainLoop:
             device=compute_device(model),
             ranks=self._ranks,
         )
-        shares_device = self._spec.shares_device
+        placed = {"shares_device": self._spec.shares_device, "takes_turns": self._spec.takes_turns}
         return WeightPublisher(
-            make_sender(train.weight_transport, weights, shares_device=shares_device),
+            make_sender(train.weight_transport, weights, **placed),
             self._control,
             sync_every=partial_rollout.sync_every,
             overlaps=partial_rollout.overlap_sync,
             timeout_s=train.weight_sync_timeout_s,
+            wait_limit_s=_wait_limit_s(self._spec),
             after_gather=self._residency.leave,
             meet=(lambda: dist.barrier(self._ranks)) if partial_rollout.drain else None,
             check=WeightCheck(model, train) if train.weight_check_every else None,

@@ -62,6 +62,7 @@ class WeightPublisher:
         sync_every: Optimizer steps of one sync.
         overlaps: Whether the trainer goes on while the weights travel.
         timeout_s: Limit for the engine workers to join the group, and of one collective call.
+        wait_limit_s: Longest that the other ranks wait for rank 0.
         after_gather: Called on every rank before the weights leave it.
         meet: Lets the ranks wait for rank 0 where that may wait for engines longer than a
             collective may take; None where it does not.
@@ -76,6 +77,7 @@ class WeightPublisher:
         sync_every: int,
         overlaps: bool,
         timeout_s: float,
+        wait_limit_s: float,
         after_gather: Callable[[], None] = lambda: None,
         meet: Callable[[], None] | None = None,
         check: WeightCheck | None = None,
@@ -85,6 +87,7 @@ class WeightPublisher:
         self._sync_every = sync_every
         self._overlaps = overlaps
         self._timeout_s = timeout_s
+        self._wait_limit_s = wait_limit_s
         self._after_gather = after_gather
         self._meet = meet or (lambda: None)
         self._check = check
@@ -119,6 +122,7 @@ class WeightPublisher:
             WeightSyncError: If the servers did not get them.
         """
         if self._sent_version <= lost_version:
+            self._join(must_end=True)
             self._meet()
             self.publish(policy_version, timeout_s=self._timeout_s)
 
@@ -177,13 +181,14 @@ class WeightPublisher:
     def _begin(self, policy_version: int) -> dict[str, float] | None:
         """Gather, and send; returns the times of a sync that does not overlap."""
         args = (policy_version, self._gather(policy_version), self._timeout_s)
-        if not self._overlaps or self._control is None:
+        if not self._overlaps:
             return self._send(*args)
         times: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
 
         def send() -> None:
-            """Consumes: the gathered weights. Waits for: the rollout worker and the engines.
-            Unblocked by: their limits. Produces: the times of the sync, or its error."""
+            """Consumes: the gathered weights. Waits for: the rollout worker and the engines; on
+            other ranks, whose memory engines read, for rank 0. Unblocked by: their limits.
+            Produces: the times of the sync, or its error."""
             try:
                 times.set_result(self._send(*args))
             except BaseException as error:  # noqa: BLE001  (raised by `_join`)
@@ -248,12 +253,13 @@ class WeightPublisher:
 
         Waits for: the sync under way. Unblocked by: its end, or the limit of all of its tries.
         """
-        pending = self._pending
-        if pending is None or self._control is None:
+        pending, control = self._pending, self._control
+        if pending is None:
             return None
-        limit_s = self._control.sync_limit_s if must_end else 0.0
+        limit_s = self._wait_limit_s if control is None else control.sync_limit_s
+        limit_s *= must_end
         done, _ = concurrent.futures.wait([pending.times], timeout=limit_s)
-        while not done and must_end and self._control.is_draining:  # as long as engines make tokens
+        while not done and must_end and control and control.is_draining:  # engines make tokens
             done, _ = concurrent.futures.wait([pending.times], timeout=limit_s)
         if not done and not must_end:
             return None

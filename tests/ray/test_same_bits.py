@@ -19,6 +19,8 @@ ONE_BY_ONE = (
     "rollout.engine.kwargs={max_num_seqs: 1, enable_prefix_caching: false}",
 )  # fmt: skip
 """Each request alone in its engine: then its log-probs do not depend on who else is there."""
+BOUND_0 = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
+AWAKE = "rollout.engine.sleep=false"
 
 
 def trained_weights(folder: Path, env: dict[str, str], *overrides: str) -> bytes:
@@ -51,15 +53,16 @@ def trained_in_sync(tmp_path_factory) -> bytes:
 def test_apr_without_staleness_trains_the_same_bits_as_sync(tmp_path, marked, trained_in_sync):
     """verl#6780: with a bound of 0, the asynchronous trainer did not equal the synchronous one."""
     _, env = marked
-    bound = ("partial_rollout.max_staleness=0", "partial_rollout.oversampling_factor=1")
-    assert trained_weights(tmp_path, env, "mode=apr", *bound) == trained_in_sync
+    assert trained_weights(tmp_path, env, "mode=apr", *BOUND_0) == trained_in_sync
 
 
-@pytest.mark.parametrize("sleep", ["true", "false"])
-def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync, sleep):
+@pytest.mark.parametrize(
+    "mode", [("mode=sync",), ("mode=sync", AWAKE), ("mode=apr", AWAKE, *BOUND_0)], ids=str
+)
+def test_colocated_engines_train_the_same_bits_as_others(tmp_path, marked, trained_in_sync, mode):
+    """In turns; and awake, where the trainer goes on while weights travel."""
     _, env = marked
-    shared = ("rollout.engine.placement=colocated", f"rollout.engine.sleep={sleep}")
-    settings = ("mode=sync", *shared, "train.checkpoint_every=2")
+    settings = (*mode, "rollout.engine.placement=colocated", "train.checkpoint_every=2")
     assert trained_weights(tmp_path, env, *settings) == trained_in_sync
 
 

@@ -99,7 +99,13 @@ def make(folder, *, overlaps=False, **train):
     check = WeightCheck(model, config)
     control = Control({})
     publisher = WeightPublisher(
-        Sender(), control, sync_every=1, overlaps=overlaps, timeout_s=5.0, check=check
+        Sender(),
+        control,
+        sync_every=1,
+        overlaps=overlaps,
+        timeout_s=5.0,
+        wait_limit_s=5.0,
+        check=check,
     )
     return model, check, control, publisher
 

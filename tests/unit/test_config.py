@@ -322,9 +322,8 @@ def test_engines_and_train_workers_on_the_same_gpus(field, partial_rollout, trai
 def test_engines_that_do_not_sleep_keep_their_weights_for_several_steps():
     engine = dataclasses.replace(COLOCATED.engine, sleep=False)
     awake = dataclasses.replace(COLOCATED, engine=engine)
-    config = PartialRolloutConfig.preset(
-        "stream", overlap_sync=False, max_staleness=1, sync_every=2
-    )
+    config = PartialRolloutConfig.preset("stream", max_staleness=1, sync_every=2)
+    assert config.overlap_sync
     check_placement(awake, config, TrainConfig(), 4)
     assert (awake.is_colocated, awake.takes_turns) == (True, False)
     assert (RolloutConfig().is_colocated, RolloutConfig().takes_turns) == (False, False)

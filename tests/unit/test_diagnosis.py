@@ -212,7 +212,8 @@ def test_nothing_is_advised_that_is_in_use():
     assert "take turns" not in said(awake) and "the longest responses" in said(awake)
     syncs = run_of(generates=0.5, paused=0.4, waits=0.3, placement="colocated")
     syncs = with_settings(syncs, "rollout", engine={"placement": "colocated", "sleep": False})
-    assert "weight syncs cost" in said(syncs) and "overlap_sync" not in said(syncs)
+    assert "weight syncs cost" in said(syncs) and "overlap_sync: true" in said(syncs)
+    assert "weight_transport" not in said(syncs), "there is one alone"
     trainer = run_of(generates=0.5)
     assert "train.packing: packed" in said(trainer) and "train.compile: true" in said(trainer)
     fast = with_settings(trainer, "train", packing="packed", compile=True)

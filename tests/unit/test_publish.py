@@ -81,7 +81,7 @@ class Control:
         self.spans.append(actor)
 
 
-def make(control, *, sync_every=1, overlaps=False, **given):
+def make(control, *, sync_every=1, overlaps=False, wait_limit_s=5.0, **given):
     sender = Sender()
     publisher = WeightPublisher(
         sender,
@@ -89,6 +89,7 @@ def make(control, *, sync_every=1, overlaps=False, **given):
         sync_every=sync_every,
         overlaps=overlaps,
         timeout_s=5.0,
+        wait_limit_s=wait_limit_s,
         **given,
     )
     return publisher, sender
@@ -192,6 +193,49 @@ def test_other_ranks_only_gather():
         publisher.after_step(step, step, is_last=False)
     publisher.close()
     assert sender.gathered == 2 and sender.is_closed
+
+
+def test_other_ranks_go_on_while_engines_read_what_they_gathered():
+    """Where engines share their devices, what is released there waits for rank 0."""
+    publisher, sender = make(None, overlaps=True)
+    received = threading.Event()
+    sender.release = lambda: received.wait(10) and Sender.release(sender)
+    publisher.after_step(1, 1, is_last=False)
+    assert sender.staged == [1], "it went on before"
+    threading.Timer(0.2, received.set).start()
+    publisher.after_step(2, 2, is_last=False)
+    publisher.close()
+    assert sender.gathered == 2 and sender.num_released == 2
+
+
+def test_another_rank_does_not_wait_for_rank_0_forever():
+    publisher, sender = make(None, overlaps=True, wait_limit_s=0.05)
+    ended = threading.Event()
+    sender.release = lambda: ended.wait(10)
+    publisher.after_step(1, 1, is_last=False)
+    with pytest.raises(
+        WeightSyncError, match=r"version 1 were not with the servers within 0\.05 s"
+    ):
+        publisher.after_step(2, 2, is_last=False)
+    ended.set()
+
+
+@pytest.mark.parametrize("control", [Control, lambda **_: None])
+def test_ranks_meet_for_lost_weights_once_the_sync_under_way_has_ended(control):
+    """The ranks meet in one group, in which the release of the last sync may still wait."""
+    control, order = control(arrives=False), []
+    publisher, sender = make(
+        control, overlaps=True, meet=lambda: order.append(("meet", sender.num_released))
+    )
+    arrived = control.arrived if control else threading.Event()
+    if control is None:
+        sender.release = lambda: arrived.wait(10) and Sender.release(sender)
+    publisher.after_step(1, 1, is_last=False)
+    threading.Timer(0.1, arrived.set).start()
+    order.clear()
+    publisher.send_again(1, 1)
+    assert order == [("meet", 1)]
+    publisher.close()
 
 
 def test_publish_sends_at_once_within_its_own_limit():

@@ -109,11 +109,13 @@ def test_a_transport_of_a_file_is_checked_with_the_settings_and_named_in_the_run
     assert described["train"]["weight_transport"] == sender
 
 
-def test_engines_on_the_trainers_device_always_wait_for_the_release():
-    for shares in (False, True):
-        sender = make_sender(WeightSender, weights_on("cpu"), shares_device=shares)
-        assert sender.holds_device == shares
-    assert not WeightSender.holds_device
+@pytest.mark.parametrize("transport", ["auto", WeightSender])
+def test_engines_that_wake_up_wait_for_the_release(transport):
+    """Those that stay awake have their memory."""
+    for shares, turns in ((False, False), (True, False), (True, True)):
+        sender = make_sender(transport, weights_on("cpu"), shares_device=shares, takes_turns=turns)
+        assert sender.holds_device == turns
+    assert not WeightSender.holds_device and not TRANSPORTS["shared"].holds_device
 
 
 def test_what_is_no_transport_is_refused():

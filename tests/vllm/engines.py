@@ -259,6 +259,7 @@ class SyncingTrainer:
             sync_every=1,
             overlaps=False,
             timeout_s=20.0,
+            wait_limit_s=20.0,
             check=self.check,
         )
 

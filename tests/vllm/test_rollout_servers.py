@@ -318,8 +318,9 @@ class Trainer:
             buffer=None, worker=FixedPart(syncs), recorder=None, sync_timeout_s=SYNC_TIMEOUT_S
         )
         self._publisher = WeightPublisher(
-            sender, control, sync_every=1, overlaps=False, timeout_s=SYNC_TIMEOUT_S
-        )
+            sender, control, sync_every=1, overlaps=False, timeout_s=SYNC_TIMEOUT_S,
+            wait_limit_s=SYNC_TIMEOUT_S,
+        )  # fmt: skip
 
     def sync_until_replaced(self, replicas, timeout_s):
         """Sync until one of these has been replaced, and both have the newest weights; returns

@@ -26,7 +26,11 @@ _FIELD = "train.weight_transport"
 
 
 def make_sender(
-    transport: str | Callable[..., Any], weights: GatheredWeights, *, shares_device: bool
+    transport: str | Callable[..., Any],
+    weights: GatheredWeights,
+    *,
+    shares_device: bool,
+    takes_turns: bool = False,
 ) -> WeightSender:
     """Make the sender of a train worker.
 
@@ -34,23 +38,26 @@ def make_sender(
         transport: "auto", a name in `TRANSPORTS`, or what makes a sender of the weights.
         weights: Those of this rank's model.
         shares_device: Whether engines are on the train workers' devices, too.
+        takes_turns: Whether these sleep meanwhile, and want memory there when they wake up.
 
     Raises:
         ConfigError: If the transport does not fit, or is none.
     """
     device = weights.device.type
     fitting = "shared" if shares_device else "nccl" if device == "cuda" else "gloo"
+    sender: WeightSender
     if callable(transport):
         sender = _checked(transport(weights))
-        sender.holds_device |= shares_device  # what it gathers is where engines want their memory
-        return sender
-    if transport not in ("auto", fitting):
+    elif transport not in ("auto", fitting):
         where = f"of {device} that engines share" if shares_device else f"of {device} of their own"
         raise ConfigError(
             _FIELD, transport, f'must be "auto" or "{fitting}" for train workers with a device '
             f"{where}, or a transport of your own",
         )  # fmt: skip
-    return TRANSPORTS[fitting](weights)
+    else:
+        sender = TRANSPORTS[fitting](weights)
+    sender.holds_device |= takes_turns
+    return sender
 
 
 def _checked(sender: Any) -> WeightSender:

@@ -139,8 +139,8 @@ def _never() -> bool:
 class WeightSender:
     """The end of a train worker; every rank has one. A transport is a subclass of this.
 
-    One method runs at a time, but `connect`, `prepare` and `deliver` are called by another thread
-    than the rest where syncs overlap with training.
+    One method runs at a time, but `connect`, `prepare`, `deliver` and `release` are called by
+    another thread than the rest where syncs overlap with training.
 
     Args:
         weights: Those of the model.

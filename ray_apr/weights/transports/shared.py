@@ -94,8 +94,6 @@ class SharedSender(WeightSender):
     `gather` gives every rank all weights, and rank 0 the handles of all ranks' buffers.
     """
 
-    holds_device = True
-
     _handles: Mapping[str, list[Handle]]
 
     def __init__(self, weights: Any) -> None:
