@@ -136,6 +136,9 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     )
     import ray
 
+    from ray_apr.run.training import begin_imports
+
+    begin_imports()
     os.environ.setdefault(_TRAIN_STATE, "1")
     signals = StopSignals()
     with signals.listen():

@@ -110,6 +110,7 @@ def run(
     """
     signals = StopSignals()
     with signals.listen():
+        begin_imports()
         check_hub_model(spec.model)
         if not ray.is_initialized():
             ray.init()
@@ -232,7 +233,6 @@ class _Parts:
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(target=self._start_servers, name="servers", daemon=True)
         self._servers.start()
-        imports = begin_imports()
         try:
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show
@@ -247,7 +247,6 @@ class _Parts:
             self._made.set()
             if self._closing.is_set():
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
-                imports.join(timeout=_CALL_TIMEOUT_S)  # a process that ends in the midst crashes
                 self._take_away()
 
     def fit(self) -> ray.train.Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -24,19 +25,26 @@ _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
 is in one while it waits for its batch: all get theirs together, however long that takes."""
 
+_IMPORTS_S = 60.0
 
-def begin_imports() -> threading.Thread:
-    """Import what `make_torch_trainer` needs, while the prompts are read; returns the thread that
-    does so. An error is raised there again."""
+
+@functools.cache
+def begin_imports() -> None:
+    """Import what the driver needs of torch and transformers, while Ray and the engines start; once
+    in a process. An error is raised again where they are used.
+
+    A process whose interpreter ends in the midst would crash: it waits for the end of these.
+    """
 
     def run() -> None:
         """Waits for: nothing. Unblocked by: its end. Produces: modules."""
         with contextlib.suppress(ImportError):
+            importlib.import_module("transformers").AutoTokenizer  # noqa: B018  (is loaded by this)
             importlib.import_module("ray.train.torch")
 
     thread = threading.Thread(target=run, name="import-torch", daemon=True)
     thread.start()
-    return thread
+    atexit.register(thread.join, timeout=_IMPORTS_S)
 
 
 def _train(worker: WorkerSpec) -> None:

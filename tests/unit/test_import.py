@@ -33,6 +33,19 @@ def test_a_run_can_be_made_without_torch():
     assert python(code) == "[]"
 
 
+def test_what_the_driver_imports_meanwhile_is_there_before_its_process_ends():
+    """A process that ends in the midst of an import of torch crashes."""
+    names = ("transformers.models.auto.tokenization_auto", "ray.train.torch")
+    code = (
+        "import atexit, sys, threading\n"
+        f"atexit.register(lambda: print([m for m in {names} if m in sys.modules]))\n"
+        "from ray_apr.run.training import begin_imports\n"
+        "begin_imports(); begin_imports()\n"
+        "print(sum(t.name == 'import-torch' for t in threading.enumerate()))"
+    )
+    assert python(code).splitlines() == ["1", str(list(names))]
+
+
 def test_every_public_name_has_a_home():
     import ray_apr
 
