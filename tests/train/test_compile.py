@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -135,10 +136,11 @@ def test_what_was_compiled_ahead_serves_the_whole_model(
     known faults: a trainer beside awake engines began to compile when these were there; under FSDP,
     as with two data types, a second layer was compiled for.
     """
-    built, attach = [], fsdp.attach_response_logprobs
+    built, models, attach = [], weakref.WeakSet(), fsdp.attach_response_logprobs
 
     def count(model, **given):
         built.append(len(decoder_layers(model)))
+        models.add(model)
         attach(model, **given)
 
     monkeypatch.setattr(fsdp, "attach_response_logprobs", count)
@@ -150,6 +152,7 @@ def test_what_was_compiled_ahead_serves_the_whole_model(
     with process_group(tmp_path):
         compile_ahead(spec, CPU)
         assert len(as_on_a_gpu) == num_graphs
+        assert not models, "they would have memory that the whole model needs"
         with torch._dynamo.config.patch(error_on_recompile=True):
             Learner(spec, CPU)
     assert len(as_on_a_gpu) == num_graphs
