@@ -73,7 +73,7 @@ def build_model(
         model: Folder in Hugging Face's format, or hub id.
         train: Data types, activation checkpointing, adapters.
         device: Where this rank computes.
-        few_layers: Whether only as many of its first layers stay as have all kinds among them.
+        few_layers: Whether only as many of its first layers stay as have all kinds of attention.
 
     Returns:
         The model, with the method of `head.attach_response_logprobs`, and where activation
@@ -90,7 +90,7 @@ def build_model(
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)
     if few_layers:
-        del decoder_layers(loaded)[_num_of_all_kinds(loaded.config) :]
+        del decoder_layers(loaded)[_num_of_all_kinds(loaded.config.get_text_config()) :]
     checkpoints = train.checkpoints(device.type)
     if checkpoints:
         options: dict[str, Any] = {"use_reentrant": False}
@@ -189,8 +189,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def _num_of_all_kinds(config: PretrainedConfig) -> int:
-    """How many first layers have one of each kind; at least two, as the first one's input is of the
-    embedding."""
+    """How many first layers have each kind of attention; at least two, as the first one's input is
+    of the embedding."""
     kinds = getattr(config, "layer_types", None) or []
     return max([1, *(kinds.index(kind) for kind in kinds)]) + 1
 
