@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -19,6 +20,15 @@ _EMPHASIS = re.compile(r"(?<![\w^{)\]}])(\*{1,3}|`)([^\s*`](?:[^*`\n]*[^\s*`])?)
 """Of Markdown: **42**, but neither 2*3*4 nor x^*."""
 _DOLLAR_OR_SPACE = re.compile(r"\\\$|(?<=\d)\\[,!;:](?=\d{3}(?!\d))")
 """What LaTeX writes for a sum of money, and for thousands: \\$12\\,500."""
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MIXED = re.compile(r"(?<![\w.,/^])(\d{1,15}) (\d{1,15})/(\d{1,15})(?![\w/^])")
+"""A whole number and a fraction: 3 1/2."""
+_REPEATING = re.compile(
+    r"(?<![\d.,])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*(?:\{(\d{1,15})\}|(\d))"
+)
+"""A decimal whose last digits repeat: 0.1\\overline{6}."""
+_BASE = re.compile(r"(?<=\d)_(?:\{(\d{1,3})\}|(\d{1,3}))")
+"""That of a number: 25_{7}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class MathEqual:
     def __call__(self, sample: Sample) -> RewardResult:
         """1.0 or 0.0, with `math_answer_found`."""
         math_verify: Any = optional_package("math_verify", "math-verify", "rewards")
-        text = response_of(sample)
+        text = _plain(response_of(sample))
         expected = self._expected(math_verify, sample)
         answers = self._answers(math_verify, text)
         # Without time limits: math-verify keeps them by SIGALRM, which only the main thread may
@@ -48,6 +58,9 @@ class MathEqual:
         equal = bool(answers) and math_verify.verify(
             expected, answers, float_rounding=self.float_digits, timeout_seconds=None
         )
+        if equal:  # math-verify takes no notice of bases
+            bases = last_base(self._text_of(sample)), last_base(last_boxed(text) or text)
+            equal = None in bases or bases[0] == bases[1]
         return RewardResult(
             reward=float(equal), metrics={"math_answer_found": float(bool(answers))}
         )
@@ -69,10 +82,10 @@ class MathEqual:
         makes a product."""
         value = column_of(sample, self.column)
         text = str(value).strip()
-        try:
-            number = Decimal(text)
-        except InvalidOperation:
-            number = None
+        number = None
+        if "_" not in text:  # which Python takes for a thousands separator, and we for a base
+            with contextlib.suppress(InvalidOperation):
+                number = Decimal(text)
         if isinstance(value, bool) or (number is not None and not number.is_finite()):
             detail = f"column {self.column!r} of its row holds {text!r}, which is no number"
             raise RewardError(sample.sample_id, "invalid", detail)
@@ -80,28 +93,49 @@ class MathEqual:
 
     def _answers(self, math_verify: Any, text: str) -> list[Any]:
         """The response's answer as SymPy expressions; empty if there is none."""
-        text = _plain(text)
         latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
-        kinds = [latex, math_verify.ExprExtractionConfig()]
-        if self.boxed_only:
-            content = last_boxed(text)
-            if content is None:
-                return []
-            text, kinds = f"${content}$", [latex]
-        answers: list[Any] = math_verify.parse(
-            text,
-            extraction_config=kinds,
-            fallback_mode="no_fallback",
-            extraction_mode="first_match",
-            parsing_timeout=None,
-        )
+        content = last_boxed(text)
+        given = [] if content is None else [(f"${content}$", [latex])]
+        if not self.boxed_only:  # several boxes may be one answer: 1 and 2
+            given.append((text, [latex, math_verify.ExprExtractionConfig()]))
+        answers: list[Any] = []
+        for one, kinds in given:
+            answers += math_verify.parse(
+                one,
+                extraction_config=kinds,
+                fallback_mode="no_fallback",
+                extraction_mode="first_match",
+                parsing_timeout=None,
+            )
         return answers
 
 
 def _plain(text: str) -> str:
     """A text without what math-verify does not know to surround a number, or to be its sign."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{DEGREE SIGN}", "")
-    return _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text))
+    text = _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text))
+    text = _BASE.sub(lambda found: f"_{{{found[1] or found[2]}}}", _BOX.sub(lambda _: _BOXED, text))
+    return _REPEATING.sub(_fraction_of_repeating, _MIXED.sub(_fraction_of_mixed, text))
+
+
+def _fraction_of_mixed(found: re.Match[str]) -> str:
+    whole_part, numerator, denominator = map(int, found.groups())
+    is_mixed = 0 < numerator < denominator
+    return f"{whole_part * denominator + numerator}/{denominator}" if is_mixed else found[0]
+
+
+def _fraction_of_repeating(found: re.Match[str]) -> str:
+    whole_part, once, several, one = found.groups()
+    again = several or one
+    nines = 10 ** len(again) - 1
+    numerator = int(whole_part + once + again) - int(whole_part + once or "0")
+    return f"\\frac{{{numerator}}}{{{nines * 10 ** len(once)}}}"
+
+
+def last_base(text: str) -> str | None:
+    """Base of the last number of a text that has one written behind it; None without any."""
+    found = _BASE.findall(text)
+    return None if not found else found[-1][0] or found[-1][1]
 
 
 def last_boxed(text: str) -> str | None:
