@@ -10,6 +10,9 @@ from typing import Any, get_args
 
 from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 
+_MOST, _BOUNDED_UNITS = 1e9, ("_s", "_mb")
+"""What a wait of Python's and a size in memory may come to, and a little less."""
+
 
 def require(ok: bool, name: str, value: Any, remedy: str) -> None:
     """Raise `ConfigError` unless `ok`."""
@@ -32,10 +35,10 @@ def at_least(section: str, config: Any, minimum: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            is_number(value) and value >= minimum,
+            is_number(value) and minimum <= value <= _most(name),
             f"{section}.{name}",
             value,
-            f"must be a finite number of at least {minimum:g}",
+            f"must be a finite number of at least {minimum:g}{_at_most(name)}",
         )
 
 
@@ -44,11 +47,22 @@ def positive(section: str, config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            is_number(value) and value > 0,
+            is_number(value) and 0 < value <= _most(name),
             f"{section}.{name}",
             value,
-            "must be a finite number above 0",
+            f"must be a finite number above 0{_at_most(name)}",
         )
+
+
+def _most(name: str) -> float:
+    """Largest value of a field, by the unit that its name ends with."""
+    is_bounded = name.endswith(_BOUNDED_UNITS) and not name.endswith("_per_s")
+    return _MOST if is_bounded else math.inf
+
+
+def _at_most(name: str) -> str:
+    most = _most(name)
+    return "" if math.isinf(most) else f", at most {most:,.0f}"
 
 
 def whole(section: str, config: Any, *names: str) -> None:

@@ -551,3 +551,22 @@ def test_the_filter_of_groups_without_variance_needs_groups():
     )
     with pytest.raises(ConfigError, match=r"filter_zero_variance = True: .* drop every group"):
         sections.check(ScalingSettings())
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: TrainConfig(weight_bucket_mb=1e308), "train.weight_bucket_mb"),
+        (lambda: TrainConfig(weight_sync_timeout_s=1e10), "train.weight_sync_timeout_s"),
+        (lambda: RolloutConfig(reward={"timeout_s": 1e300}), "rollout.reward.timeout_s"),
+    ],
+)
+def test_what_no_wait_and_no_memory_comes_to_is_refused(make, field):
+    """known fault: train workers ended with an OverflowError."""
+    with pytest.raises(ConfigError, match=r"at most 1,000,000,000$") as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_a_norm_without_a_limit_is_taken():
+    assert TrainConfig(max_grad_norm=1e20).max_grad_norm == 1e20
