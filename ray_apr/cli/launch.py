@@ -136,13 +136,13 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     )
     import ray
 
-    from ray_apr.run.training import begin_imports
+    from ray_apr.run.training import imported_meanwhile
 
-    begin_imports()
     os.environ.setdefault(_TRAIN_STATE, "1")
     signals = StopSignals()
     with signals.listen():
-        dashboard = _init_ray(settings.ray, settings.run_dir.name)
+        with imported_meanwhile():
+            dashboard = _init_ray(settings.ray, settings.run_dir.name)
         if progress is not None and dashboard:
             progress(f"dashboard: http://{dashboard}")
         try:

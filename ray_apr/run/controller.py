@@ -68,7 +68,7 @@ from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
 from ray_apr.run.tidying import tidy_folder
-from ray_apr.run.training import begin_imports, make_torch_trainer
+from ray_apr.run.training import begin_imports, imported_meanwhile, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers, wait_until_placed
 from ray_apr.serve.lease import start_lease, wait_for_lease
@@ -110,10 +110,10 @@ def run(
     """
     signals = StopSignals()
     with signals.listen():
-        begin_imports()
         check_hub_model(spec.model)
         if not ray.is_initialized():
-            ray.init()
+            with imported_meanwhile():
+                ray.init()
             check_resources(spec, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)
@@ -233,6 +233,7 @@ class _Parts:
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(target=self._start_servers, name="servers", daemon=True)
         self._servers.start()
+        imports = begin_imports()
         try:
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show
@@ -247,6 +248,7 @@ class _Parts:
             self._made.set()
             if self._closing.is_set():
                 self._servers.join(timeout=_CALL_TIMEOUT_S)
+                imports.join(timeout=_CALL_TIMEOUT_S)  # a process that ends in the midst crashes
                 self._take_away()
 
     def fit(self) -> ray.train.Result:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,23 +28,32 @@ is in one while it waits for its batch: all get theirs together, however long th
 _IMPORTS_S = 60.0
 
 
-@functools.cache
-def begin_imports() -> None:
-    """Import what the driver needs of torch and transformers, while Ray and the engines start; once
-    in a process. An error is raised again where they are used.
+@contextlib.contextmanager
+def imported_meanwhile() -> Iterator[None]:
+    """Import torch and what loads a tokenizer, while Ray starts in this block. Nothing else may be
+    imported from transformers there, whose modules are not for two threads at once.
 
-    A process whose interpreter ends in the midst would crash: it waits for the end of these.
+    Waits for: the imports. Unblocked by: their end, or `_IMPORTS_S`.
     """
+    imports = begin_imports("transformers.models.auto.tokenization_auto")
+    try:
+        yield
+    finally:
+        imports.join(timeout=_IMPORTS_S)  # a process that ends in the midst crashes
+
+
+def begin_imports(module: str = "ray.train.torch") -> threading.Thread:
+    """Import a module, by default what `make_torch_trainer` needs, while the prompts are read;
+    returns the thread that does so. An error is raised where it is used."""
 
     def run() -> None:
         """Waits for: nothing. Unblocked by: its end. Produces: modules."""
         with contextlib.suppress(ImportError):
-            importlib.import_module("transformers").AutoTokenizer  # noqa: B018  (is loaded by this)
-            importlib.import_module("ray.train.torch")
+            importlib.import_module(module)
 
     thread = threading.Thread(target=run, name="import-torch", daemon=True)
     thread.start()
-    atexit.register(thread.join, timeout=_IMPORTS_S)
+    return thread
 
 
 def _train(worker: WorkerSpec) -> None:
