@@ -27,8 +27,8 @@ _REPEATING = re.compile(
     r"(?<![\d.,])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*(?:\{(\d{1,15})\}|(\d))"
 )
 """A decimal whose last digits repeat: 0.1\\overline{6}."""
-_BASE = re.compile(r"(?<=\d)_(?:\{(\d{1,3})\}|(\d{1,3}))")
-"""That of a number: 25_{7}."""
+_BARE_BASE, _BASE = re.compile(r"(?<=\d)_(\d{1,3})"), re.compile(r"(?<=\d)_\{(\d{1,3})\}")
+"""That of a number: 25_7 and 25_{7}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class MathEqual:
     def __call__(self, sample: Sample) -> RewardResult:
         """1.0 or 0.0, with `math_answer_found`."""
         math_verify: Any = optional_package("math_verify", "math-verify", "rewards")
-        text = _plain(response_of(sample))
-        expected = self._expected(math_verify, sample)
+        text, reference = _plain(response_of(sample)), _plain(self._text_of(sample))
+        expected = self._expected(math_verify, sample, reference)
         answers = self._answers(math_verify, text)
         # Without time limits: math-verify keeps them by SIGALRM, which only the main thread may
         # set, and rewards run in threads. Scoring has a limit of its own.
@@ -59,15 +59,14 @@ class MathEqual:
             expected, answers, float_rounding=self.float_digits, timeout_seconds=None
         )
         if equal:  # math-verify takes no notice of bases
-            bases = last_base(self._text_of(sample)), last_base(last_boxed(text) or text)
+            bases = _last_base(reference), _last_base(last_boxed(text) or text)
             equal = None in bases or bases[0] == bases[1]
         return RewardResult(
             reward=float(equal), metrics={"math_answer_found": float(bool(answers))}
         )
 
-    def _expected(self, math_verify: Any, sample: Sample) -> list[Any]:
+    def _expected(self, math_verify: Any, sample: Sample, text: str) -> list[Any]:
         """The reference as SymPy expressions; bare LaTeX is set between dollar signs first."""
-        text = _plain(self._text_of(sample))
         marked = any(mark in text for mark in _LATEX_MARKS)
         expressions: list[Any] = math_verify.parse(
             text if marked else f"${text}$", fallback_mode="no_fallback", parsing_timeout=None
@@ -114,7 +113,7 @@ def _plain(text: str) -> str:
     """A text without what math-verify does not know to surround a number, or to be its sign."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{DEGREE SIGN}", "")
     text = _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text))
-    text = _BASE.sub(lambda found: f"_{{{found[1] or found[2]}}}", _BOX.sub(lambda _: _BOXED, text))
+    text = _BARE_BASE.sub(r"_{\1}", _BOX.sub(lambda _: _BOXED, text))
     return _REPEATING.sub(_fraction_of_repeating, _MIXED.sub(_fraction_of_mixed, text))
 
 
@@ -132,10 +131,10 @@ def _fraction_of_repeating(found: re.Match[str]) -> str:
     return f"\\frac{{{numerator}}}{{{nines * 10 ** len(once)}}}"
 
 
-def last_base(text: str) -> str | None:
-    """Base of the last number of a text that has one written behind it; None without any."""
-    found = _BASE.findall(text)
-    return None if not found else found[-1][0] or found[-1][1]
+def _last_base(text: str) -> str | None:
+    """Base of the last number of a plain text that has one written behind it; None without any."""
+    found: list[str] = _BASE.findall(text)
+    return found[-1] if found else None
 
 
 def last_boxed(text: str) -> str | None:
