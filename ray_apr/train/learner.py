@@ -54,7 +54,11 @@ def prepare_process(spec: LearnerSpec, num_local: int) -> None:
     torch.set_num_threads(num_threads)
 
 
-def compile_ahead(spec: LearnerSpec, device: torch.device) -> None:
+def compile_ahead(
+    spec: LearnerSpec,
+    device: torch.device,
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> None:
     """Compile what the passes of a `Learner` need, with the first layers of its models; all ranks
     together.
 
@@ -65,14 +69,17 @@ def compile_ahead(spec: LearnerSpec, device: torch.device) -> None:
     Args:
         spec: What will be trained.
         device: Of this rank.
+        span: Shows how long it takes, where it does anything.
     """
     if not spec.train.compiles(device.type):
         return
-    models = _build_models(spec, device, few_layers=True)
-    num_tokens = min(spec.train.micro_batch_tokens, _TOKENS_AHEAD)
-    _compile_passes(spec, *models, device=device, num_tokens=num_tokens)
-    del models
-    gc.collect()  # what FSDP made of them holds itself
+    with span("compile"):
+        models = _build_models(spec, device, few_layers=True)
+        num_tokens = min(spec.train.micro_batch_tokens, _TOKENS_AHEAD)
+        sampling = _with_all_ends(spec.sampling, spec.model)
+        _compile_passes(spec, *models, device=device, num_tokens=num_tokens, sampling=sampling)
+        del models
+        gc.collect()  # what FSDP made of them holds itself
 
 
 class Learner:
@@ -100,7 +107,7 @@ class Learner:
             with span("compile"):
                 _compile_passes(
                     spec, self.model, self.reference,
-                    device=device, num_tokens=train.micro_batch_tokens,
+                    device=device, num_tokens=train.micro_batch_tokens, sampling=self._sampling,
                 )  # fmt: skip
         measure_recomputation(
             self.model,
@@ -160,6 +167,7 @@ def _compile_passes(
     *,
     device: torch.device,
     num_tokens: int,
+    sampling: SamplingParams,
 ) -> None:
     """Compile the passes of a step, those without gradients where a step has any."""
     train, algorithm = spec.train, spec.algorithm
@@ -175,7 +183,7 @@ def _compile_passes(
             num_tokens,
             packed=train.packs(device.type),
             entropy_gradients=gradients and algorithm.entropy_coef > 0,
-            sampling=_with_all_ends(spec.sampling, spec.model),
+            sampling=sampling,
             gradients=gradients,
         )
 

@@ -106,8 +106,7 @@ class _TrainLoop:
         """Return once the engines run, on all ranks. Where they leave room for what is trained, it
         is compiled while they start."""
         if not self._spec.takes_turns:
-            with self._starting("compile"):
-                compile_ahead(self._spec, device)
+            compile_ahead(self._spec, device, self._starting)
         if self._control is not None:
             self._say("wait for the rollout servers")
             self._control.wait_for_engines()

@@ -230,7 +230,12 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
     monkeypatch.setattr(loop_module.dist, "barrier", done.append)
     monkeypatch.setattr(loop_module.ray.train.torch, "get_device", lambda: None)
     monkeypatch.setattr(loop_module, "Learner", load)
-    monkeypatch.setattr(loop_module, "compile_ahead", lambda *_: done.append("compile"))
+
+    def compile_ahead(_spec, _device, span):
+        with span("compile"):
+            done.append("compile")
+
+    monkeypatch.setattr(loop_module, "compile_ahead", compile_ahead)
     control.record_span = lambda *_: None
     spec = types.SimpleNamespace(
         train=None, started_at=0.0, gate=None, shares_device=shares_device,
