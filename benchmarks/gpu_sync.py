@@ -36,9 +36,10 @@ STOPPED = r"generation stopped for ([\d.]+) ms"
 
 
 def _spec(model: str, config: Any, context: int) -> Any:
+    from ray_apr import PartialRolloutConfig
     from ray_apr.serve.spec import EngineSpec
 
-    return EngineSpec.of_run(model, config, max_model_len=context)
+    return EngineSpec.of_run(model, config, PartialRolloutConfig(), max_model_len=context)
 
 
 def measure_sync(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -313,19 +314,27 @@ class Driver:
             await asyncio.sleep(0.1)
 
     async def _request(self, index: int) -> None:
+        """One sample after the other; a call that is interrupted is followed by one that goes on
+        with its tokens."""
         from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
 
         sampling = SamplingParams(ignore_eos=True)
         for turn in itertools.count():
-            await self._client.generate(
-                GenerateRequest(
-                    request_id=f"{index}-{turn}",
-                    session_id=f"{index}",
-                    prompt=PromptInput(token_ids=tuple(self._prompt())),
-                    sampling=sampling,
-                    max_tokens=self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS),
+            ids = self._prompt()
+            end = len(ids) + self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS)
+            for call in itertools.count():
+                generation = await self._client.generate(
+                    GenerateRequest(
+                        request_id=f"{index}-{turn}#{call}",
+                        session_id=f"{index}-{turn}",
+                        prompt=PromptInput(token_ids=tuple(ids)),
+                        sampling=sampling,
+                        max_tokens=end - len(ids),
+                    )
                 )
-            )
+                ids += [token for s in generation.segments for token in s.token_ids]
+                if len(ids) == end:
+                    break
 
     def _prompt(self) -> list[int]:
         return [self._rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)]

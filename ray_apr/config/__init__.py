@@ -9,7 +9,12 @@ from __future__ import annotations
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.autoscaling import AutoscalingConfig
 from ray_apr.config.engine import EngineConfig
-from ray_apr.config.engine_version import check_attestation, goes_on_across_syncs, installed_vllm
+from ray_apr.config.engine_version import (
+    check_attestation,
+    goes_on_across_syncs,
+    installed_vllm,
+    parks_requests,
+)
 from ray_apr.config.evaluation import EvaluationConfig, SuiteConfig
 from ray_apr.config.http import HttpConfig
 from ray_apr.config.journal import JournalConfig
@@ -49,4 +54,5 @@ __all__ = [
     "check_together",
     "goes_on_across_syncs",
     "installed_vllm",
+    "parks_requests",
 ]

@@ -39,6 +39,18 @@ def goes_on_across_syncs(partial_rollout: PartialRolloutConfig, rollout: Rollout
     return partial_rollout.pause_mode == "keep" and not rollout.takes_turns
 
 
+def parks_requests(partial_rollout: PartialRolloutConfig, rollout: RolloutConfig) -> bool:
+    """Whether requests stay in an engine while a weight sync interrupts their calls.
+
+    Only where the calls that go on with them come at once, and find the KV entries of the last
+    ones: not where engines sleep, or samples are held back.
+    """
+    config = partial_rollout
+    comes_back = config.interrupt == "weight_sync" and config.after_interrupt == "resume"
+    keeps = config.kv_cache == "keep" and config.tail_round is None
+    return comes_back and keeps and not rollout.takes_turns
+
+
 def check_attestation(
     partial_rollout: PartialRolloutConfig, rollout: RolloutConfig, version: str | None
 ) -> None:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ray_apr.config import KVCache, PartialRolloutConfig, RolloutConfig, goes_on_across_syncs
+from ray_apr.config import (
+    KVCache,
+    PartialRolloutConfig,
+    RolloutConfig,
+    goes_on_across_syncs,
+    parks_requests,
+)
 from ray_apr.config.common import DType, dtype_on
 from ray_apr.config.engine import Device
 
@@ -36,6 +42,8 @@ class EngineSpec:
     """Most ids that a generation is asked to say could be drawn at a token."""
     kv_cache: KVCache = "recompute"
     """What becomes of KV entries of old weights at a weight sync."""
+    parks: bool = False
+    """Whether requests stay in the engine while a weight sync interrupts their calls."""
     needs_attestation: bool = False
     """Whether requests go on across weight syncs, so that the engine has to tell the version of
     each token."""
@@ -93,6 +101,7 @@ class EngineSpec:
             seed=rollout.engine.seed,
             support_size=rollout.sampling_params.support_size,
             kv_cache="recompute" if partial_rollout is None else partial_rollout.kv_cache,
+            parks=partial_rollout is not None and parks_requests(partial_rollout, rollout),
             needs_attestation=across,
             shares_device=rollout.is_colocated,
             takes_turns=rollout.takes_turns,

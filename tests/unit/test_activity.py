@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ray_apr.serve.vllm.activity import Activity
+from ray_apr.serve.vllm.names import PARKING_LIMIT_S
 
 
 def test_the_start_is_a_span_and_in_no_sum(monkeypatch):
@@ -44,3 +45,28 @@ def test_the_time_of_requests_is_that_of_each_of_them_while_the_engine_generates
     activity.drain()
     assert activity.request_s == 2 * 0.25 + 3 * 0.25 + 1.0 + 2 * 0.5
     assert activity.seconds["generate"] == 0.5 + 1.0 + 0.5
+
+
+def test_an_engine_works_while_the_calls_of_its_requests_are_on_their_way(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("ray_apr.serve.vllm.activity.unix_s", lambda: clock[0])
+    activity = Activity()
+    activity.set_running(3)
+    activity.num_kept = 2  # the third one may not stay
+    activity.set_paused(True)
+    clock[0] = 1.0
+    activity.set_running(0)
+    activity.set_paused(False)
+    clock[0] = 1.5
+    activity.set_running(1)
+    clock[0] = 1.75
+    activity.set_running(0)
+    clock[0] = 2.0
+    activity.drain()
+    assert activity.seconds == {"paused": 1.0, "generate": 1.0, "idle": 0.0}
+    assert activity.request_s == 2 * 1.0
+    clock[0] = 1.0 + PARKING_LIMIT_S
+    activity.drain()
+    clock[0] += 1.0
+    activity.drain()
+    assert activity.seconds["idle"] == PARKING_LIMIT_S

@@ -29,6 +29,7 @@ def make_engine(
     model: Path,
     *,
     device: str = "cpu",
+    partial_rollout: Any = None,
     **engine_kwargs: Any,
 ) -> Any:
     """An engine that is not started, set up as the rollout servers are, but for Ray."""
@@ -42,7 +43,7 @@ def make_engine(
         engine_kwargs = ON_CUDA | engine_kwargs
     else:
         os.environ.update(CPU_ENVIRONMENT)
-    spec = EngineSpec.of_run(str(model), config, max_model_len=512)
+    spec = EngineSpec.of_run(str(model), config, partial_rollout, max_model_len=512)
     spec = replace(spec, engine_kwargs={"max_num_seqs": 64, **engine_kwargs})
     return VLLMEngine(spec, "engine-0")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ray_apr.config import RolloutConfig
+from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.core.exceptions import (
     ConfigError,
     EngineUnavailableError,
@@ -792,6 +792,106 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
         await trainer.join(engine)
         await trainer.sync(engine, version + 2)
         assert set(versions_of(await generate(engine))) == {version + 2}
+
+    run(body())
+
+
+@pytest.fixture(scope="module")
+def parking(tmp_path_factory):
+    """(run, engine, trainer) of a run whose requests stay while a sync interrupts their calls."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("parking"))
+    with asyncio.Runner() as runner:
+        context = running(make_engine(folder, partial_rollout=PartialRolloutConfig()))
+        engine = runner.run(context.__aenter__())
+        trainer = Trainer(folder)
+        runner.run(trainer.join(engine))
+        try:
+            yield runner.run, engine, trainer
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+def next_calls(engine, samples, number):
+    return [
+        start(
+            engine, name=f"{name}#{number}", ids=(*PROMPT, *sample.response_ids),
+            max_tokens=sample.remaining_budget, session="group",
+        )
+        for name, sample in samples.items()
+    ]  # fmt: skip
+
+
+async def ended(samples, calls):
+    """The samples with what their calls have made."""
+    made = zip(samples.items(), await asyncio.gather(*calls), strict=True)
+    return {name: sample.append(generation) for (name, sample), generation in made}
+
+
+def test_requests_stay_while_a_sync_interrupts_their_calls(parking):
+    run, engine, trainer = parking
+
+    async def body():
+        whole = await generate(engine, max_tokens=400)
+        version = engine.policy_version
+        samples = {f"s{i}": new_sample(400) for i in range(8)}
+        before = engine.status(drain=False).tokens_made
+        calls = next_calls(engine, samples, 0)
+        await until_made(engine, before, 8 * 17)
+        await trainer.sync(engine, version + 1)  # of the weights that it has
+        samples = await ended(samples, calls)
+        assert all(s.policy_version == version for x in samples.values() for s in x.segments)
+        made = {name: sample.num_tokens for name, sample in samples.items()}
+        await asyncio.sleep(0.2)  # their way to the rollout worker and back
+        calls = next_calls(engine, samples, 1)
+        await until_busy(engine, 8)
+        await engine.pause("abort")
+        await engine.resume()
+        samples = await ended(samples, calls)
+        for name, sample in samples.items():
+            assert sample.num_tokens >= made[name] + 40, "it went on meanwhile"
+        left = {name: s for name, s in samples.items() if s.finish_reason is None}
+        samples |= await ended(left, next_calls(engine, left, 2))
+        for sample in samples.values():
+            assert sample.response_ids == ids_of(whole)
+            assert largest_gap(sample.behavior_logprobs, logprobs_of(whole)) < 1e-4
+            versions = {s.policy_version for s in sample.segments[1:]}
+            assert (sample.segments[0].policy_version, versions) == (version, {version + 1})
+
+    run(body())
+
+
+def test_a_sync_that_breaks_ends_requests_that_would_stay(parking):
+    run, engine, trainer = parking
+
+    async def body():
+        version = engine.policy_version
+        before = engine.status(drain=False).tokens_made
+        samples, calls = {f"b{i}": new_sample(450) for i in range(4)}, []
+        for name, sample in samples.items():
+            calls += next_calls(engine, {name: sample}, 0)
+            await until_made(engine, before, 17)
+            before = engine.status(drain=False).tokens_made
+            await asyncio.sleep(0.004)
+        await engine.pause("abort")
+        receiving = asyncio.create_task(engine.receive_weights(version + 1))
+        await asyncio.sleep(0.1)
+        trainer.collective.destroy_group()
+        with pytest.raises(WeightSyncError):
+            await receiving
+        await engine.resume()
+        samples = await ended(samples, calls)
+        of_pieces = ((sample.num_tokens - 1) % 16 for sample in samples.values())
+        assert any(of_pieces), "the first token leaves alone, then pieces of 16, and the rest"
+        await trainer.join(engine)
+        trainer.change()
+        await trainer.sync(engine, version + 2)
+        again = {name: new_sample(450) for name in samples}
+        again = await ended(again, next_calls(engine, again, 1))
+        for old, new in zip(samples.values(), again.values(), strict=True):
+            assert {s.policy_version for s in old.segments} == {version}
+            assert {s.policy_version for s in new.segments} == {version + 2}
+            expected = hf_logprobs(trainer.model, PROMPT, new.response_ids)
+            assert largest_gap(new.behavior_logprobs, expected) < 1e-4
 
     run(body())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ray_apr.core.clock import unix_s
+from ray_apr.serve.vllm.names import PARKING_LIMIT_S
 
 What = Literal["start", "generate", "paused", "idle"]
 
@@ -20,6 +21,10 @@ class Activity:
         self._started_at = self._since = self._counted_at = unix_s()
         self.changed_at = self._since
         """When the engine began what it does now."""
+        self.num_kept = 0
+        """Requests that stay inside while their calls are interrupted by this pause."""
+        self._kept_until = 0.0
+        """By when they have other calls, or are ended."""
         self._num_running = 0
         self._is_paused = False
         self._spans: list[tuple[What, float, float]] = []
@@ -48,6 +53,7 @@ class Activity:
         if is_paused != self._is_paused:
             self._cut()
             self.changed_at = self._since
+            self._kept_until = self._since + PARKING_LIMIT_S
         self._is_paused = is_paused
 
     def drain(self) -> tuple[tuple[What, float, float], ...]:
@@ -56,11 +62,16 @@ class Activity:
         spans, self._spans = tuple(self._spans), []
         return spans
 
+    @property
+    def _num_inside(self) -> int:
+        is_kept = unix_s() < self._kept_until
+        return max(self._num_running, self.num_kept if is_kept else 0)
+
     def _cut(self) -> None:
         """Close the span that is open."""
         self._count()
         now = unix_s()
-        what: What = "paused" if self._is_paused else "generate" if self._num_running else "idle"
+        what: What = "paused" if self._is_paused else "generate" if self._num_inside else "idle"
         self.seconds[what] += now - self._since
         last = self._spans[-1] if self._spans else None
         if last is not None and last[0] == what and last[2] == self._since:
@@ -72,5 +83,5 @@ class Activity:
     def _count(self) -> None:
         """Add the time of the requests that there have been since the last call."""
         now = unix_s()
-        self.request_s += 0 if self._is_paused else self._num_running * (now - self._counted_at)
+        self.request_s += 0 if self._is_paused else self._num_inside * (now - self._counted_at)
         self._counted_at = now

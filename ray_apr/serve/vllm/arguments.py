@@ -6,7 +6,12 @@ from typing import Any
 
 from ray_apr.config.common import ENGINE_GPU_SHARE
 from ray_apr.serve.spec import EngineSpec
-from ray_apr.serve.vllm.names import MOST_REQUESTS, SCHEDULER, WORKER_EXTENSION
+from ray_apr.serve.vllm.names import (
+    MOST_REQUESTS,
+    PARKING_SCHEDULER,
+    SCHEDULER,
+    WORKER_EXTENSION,
+)
 
 _MAX_LOGPROBS = 20
 """vLLM's own limit of the log-probs of a token, which a `top_k` may raise."""
@@ -76,7 +81,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": False,  # exported through Ray
         "enable_prefix_caching": True,
-        "scheduler_cls": SCHEDULER,
+        "scheduler_cls": PARKING_SCHEDULER if spec.parks else SCHEDULER,
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if spec.device == "cuda":

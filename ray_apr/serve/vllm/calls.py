@@ -24,6 +24,10 @@ class Call:
     def __init__(self) -> None:
         self.core_id = ""
         """Its id in the engine core; none before it has entered, or if it was refused."""
+        self.may_stay = False
+        """Whether its request may stay in the core when it is interrupted."""
+        self.is_parked = False
+        """Whether it does so: the call has ended by what was made before."""
         self.entered = asyncio.Event()
         """Set once the core has been sent it."""
         self.ended = asyncio.Event()
@@ -91,6 +95,13 @@ class Calls:
             call.entered.set()
             call.ended.set()
             self._on_change(len(self.inside))
+
+    def park(self) -> int:
+        """Interrupt the calls inside; how many of their requests stay there."""
+        stay = [call for call in self.inside.values() if call.may_stay]
+        for call in stay:
+            call.is_parked = True
+        return len(stay)
 
     async def until_entered(self, calls: Iterable[Call]) -> None:
         """Wait until the core has been sent these calls.

@@ -4,9 +4,10 @@ Invariants, beside those of every engine:
     * Nothing enters vLLM while the engine is paused: calls wait at a gate and go in after `resume`.
     * A call that is stopped returns what it has; awaiting tasks are never cancelled to stop one,
       which would lose the tokens.
-    * Each token carries the version that vLLM attests (spans, since 0.32); where it attests none,
-      the version between whose two syncs the call ran. A run whose syncs leave calls inside, for
-      which that would be wrong, is refused there.
+    * Each token carries the version that vLLM attests (spans, since 0.32). Where it attests none,
+      or the call ends and its request stays (`serve.vllm.parking`), the version between whose two
+      syncs the call ran. A run whose syncs leave calls inside, for which that would be wrong, is
+      refused where vLLM attests none.
     * After a broken weight sync nothing is generated until the next one that succeeds; what was
       frozen during it comes back with the tokens from before.
     * A call ends by itself, or because the engine has made no progress for a stated time, however
@@ -39,7 +40,7 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.activity import Activity
 from ray_apr.serve.vllm.calls import Calls
 from ray_apr.serve.vllm.core import ANSWER_LIMIT_S, Core
-from ray_apr.serve.vllm.names import PROBE, SCHEDULER
+from ray_apr.serve.vllm.names import PARKING_SCHEDULER, PROBE, SCHEDULER
 from ray_apr.serve.vllm.outputs import (
     REASONS,
     end_of_straddling_stop,
@@ -179,6 +180,7 @@ class VLLMEngine:
             try:
                 queue = await llm.add_request(request_id, prompt, params, **priority)
                 call.core_id = queue.request_id
+                call.may_stay = self._spec.parks and not sampling.stop_strings
                 call.entered.set()
                 last = await queue.get()  # the only one: `vllm_params` asks for no other
             except self._core.dead_error:
@@ -194,7 +196,9 @@ class VLLMEngine:
             raise RolloutError(f"request {request_id} ended with {output.finish_reason!r}")
         if not output.token_ids and (self._stall.is_stalled or self._core.is_hung):
             raise EngineDiedError(f"{self.replica_id} hung while request {request_id} ran")
-        segments = segments_of(output, version, with_support=sampling.reports_support)
+        segments = segments_of(
+            output, version, with_support=sampling.reports_support, is_of_one=call.is_parked
+        )
         if sampling.num_carried:
             end = end_of_straddling_stop(llm.tokenizer, sampling, given, output.token_ids)
             if end is not None:
@@ -226,13 +230,13 @@ class VLLMEngine:
         known = [i for i in ids if i in running]
         for request_id in known:
             running[request_id].set()
-        asks_core = self._core.arguments.get("scheduler_cls") == SCHEDULER
+        asks_core = self._core.arguments.get("scheduler_cls") in (SCHEDULER, PARKING_SCHEDULER)
         await self._core.end({i: inside[i] for i in known if i in inside}, asks_core=asks_core)
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:
         """Close the gate and freeze the engine: "abort" ends what runs, "keep" freezes it, "wait"
-        lets it end.
+        lets it end. Where requests stay (`serve.vllm.parking`), "abort" ends their calls alone.
 
         Raises:
             EngineUnavailableError: If the engine is dead.
@@ -248,7 +252,9 @@ class VLLMEngine:
             self._core.check_alive()
             gate.clear()
             self._activity.set_paused(True)
-            how: PauseMode = "keep" if mode == "keep" else "abort"
+            parks = mode == "abort" and self._spec.parks
+            self._activity.num_kept = self._calls.park() if parks else 0
+            how: PauseMode = "wait" if parks else "keep" if mode == "keep" else "abort"
             freeze = self._core.freeze(how, clear_cache=not self._keeps_kv)
             await self._core.ask(freeze, limit_s=ANSWER_LIMIT_S)
             self._stall.set_paused(True)  # not before: a core that does not answer has stalled

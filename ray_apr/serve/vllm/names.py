@@ -2,6 +2,11 @@
 
 SCHEDULER = "ray_apr.serve.vllm.scheduler.make_scheduler"
 """What vLLM is told to make its scheduler by."""
+PARKING_SCHEDULER = "ray_apr.serve.vllm.scheduler.make_parking_scheduler"
+"""The same, where requests stay in the engine core while their calls are interrupted."""
+PARKING_LIMIT_S = 2.0
+"""How long such a request goes on that no call takes over: the way of its sample to the rollout
+worker and back, on a slow machine. What it makes beyond that is likely to be for nothing."""
 WORKER_EXTENSION = "ray_apr.serve.vllm.probe.WeightProbe"
 """What vLLM's workers are extended by."""
 MOST_REQUESTS = "ray_apr_most_requests"

@@ -49,15 +49,23 @@ def vllm_params(sampling: SamplingParams, max_tokens: int, vocabulary: int) -> A
     )
 
 
-def segments_of(output: Any, version: int, *, with_support: bool) -> tuple[Segment, ...]:
-    """Cut an output at the boundaries that vLLM attests; `version` where it attests none.
+def segments_of(
+    output: Any, version: int, *, with_support: bool, is_of_one: bool = False
+) -> tuple[Segment, ...]:
+    """Cut an output at the boundaries that vLLM attests.
+
+    Args:
+        output: vLLM's.
+        version: The version of all tokens, where it attests none.
+        with_support: Whether it tells what could be drawn.
+        is_of_one: Whether all tokens are of this version, whatever it attests.
 
     Raises:
         RolloutError: If a support is not whole.
     """
     ids = tuple(output.token_ids)
     logprobs, support = _columns(output.logprobs, with_support) if ids else ((), ())
-    spans = getattr(output, "weight_versions", None)
+    spans = None if is_of_one else getattr(output, "weight_versions", None)
     if spans is None:
         cuts = [(version, 0, len(ids))]
     else:

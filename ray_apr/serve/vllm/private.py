@@ -19,6 +19,7 @@ VLLM = PrivateNames(
         "AsyncMPClient": f"{_ENGINE}.core_client",
         "RequestOutputCollector": f"{_ENGINE}.output_processor",
         "EngineDeadError": f"{_ENGINE}.exceptions",
+        "EngineCoreEventType": _ENGINE,
         "EngineCoreOutput": _ENGINE,
         "EngineCoreOutputs": _ENGINE,
         "FinishReason": _ENGINE,
@@ -62,14 +63,18 @@ VLLM = PrivateNames(
         "AsyncMPClient": "pause_scheduler_async(mode,clear_cache) abort_requests_async("
         "request_ids)",
         "RequestOutputCollector": "get request_id",
-        "EngineCoreOutput": "request_id new_token_ids new_logprobs finish_reason",
+        "EngineCoreEventType": "QUEUED SCHEDULED",
+        "EngineCoreOutput": "request_id new_token_ids new_logprobs finish_reason events",
         "EngineCoreOutputs": "outputs finished_requests scheduler_stats",
         "FinishReason": "ABORT",
         "Scheduler": "has_requests update_from_output finish_requests(request_ids,finished_status) "
-        "set_pause_state(pause_state) schedule(throttle_prefills) make_stats requests running "
-        "waiting max_num_running_reqs prefill_capacity_bound vllm_config",
-        "PauseState": "UNPAUSED",
-        "Request": "request_id client_index sampling_params",
+        "set_pause_state(pause_state) schedule(throttle_prefills) make_stats add_request(request) "
+        "requests running waiting max_num_running_reqs prefill_capacity_bound log_stats "
+        "vllm_config",
+        "PauseState": "UNPAUSED PAUSED_ALL",
+        "Request": "request_id client_index sampling_params cache_salt num_tokens "
+        "num_prompt_tokens prompt_token_ids all_token_ids max_tokens record_event(event_type) "
+        "take_events",
         "RequestStatus": "FINISHED_ABORTED",
         "StatLoggerBase": "record(scheduler_stats,iteration_stats) log_engine_initialized",
         "PrometheusStatLogger": "record(scheduler_stats,iteration_stats)",

@@ -18,6 +18,9 @@ Invariants:
     * Where vLLM tells the version of tokens, a paused engine holds none: weights change only then,
       so a piece has tokens of one version.
     * Tokens of a request with stop strings wait for no others.
+    * Where requests stay across a pause (`serve.vllm.parking`), its end is that of their calls: no
+      step is under way then, and what they have is of the old weights. Their ends would hold up
+      what is told during the pause.
     * A request waits for others no longer than the interval, and only where many others decode.
 """
 
@@ -31,8 +34,11 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
 
+from ray_apr.serve.vllm.names import PARKING_LIMIT_S
+from ray_apr.serve.vllm.parking import Parked, Parking
 from ray_apr.serve.vllm.private import (
     AsyncScheduler,
+    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
@@ -75,10 +81,11 @@ _DEFAULTS = tuple(_OTHERS.values())
 class _Piece:
     """Tokens of one request that have not left."""
 
-    __slots__ = ("client", "logprobs", "token_ids")
+    __slots__ = ("client", "events", "logprobs", "token_ids")
 
-    def __init__(self, client: int) -> None:
+    def __init__(self, client: int, events: Any = None) -> None:
         self.client = client
+        self.events = events
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
 
@@ -98,17 +105,27 @@ class _Piece:
                 np.concatenate([v[:, :width] for v in values]),
                 np.concatenate(ranks),
             )
-        return EngineCoreOutput(request_id, self.token_ids, new_logprobs=logprobs)
+        return EngineCoreOutput(
+            request_id, self.token_ids, new_logprobs=logprobs, events=self.events
+        )
 
 
 class _InPieces:
     """What is added to either of vLLM's schedulers."""
 
+    parks = False
+    """Whether requests stay across a pause that interrupts their calls."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pieces: dict[str, _Piece] = {}
-        self._aborted: dict[int, list[EngineCoreOutput]] = defaultdict(list)
-        """Ends of requests, with the rest of their tokens; by client."""
+        self._ready: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        """What leaves with the next step, such as ends of requests that are aborted; by client."""
+        self._parking = Parking()
+        self._is_parking = False
+        """Whether the end of this pause is that of all calls."""
+        self._drop_at_s = 0.0
+        """When requests that nobody has taken over are ended."""
         self._last_step_s = 0.0
         """When tokens were made last."""
         self._is_stopped = False
@@ -121,7 +138,7 @@ class _InPieces:
 
     def has_requests(self) -> bool:
         """Whether there is something to do: also to hand over, of which vLLM does not know."""
-        to_hand_over = self._aborted or (self._pieces and self._must_hand_over)
+        to_hand_over = self._ready or (self._pieces and self._must_hand_over)
         return bool(to_hand_over) or super().has_requests()  # type: ignore[misc]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
@@ -135,36 +152,65 @@ class _InPieces:
                 del by_client[client]
         if self._must_hand_over:
             for request_id, piece in self._pieces.items():
-                _of(by_client, piece.client).outputs.append(piece.output(request_id))
+                _of(by_client, piece.client).outputs.append(self._of_piece(request_id, piece))
             self._pieces.clear()
-        for client, outputs in self._aborted.items():
+        for client, outputs in self._ready.items():
             _of(by_client, client).outputs.extend(outputs)
-        self._aborted.clear()
+        self._ready.clear()
         return by_client
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in; one that goes on with what is here takes that over."""
+        parked = self._parking.pop(request)
+        if parked is not None and parked.goes_on_as(request):
+            self._go_on(parked, request.request_id)
+            return
+        if parked is not None:
+            self._end_silently([parked.request.request_id])
+        super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
         """End requests from outside. Those that are aborted end in the next step's outputs, so that
         vLLM has no end to send for them."""
+        if request_ids is not None:
+            given = [request_ids] if isinstance(request_ids, str) else request_ids
+            request_ids = [self._parking.id_of(call_id) for call_id in given]
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         is_abort = finished_status == RequestStatus.FINISHED_ABORTED
         for request in ended:
-            piece = self._pieces.pop(request.request_id, None)
+            if self._parking.drop(request.request_id):
+                continue
             if is_abort:
-                piece = piece or _Piece(request.client_index)
-                end = piece.output(request.request_id)
-                end.finish_reason = FinishReason.ABORT
-                self._aborted[piece.client].append(end)
+                self._end_call(request)
+            else:
+                self._pieces.pop(request.request_id, None)
         return [] if is_abort else ended
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Begin or end a pause."""
+        """Begin or end a pause. One that waits (`serve.vllm.engine` lets no core wait, but tells it
+        so) ends the calls of requests that stay."""
         is_stop = pause_state != PauseState.UNPAUSED and self.has_requests()
         self._is_stopped = self._is_stopped or is_stop
-        super().set_pause_state(pause_state)  # type: ignore[misc]
+        parks = self.parks and pause_state == PauseState.PAUSED_NEW
+        super().set_pause_state(PauseState.PAUSED_ALL if parks else pause_state)  # type: ignore[misc]
+        if pause_state != PauseState.UNPAUSED:
+            self._end_silently(self._parking.drop_all())  # those of the last pause
+        if parks:
+            self._is_parking = True
+            leave = [i for i, r in self._requests.items() if not self._parking.may_stay(r)]
+            self.finish_requests(leave, RequestStatus.FINISHED_ABORTED)
+        elif pause_state == PauseState.UNPAUSED and self._is_parking:
+            self._is_parking = False
+            self._drop_at_s = time.perf_counter() + PARKING_LIMIT_S
+            for request in self._requests.values():
+                self._end_call(request)
+                self._parking.park(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """The next step; the first one after a stop says how long none was made, for whatever
         reason: a pause, or requests that came late."""
+        if self._parking and time.perf_counter() > self._drop_at_s:
+            self._end_silently(self._parking.drop_all())
         self._num_gathered = self._num_to_gather()
         if self._num_gathered:
             self.prefill_capacity_bound = False  # vLLM would not hold requests where others queue
@@ -199,29 +245,72 @@ class _InPieces:
         return 0 if any(request.is_prefill_chunk for request in running) else num_ready
 
     @property
+    def _requests(self) -> dict[str, Request]:
+        return self.requests  # type: ignore[attr-defined, no-any-return]
+
+    @property
     def _must_hand_over(self) -> bool:
         """Whether no piece may stay."""
-        return _TELLS_VERSIONS and self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined]
+        is_paused = self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined]
+        return _TELLS_VERSIONS and is_paused and not self._is_parking
 
-    def _take(self, output: EngineCoreOutput, client: int) -> list[EngineCoreOutput]:
-        """What leaves now that this output has come."""
+    def _take(
+        self, output: EngineCoreOutput, client: int, request: Request | None = None
+    ) -> list[EngineCoreOutput]:
+        """What leaves now that this output has come, of a request that the scheduler still has or
+        that is given."""
         request_id = output.request_id
+        if (parked := self._parking.of(request_id)) is not None:
+            parked.outputs.append(output)
+            return []
+        request = request or self._requests.get(request_id)
         piece = self._pieces.get(request_id)
-        if self._may_wait(output):
+        if self._may_wait(output, request):
             if piece is None:
                 piece = self._pieces[request_id] = _Piece(client)
             piece.add(output)
             if len(piece.token_ids) < _PIECE_TOKENS:
                 return []
             del self._pieces[request_id]
-            return [piece.output(request_id)]
-        if piece is None:
-            return [output]
-        del self._pieces[request_id]
-        return [piece.output(request_id), output]
+            return [self._of_piece(request_id, piece)]
+        leaves = []
+        if piece is not None:
+            del self._pieces[request_id]
+            leaves.append(self._of_piece(request_id, piece))
+        self._parking.address(output)
+        return [*leaves, output]
 
-    def _may_wait(self, output: EngineCoreOutput) -> bool:
-        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+    def _of_piece(self, request_id: str, piece: _Piece) -> EngineCoreOutput:
+        output = piece.output(request_id)
+        self._parking.address(output)
+        return output
+
+    def _end_call(self, request: Request) -> None:
+        """End the call of a request with what it has."""
+        piece = self._pieces.pop(request.request_id, None) or _Piece(request.client_index)
+        end = piece.output(request.request_id)
+        end.finish_reason = FinishReason.ABORT
+        self._parking.address(end)
+        self._ready[piece.client].append(end)
+
+    def _go_on(self, parked: Parked, call_id: str) -> None:
+        """Give a request another call, and tell that what it has made."""
+        request = parked.request
+        self._parking.name(request.request_id, call_id)
+        if self.log_stats:  # type: ignore[attr-defined]
+            request.record_event(EngineCoreEventType.QUEUED)
+            request.record_event(EngineCoreEventType.SCHEDULED)
+        client, request_id = request.client_index, request.request_id
+        self._pieces[request_id] = _Piece(client, request.take_events())
+        for output in parked.outputs:
+            self._ready[client] += self._take(output, client, request)
+
+    def _end_silently(self, request_ids: list[str]) -> None:
+        """End requests that have no call."""
+        aborted = RequestStatus.FINISHED_ABORTED
+        super().finish_requests(request_ids, aborted)  # type: ignore[misc]
+
+    def _may_wait(self, output: EngineCoreOutput, request: Request | None) -> bool:
         params = None if request is None else request.sampling_params
         if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
             return False
@@ -259,3 +348,10 @@ def make_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler of an engine core (``scheduler_cls``), of the kind that vLLM would take."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (_AsyncScheduler if is_async else _SyncScheduler)(vllm_config=vllm_config, **kwargs)
+
+
+def make_parking_scheduler(**kwargs: Any) -> Scheduler:
+    """The same, where requests stay across a pause without their calls."""
+    scheduler = make_scheduler(**kwargs)
+    scheduler.parks = True
+    return scheduler
