@@ -23,6 +23,7 @@ RAY = PrivateNames(
         "DeploymentBroadcastResponse": "ray.serve.handle",
         "read_datasource": "ray.data.read_api",
         "DataContext": "ray.data.context",
+        "MaterializedDataset": "ray.data.dataset",
         "_PREFETCH_ON_THREAD": _METADATA,
         "GlobalState": "ray._private.state",
         "state": "ray._private.state",

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.kinds import of_one_kind, schema_of_all
+from ray_apr.data.kinds import of_one_kind, one_table, schema_of_all
 from ray_apr.data.prompts import ROW, TOKEN_IDS
 from ray_apr.data.rows import PromptRows, field_of
 from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, num_token_ids
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_BATCH_ROWS = 4096
+"""Rows that are encoded together."""
+_SMALL_BYTES = 2**26
+"""Of a dataset that is encoded here."""
 _REFUSAL = "__apr_refusal"
 """Column of a table that stands for one with a prompt that was refused."""
 
@@ -168,7 +172,8 @@ def encode_dataset(
     num_prompts: int | None = None,
     replay_column: str | None = None,
 ) -> EncodedPrompts:
-    """Encode every prompt as a Ray Data stage.
+    """Encode every prompt, as a Ray Data stage; those of a small dataset that Ray has in its memory
+    here, as one batch: the stage would begin after the seconds in which a process starts for it.
 
     Waits for: Ray Data, which was seen to find a CPU (`preflight.wait_for_cpu`). Unblocked by: its
     last table, or its error.
@@ -323,10 +328,11 @@ def _of_each(table: pa.Table, column: str, function: Callable[[Any], Any]) -> li
 def _run(
     dataset: ray.data.Dataset, stage: Callable[[pa.Table], pa.Table], name: str | None
 ) -> list[ray.ObjectRef]:
-    """Run a stage of Ray Data over all tables, in their order; see `_checked`.
+    """Run a stage of Ray Data over all tables, in their order; see `_checked` and `encode_dataset`.
 
     Waits for: Ray Data. Unblocked by: its last table, or its error.
     """
+    import ray
 
     def encode(table: pa.Table) -> pa.Table:
         try:
@@ -334,7 +340,11 @@ def _run(
         except _RefusedError as error:  # raised here it would come out as a traceback of Ray Data
             return pa.table({_REFUSAL: [pickle.dumps((error.row, error.column, error.error))]})
 
-    staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=4096)
+    if _is_small(dataset):
+        with of_one_kind():
+            table = one_table(ray.get(dataset.to_arrow_refs()))
+        return [ray.put(encode(table))]
+    staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=_BATCH_ROWS)
     staged.set_name(name)
     options = staged.context.execution_options  # the dataset's own ones, too
     options.preserve_order, as_given = True, options.preserve_order
@@ -344,6 +354,14 @@ def _run(
     finally:
         options.preserve_order = as_given
     return refs
+
+
+def _is_small(dataset: ray.data.Dataset) -> bool:
+    """Whether a dataset is there already, and one batch of no great size."""
+    from ray_apr.compat.ray import MaterializedDataset
+
+    is_there = isinstance(dataset, MaterializedDataset)
+    return is_there and dataset.count() <= _BATCH_ROWS and dataset.size_bytes() <= _SMALL_BYTES
 
 
 def _checked(table: pa.Table, num_before: int) -> pa.Table:

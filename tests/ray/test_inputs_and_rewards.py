@@ -162,6 +162,26 @@ def test_a_prompt_that_cannot_be_encoded_is_no_traceback_of_ray_data(model):
         encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
 
 
+def test_few_prompts_of_two_kinds_are_no_traceback_of_arrow(model):
+    rows = ray.data.from_items([{"prompt": "1", "id": 1}, {"prompt": "1", "id": "x"}])
+    with pytest.raises(ConfigError, match=r"prompts\[\*\]\.id"):
+        encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
+
+
+def test_few_prompts_that_ray_has_start_no_process(model, monkeypatch):
+    def encoded(rows):
+        found = encode_dataset(rows, model=model, column="prompt", max_prompt_tokens=32)
+        return [row for ref in found.tables for row in ray.get(ref).to_pylist()]
+
+    few = ray.data.from_items([{"prompt": f"{i}+1", "id": i} for i in range(500)])
+    by_ray_data = encoded(few.map_batches(lambda rows: rows))
+    many = ray.data.from_items([{"prompt": [1]}] * 4097)
+    monkeypatch.setattr(ray.data.Dataset, "map_batches", None)
+    assert encoded(few) == by_ray_data
+    with pytest.raises(TypeError, match="not callable"):
+        encoded(many)
+
+
 def test_prompts_keep_their_order_whichever_block_is_read_first(model, tmp_path):
     def read(rows: dict) -> dict:
         is_first, deadline = rows["id"][0] == 0, time.monotonic() + 60
