@@ -24,6 +24,7 @@ from ray.util.state import list_actors
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Prompt, Sample
+from ray_apr.data import encoding
 from ray_apr.data.encoding import encode_dataset
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.run.host import is_captured
@@ -180,6 +181,9 @@ def test_few_prompts_that_ray_has_start_no_process(model, monkeypatch):
     assert encoded(few) == by_ray_data
     with pytest.raises(TypeError, match="not callable"):
         encoded(many)
+    monkeypatch.setattr(encoding, "_SMALL_BYTES", 1000)
+    with pytest.raises(TypeError, match="not callable"):
+        encoded(few)
 
 
 def test_prompts_keep_their_order_whichever_block_is_read_first(model, tmp_path):
