@@ -860,6 +860,38 @@ def test_requests_stay_while_a_sync_interrupts_their_calls(parking):
     run(body())
 
 
+def test_a_call_on_its_way_in_has_the_version_that_it_began_with(parking, monkeypatch):
+    run, engine, trainer = parking
+    add_request, reached, may_enter = engine._core.llm.add_request, asyncio.Event(), asyncio.Event()
+    until_entered = engine._calls.until_entered
+
+    async def add_later(*args, **kwargs):
+        reached.set()
+        await may_enter.wait()
+        return await add_request(*args, **kwargs)
+
+    async def make_some(calls):
+        await until_entered(calls)
+        await asyncio.sleep(0.1)  # more than a piece of tokens, and part of another one
+
+    monkeypatch.setattr(engine._core.llm, "add_request", add_later)
+    monkeypatch.setattr(engine._calls, "until_entered", make_some)
+
+    async def body():
+        version = engine.policy_version
+        calls = next_calls(engine, {"w": new_sample(400)}, 0)
+        await reached.wait()
+        syncing = asyncio.create_task(trainer.sync(engine, version + 1))
+        await asyncio.sleep(0.05)
+        may_enter.set()
+        await syncing
+        (generation,) = await asyncio.gather(*calls)
+        assert generation.finish_reason is FinishReason.ABORT and generation.num_tokens > 1
+        assert {s.policy_version for s in generation.segments} == {version}
+
+    run(body())
+
+
 def test_a_sync_that_breaks_ends_requests_that_would_stay(parking):
     run, engine, trainer = parking
 

@@ -177,10 +177,10 @@ class VLLMEngine:
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         llm = self._core.llm
         with self._calls.going_in(request_id) as call, self._core.dead_is_unavailable():
+            call.may_stay = self._spec.parks and not sampling.stop_strings
             try:
                 queue = await llm.add_request(request_id, prompt, params, **priority)
                 call.core_id = queue.request_id
-                call.may_stay = self._spec.parks and not sampling.stop_strings
                 call.entered.set()
                 last = await queue.get()  # the only one: `vllm_params` asks for no other
             except self._core.dead_error:
