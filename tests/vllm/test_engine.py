@@ -842,8 +842,9 @@ def test_requests_stay_while_a_sync_interrupts_their_calls(parking):
         assert all(s.policy_version == version for x in samples.values() for s in x.segments)
         made = {name: sample.num_tokens for name, sample in samples.items()}
         await asyncio.sleep(0.2)  # their way to the rollout worker and back
+        before = engine.status(drain=False).tokens_made
         calls = next_calls(engine, samples, 1)
-        await until_busy(engine, 8)
+        await until_made(engine, before, 8)
         await engine.pause("abort")
         await engine.resume()
         samples = await ended(samples, calls)
@@ -888,6 +889,25 @@ def test_a_call_on_its_way_in_has_the_version_that_it_began_with(parking, monkey
         (generation,) = await asyncio.gather(*calls)
         assert generation.finish_reason is FinishReason.ABORT and generation.num_tokens > 1
         assert {s.policy_version for s in generation.segments} == {version}
+
+    run(body())
+
+
+def test_requests_that_stay_are_held_while_their_next_calls_are_on_their_way(parking):
+    run, engine, _ = parking
+
+    async def body():
+        samples = {f"h{i}": new_sample(450) for i in range(4)}
+        before = engine.status(drain=False).tokens_made
+        calls = next_calls(engine, samples, 0)
+        await until_made(engine, before, 4)
+        await engine.pause("abort")
+        await engine.resume()
+        samples = await ended(samples, calls)
+        status = engine.status(drain=False)
+        assert status.num_running == 4, "or the adaptive limit would become 1: KV entries are full"
+        await asyncio.gather(*next_calls(engine, samples, 1))
+        assert engine.status(drain=False).num_running <= 4
 
     run(body())
 

@@ -63,7 +63,9 @@ class Activity:
         return spans
 
     @property
-    def _num_inside(self) -> int:
+    def num_inside(self) -> int:
+        """Requests that the engine holds; those that are kept count until they have had time to get
+        other calls."""
         is_kept = unix_s() < self._kept_until
         return max(self._num_running, self.num_kept if is_kept else 0)
 
@@ -71,7 +73,7 @@ class Activity:
         """Close the span that is open."""
         self._count()
         now = unix_s()
-        what: What = "paused" if self._is_paused else "generate" if self._num_inside else "idle"
+        what: What = "paused" if self._is_paused else "generate" if self.num_inside else "idle"
         self.seconds[what] += now - self._since
         last = self._spans[-1] if self._spans else None
         if last is not None and last[0] == what and last[2] == self._since:
@@ -83,5 +85,5 @@ class Activity:
     def _count(self) -> None:
         """Add the time of the requests that there have been since the last call."""
         now = unix_s()
-        self.request_s += 0 if self._is_paused else self._num_inside * (now - self._counted_at)
+        self.request_s += 0 if self._is_paused else self.num_inside * (now - self._counted_at)
         self._counted_at = now

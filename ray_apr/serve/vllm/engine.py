@@ -358,7 +358,7 @@ class VLLMEngine:
             is_paused=self.is_paused,
             weights_valid=self._weights.are_valid,
             is_stalled=self._stall.is_stalled,
-            num_running=len(self._calls.running),
+            num_running=max(len(self._calls.running), activity.num_inside),
             tokens_generated=self._tokens[Origin.ROLLOUT],
             tokens_made=load.num_tokens,
             num_aborted=self._num_aborted,
