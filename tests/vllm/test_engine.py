@@ -932,6 +932,7 @@ def test_a_sync_that_breaks_ends_requests_that_would_stay(parking):
             await receiving
         await engine.resume()
         samples = await ended(samples, calls)
+        assert engine.status(drain=False).num_running == 0, "nothing stays"
         of_pieces = ((sample.num_tokens - 1) % 16 for sample in samples.values())
         assert any(of_pieces), "the first token leaves alone, then pieces of 16, and the rest"
         await trainer.join(engine)

@@ -267,6 +267,7 @@ class VLLMEngine:
             try:
                 if not weights.are_valid:  # what is frozen inside would go on with half a model
                     await self.abort(list(self._calls.inside))
+                    self._activity.num_kept = 0
                     if weights.are_away:
                         return  # without memory; the gate's calls are refused
                 if weights.are_away:
