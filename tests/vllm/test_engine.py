@@ -912,6 +912,26 @@ def test_requests_that_stay_are_held_while_their_next_calls_are_on_their_way(par
     run(body())
 
 
+def test_requests_leave_their_places_to_sequences_that_are_scored(parking):
+    """Beside an engine that is full of them, scores would wait until nobody takes them over."""
+    run, engine, _ = parking
+
+    async def body():
+        samples = {f"w{i}": new_sample(450) for i in range(64)}  # max_num_seqs
+        before = engine.status(drain=False).tokens_made
+        calls = next_calls(engine, samples, 0)
+        await until_made(engine, before, 64)
+        engine.expect_scores(engine.policy_version, [PROMPT, PROMPT])
+        await engine.pause("abort")
+        await engine.resume()
+        assert len(engine.scores.logprobs) == 2
+        assert engine.status(drain=False).num_running == 0
+        samples = await ended(samples, calls)
+        assert any(sample.num_tokens for sample in samples.values())
+
+    run(body())
+
+
 def test_a_sync_that_breaks_ends_requests_that_would_stay(parking):
     run, engine, trainer = parking
 

@@ -265,10 +265,12 @@ class VLLMEngine:
         async with self._control:
             core, weights = self._core, self._weights
             try:
-                if not weights.are_valid:  # what is frozen inside would go on with half a model
+                scores = self._spec.parks and self._scorer.is_expected(self.policy_version)
+                # what is frozen inside would go on with half a model, or in the places of scores
+                if scores or not weights.are_valid:
                     await self.abort(list(self._calls.inside))
                     self._activity.num_kept = 0
-                    if weights.are_away:
+                    if weights.are_away and not weights.are_valid:
                         return  # without memory; the gate's calls are refused
                 if weights.are_away:
                     await core.ask(core.llm.wake_up(["kv_cache"]), limit_s=ANSWER_LIMIT_S)

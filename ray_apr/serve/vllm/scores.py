@@ -46,6 +46,10 @@ class WeightScorer:
         self._expected, self._sequences = policy_version, sequences
         self.result = None
 
+    def is_expected(self, policy_version: int) -> bool:
+        """Whether sequences are to be scored under the weights of this version."""
+        return policy_version == self._expected
+
     async def score(self, llm: Any, policy_version: int, *, has_priorities: bool) -> None:
         """Score, if these are the weights that it is expected of; `llm` is not paused.
 
@@ -54,7 +58,7 @@ class WeightScorer:
         Raises:
             RolloutError: If vLLM refuses.
         """
-        if policy_version != self._expected:
+        if not self.is_expected(policy_version):
             return
         self._expected = None
         begin = time.monotonic()
