@@ -216,6 +216,27 @@ def test_the_next_call_gets_what_its_request_has_made_meanwhile():
     assert [event.name for event in engine.events] == ["QUEUED", "SCHEDULED"]
 
 
+@pytest.mark.parametrize("num_made", [_PIECE_TOKENS + 3, 2 * _PIECE_TOKENS - 1])
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_request_has_made_meanwhile_leaves_before_the_next_tokens(num_made, ends):
+    """known fault: an end or a whole piece of the next step left first. After an end the tokens
+    were lost: the response lacked them."""
+    engine = Engine()
+    engine.call("a")
+    engine.step()
+    engine.pause()
+    engine.resume()
+    for _ in range(num_made):
+        engine.step()
+    call = engine.call("a")
+    engine.step(ending=["a#0"] if ends else ())
+    if not ends:
+        assert engine.calls[call].tokens == list(range(1, 1 + sum(engine.pieces[1:])))
+        engine.abort([call])
+        engine.step()
+    assert engine.had == {"a": 1 + num_made + 1}
+
+
 def test_a_pause_that_freezes_calls_leaves_them_with_their_requests():
     engine = Engine()
     engine.call("a")

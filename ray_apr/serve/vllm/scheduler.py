@@ -155,7 +155,7 @@ class _InPieces:
                 _of(by_client, piece.client).outputs.append(self._of_piece(request_id, piece))
             self._pieces.clear()
         for client, outputs in self._ready.items():
-            _of(by_client, client).outputs.extend(outputs)
+            _of(by_client, client).outputs[:0] = outputs  # older than those of the step
         self._ready.clear()
         return by_client
 
