@@ -248,6 +248,30 @@ def test_a_pause_that_freezes_calls_leaves_them_with_their_requests():
     assert list(engine.calls) == ["a#0"]
 
 
+@pytest.mark.parametrize("num_made", [0, 1])
+def test_the_first_output_of_a_prefill_is_that_with_its_figures(num_made, monkeypatch):
+    """vLLM's front counts the tokens of a prompt at the first output of its call alone."""
+    engine = Engine()
+    engine.call("a")
+    engine.pause()
+    engine.resume()
+    request = engine.core.requests["a#0"]
+    prefill = EngineCoreOutput("a#0", [0], prefill_stats=SimpleNamespace(), events=["SCHEDULED"])
+    told = []
+    monkeypatch.setattr(engine, "take", told.append)
+    (end,) = engine.core.update_from_output(SimpleNamespace(ids=[]))[0].outputs
+    monkeypatch.setattr(
+        VLLM, "update_from_output", lambda *_: {0: EngineCoreOutputs(outputs=[prefill])}
+    )
+    if num_made:
+        engine.step()
+    engine.had["a"] = 0
+    engine.call("a")
+    engine.step()
+    assert request.events == [] and end.finish_reason == FinishReason.ABORT
+    assert told[0] is prefill and prefill.request_id == "a#1"
+
+
 def test_a_request_that_ends_before_its_next_call_has_its_end_for_it():
     engine = Engine()
     engine.call("a")

@@ -48,6 +48,11 @@ class Parked:
         """Of the steps since."""
         self._num_tokens = request.num_tokens
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it had made tokens: the first one comes with what vLLM tells of the prefill."""
+        return bool(self._num_tokens > self.request.num_prompt_tokens)
+
     def goes_on_as(self, call: Request) -> bool:
         """Whether a call asks for just what the request goes on with."""
         request, num_tokens = self.request, self._num_tokens

@@ -297,11 +297,11 @@ class _InPieces:
         """Give a request another call, and tell that what it has made."""
         request = parked.request
         self._parking.name(request.request_id, call_id)
-        if self.log_stats:  # type: ignore[attr-defined]
+        client, request_id = request.client_index, request.request_id
+        if parked.has_begun and self.log_stats:  # type: ignore[attr-defined]
             request.record_event(EngineCoreEventType.QUEUED)
             request.record_event(EngineCoreEventType.SCHEDULED)
-        client, request_id = request.client_index, request.request_id
-        self._pieces[request_id] = _Piece(client, request.take_events())
+            self._pieces[request_id] = _Piece(client, request.take_events())
         for output in parked.outputs:
             self._ready[client] += self._take(output, client, request)
 
