@@ -23,6 +23,7 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments, has_worker_actors
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
 from ray_apr.serve.vllm.core_process import begin_imports, fork_core
+from ray_apr.serve.vllm.names import PARKING_SCHEDULER, SCHEDULER
 from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.vllm.stall import StallWatch
 
@@ -234,20 +235,20 @@ class Core:
         else:
             await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
-    async def end(self, calls: dict[str, Call], *, asks_core: bool) -> None:
+    async def end(self, calls: dict[str, Call]) -> None:
         """Abort these calls; returns once they have come out with what the core has of them.
 
         Waits for: the ends of these calls. Unblocked by: the core, or `CORE_LIMIT_S`.
 
         Args:
             calls: By their request ids.
-            asks_core: Whether the core's scheduler hands out tokens that are not here yet.
         """
         if not calls or self.llm.errored or self.is_hung:  # those of a dead engine end so
             return
         with self.dead_is_unavailable():
             await self._calls.until_entered(calls.values())
-            if asks_core:
+            has_pieces = self.arguments.get("scheduler_cls") in (SCHEDULER, PARKING_SCHEDULER)
+            if has_pieces:  # of tokens that are not here yet
                 ids = [call.core_id for call in calls.values() if call.core_id]
                 await self.llm.engine_core.abort_requests_async(ids)
             else:
@@ -256,7 +257,8 @@ class Core:
             try:
                 async with asyncio.timeout(_FROZEN_LIMIT_S if has_nothing else CORE_LIMIT_S):
                     for call in calls.values():
-                        await call.ended.wait()
+                        if not call.is_parked:  # else a pause ends it, and the core has weights
+                            await call.ended.wait()
             except TimeoutError:
                 left = [i for i, call in calls.items() if not call.ended.is_set()]
                 if not self.is_frozen:

@@ -40,7 +40,7 @@ from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.activity import Activity
 from ray_apr.serve.vllm.calls import Calls
 from ray_apr.serve.vllm.core import ANSWER_LIMIT_S, Core
-from ray_apr.serve.vllm.names import PARKING_SCHEDULER, PROBE, SCHEDULER
+from ray_apr.serve.vllm.names import PROBE
 from ray_apr.serve.vllm.outputs import (
     REASONS,
     end_of_straddling_stop,
@@ -230,8 +230,7 @@ class VLLMEngine:
         known = [i for i in ids if i in running]
         for request_id in known:
             running[request_id].set()
-        asks_core = self._core.arguments.get("scheduler_cls") in (SCHEDULER, PARKING_SCHEDULER)
-        await self._core.end({i: inside[i] for i in known if i in inside}, asks_core=asks_core)
+        await self._core.end({i: inside[i] for i in known if i in inside})
         return len(known)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -268,7 +267,7 @@ class VLLMEngine:
                 scores = self._spec.parks and self._scorer.is_expected(self.policy_version)
                 # what is frozen inside would go on with half a model, or in the places of scores
                 if scores or not weights.are_valid:
-                    await self.abort(list(self._calls.inside))
+                    await core.end(dict(self._calls.inside))
                     self._activity.num_kept = 0
                     if weights.are_away and not weights.are_valid:
                         return  # without memory; the gate's calls are refused
