@@ -194,6 +194,17 @@ class Engine:
         assert self.core.finish_requests(call_ids, RequestStatus.FINISHED_ABORTED) == []
 
 
+def with_request_without_call():
+    """An engine whose sample has one token, and whose request has made another one since."""
+    engine = Engine()
+    engine.call("a")
+    engine.step()
+    engine.pause()
+    engine.resume()
+    engine.step()
+    return engine
+
+
 def test_the_next_call_gets_what_its_request_has_made_meanwhile():
     engine = Engine()
     engine.call("a")
@@ -324,12 +335,7 @@ def test_frozen_calls_can_be_aborted():
     [{"salt": "another"}, {"temperature": 0.5}, {"top_k": 3}, {"stop_token_ids": [7]}],
 )
 def test_a_call_that_asks_for_something_else_begins_anew(changed):
-    engine = Engine()
-    engine.call("a")
-    engine.step()
-    engine.pause()
-    engine.resume()
-    engine.step()
+    engine = with_request_without_call()
     engine.call("a", **changed)
     assert "a#1" in engine.core.requests
     assert ("a#0" in engine.core.requests) == ("salt" in changed), "no other call asks for it"
@@ -340,12 +346,7 @@ def test_a_call_that_asks_for_something_else_begins_anew(changed):
 
 @pytest.mark.parametrize("change", ["budget", "tokens"])
 def test_a_call_with_other_tokens_or_another_budget_begins_anew(change):
-    engine = Engine()
-    engine.call("a")
-    engine.step()
-    engine.pause()
-    engine.resume()
-    engine.step()
+    engine = with_request_without_call()
     request = Request("a#1", 1)
     if change == "budget":
         request.max_tokens -= 1
@@ -356,12 +357,7 @@ def test_a_call_with_other_tokens_or_another_budget_begins_anew(change):
 
 
 def test_nobody_hears_of_the_end_of_a_request_without_a_call():
-    engine = Engine()
-    engine.call("a")
-    engine.step()
-    engine.pause()
-    engine.resume()
-    engine.step()
+    engine = with_request_without_call()
     assert not engine.calls and engine.core.requests
     engine.abort(None)
     engine.step()
@@ -399,12 +395,7 @@ def test_a_request_that_no_call_takes_over_is_ended(monkeypatch):
 
 
 def test_a_request_that_no_call_has_taken_over_does_not_outlast_the_next_pause():
-    engine = Engine()
-    engine.call("a")
-    engine.step()
-    engine.pause()
-    engine.resume()
-    engine.step()
+    engine = with_request_without_call()
     engine.pause()
     assert not engine.core.requests
     engine.resume()
