@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -53,8 +54,14 @@ numbers = itertools.count()
 def parts(request, tmp_path_factory):
     """(run, engine, trainer): one event loop for all tests of the module."""
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), tie=request.param == "tied")
+    with parts_of(folder) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def parts_of(folder, **settings):
     with asyncio.Runner() as runner:
-        context = running(make_engine(folder))
+        context = running(make_engine(folder, **settings))
         engine = runner.run(context.__aenter__())
         try:
             yield runner.run, engine, Trainer(folder)
@@ -768,6 +775,16 @@ def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, n
     run(body())
 
 
+async def begin_broken_sync(engine, trainer, mode):
+    """A sync whose trainer dies before it has sent anything; the engine is left paused."""
+    await engine.pause(mode)
+    receiving = asyncio.create_task(engine.receive_weights(engine.policy_version + 1))
+    await asyncio.sleep(0.1)
+    trainer.collective.destroy_group()
+    with pytest.raises(WeightSyncError):
+        await receiving
+
+
 def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
     run, engine, trainer = parts
 
@@ -776,12 +793,7 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
         before = engine.status(drain=False).tokens_made
         tasks = [start(engine, sampling=FREE, max_tokens=450) for _ in range(4)]
         await until_made(engine, before, 4 * 17)
-        await engine.pause("keep")
-        receiving = asyncio.create_task(engine.receive_weights(version + 1))
-        await asyncio.sleep(0.1)
-        trainer.collective.destroy_group()
-        with pytest.raises(WeightSyncError):
-            await receiving
+        await begin_broken_sync(engine, trainer, "keep")
         assert not any(task.done() for task in tasks)
         await engine.resume()
         for generation in await asyncio.gather(*tasks):
@@ -800,15 +812,9 @@ def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
 def parking(tmp_path_factory):
     """(run, engine, trainer) of a run whose requests stay while a sync interrupts their calls."""
     folder = make_tiny_model(tmp_path_factory.mktemp("parking"))
-    with asyncio.Runner() as runner:
-        context = running(make_engine(folder, partial_rollout=PartialRolloutConfig()))
-        engine = runner.run(context.__aenter__())
-        trainer = Trainer(folder)
-        runner.run(trainer.join(engine))
-        try:
-            yield runner.run, engine, trainer
-        finally:
-            runner.run(context.__aexit__(None, None, None))
+    with parts_of(folder, partial_rollout=PartialRolloutConfig()) as (run, engine, trainer):
+        run(trainer.join(engine))
+        yield run, engine, trainer
 
 
 def next_calls(engine, samples, number):
@@ -969,12 +975,7 @@ def test_a_sync_that_breaks_ends_requests_that_would_stay(parking):
             await until_made(engine, before, 17)
             before = engine.status(drain=False).tokens_made
             await asyncio.sleep(0.004)
-        await engine.pause("abort")
-        receiving = asyncio.create_task(engine.receive_weights(version + 1))
-        await asyncio.sleep(0.1)
-        trainer.collective.destroy_group()
-        with pytest.raises(WeightSyncError):
-            await receiving
+        await begin_broken_sync(engine, trainer, "abort")
         await engine.resume()
         samples = await ended(samples, calls)
         assert engine.status(drain=False).num_running == 0, "nothing stays"

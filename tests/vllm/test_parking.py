@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm.config import CUDAGraphMode
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -22,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from ray_apr.serve.vllm.names import PARKING_LIMIT_S
 from ray_apr.serve.vllm.scheduler import _PIECE_TOKENS, _InPieces
+from tests.vllm.schedulers import BareScheduler
 
 pytestmark = pytest.mark.vllm
 
@@ -57,33 +57,14 @@ class Request:
         return events or None
 
 
-class VLLM:
+class VLLM(BareScheduler):
     """As much of vLLM's scheduler as is overridden: each request gets a token in each step."""
 
     log_stats = True
-    max_num_running_reqs = 100
     running = waiting = ()
-
-    def __init__(self):
-        self.requests = {}
-        self.pause_state = PauseState.UNPAUSED
-        self.vllm_config = SimpleNamespace(
-            additional_config={},
-            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
-        )
 
     def add_request(self, request):
         self.requests[request.request_id] = request
-
-    def has_requests(self):
-        return bool(self.requests) and self.pause_state == PauseState.UNPAUSED
-
-    def set_pause_state(self, pause_state):
-        self.pause_state = pause_state
-
-    def finish_requests(self, names, status):
-        names = list(self.requests) if names is None else names
-        return [self.requests.pop(name) for name in names if name in self.requests]
 
     def schedule(self, throttle_prefills=False):
         ids = list(self.requests) if self.pause_state == PauseState.UNPAUSED else []

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm.config import CUDAGraphMode
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -19,25 +18,19 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from ray_apr.serve.vllm.scheduler import _PIECE_TOKENS, PREFILL_INTERVAL, _InPieces
+from tests.vllm.schedulers import BareScheduler
 
 pytestmark = pytest.mark.vllm
 
 
-class VLLM:
+class VLLM(BareScheduler):
     """As much of vLLM's scheduler as is overridden: each request gets a token in each step."""
 
-    max_num_running_reqs = 100
-
     def __init__(self, interval_s=None, graphs="NONE"):
-        self.requests = {}
-        self.pause_state = PauseState.UNPAUSED
+        super().__init__(graphs, **({} if interval_s is None else {PREFILL_INTERVAL: interval_s}))
         self.made = {}
         self.running, self.waiting = [], []
         self.prefill_capacity_bound = False
-        self.vllm_config = SimpleNamespace(
-            additional_config={} if interval_s is None else {PREFILL_INTERVAL: interval_s},
-            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs]),
-        )
 
     def add(self, name, *, client=0, kind=RequestOutputKind.FINAL_ONLY, stop=()):
         params = SimpleNamespace(output_kind=kind, stop=list(stop))
@@ -45,12 +38,6 @@ class VLLM:
             request_id=name, client_index=client, sampling_params=params
         )
         self.made[name] = []
-
-    def has_requests(self):
-        return bool(self.requests) and self.pause_state == PauseState.UNPAUSED
-
-    def set_pause_state(self, pause_state):
-        self.pause_state = pause_state
 
     def schedule(self, throttle_prefills=False):
         is_idle = not self.requests or self.pause_state != PauseState.UNPAUSED
@@ -72,10 +59,6 @@ class VLLM:
 
     def make_stats(self):
         return SimpleNamespace(num_waiting_reqs=len(self.waiting))
-
-    def finish_requests(self, names, status):
-        names = list(self.requests) if names is None else names
-        return [self.requests.pop(name) for name in names if name in self.requests]
 
     def update_from_output(self, ending=()):
         outputs = {}
