@@ -316,24 +316,22 @@ class Driver:
     async def _request(self, index: int) -> None:
         """One sample after the other; a call that is interrupted is followed by one that goes on
         with its tokens."""
-        from ray_apr.core.messages import GenerateRequest, PromptInput, SamplingParams
+        from ray_apr.core.messages import GenerateRequest, SamplingParams
+        from ray_apr.core.sample import Prompt, Sample
 
         sampling = SamplingParams(ignore_eos=True)
         for turn in itertools.count():
-            ids = self._prompt()
-            end = len(ids) + self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS)
+            name = f"{index}-{turn}"
+            sample = Sample(
+                sample_id=name,
+                group_id=name,
+                prompt=Prompt(prompt_id=name, token_ids=tuple(self._prompt())),
+                max_response_tokens=self._rng.randrange(RESPONSE_TOKENS // 4, RESPONSE_TOKENS),
+            )
             for call in itertools.count():
-                generation = await self._client.generate(
-                    GenerateRequest(
-                        request_id=f"{index}-{turn}#{call}",
-                        session_id=f"{index}-{turn}",
-                        prompt=PromptInput(token_ids=tuple(ids)),
-                        sampling=sampling,
-                        max_tokens=end - len(ids),
-                    )
-                )
-                ids += [token for s in generation.segments for token in s.token_ids]
-                if len(ids) == end:
+                request = GenerateRequest.of_sample(sample, sampling, number=call)
+                sample = sample.append(await self._client.generate(request))
+                if sample.finish_reason is not None:
                     break
 
     def _prompt(self) -> list[int]:
