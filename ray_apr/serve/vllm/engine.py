@@ -269,7 +269,7 @@ class VLLMEngine:
                 if scores or not weights.are_valid:
                     await core.end(dict(self._calls.inside))
                     self._activity.num_kept = 0
-                    if weights.are_away and not weights.are_valid:
+                    if weights.are_away:
                         return  # without memory; the gate's calls are refused
                 if weights.are_away:
                     await core.ask(core.llm.wake_up(["kv_cache"]), limit_s=ANSWER_LIMIT_S)
