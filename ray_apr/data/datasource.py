@@ -14,9 +14,11 @@ another one, which says the same of each step.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -125,11 +127,31 @@ def _read(buffer: PartName, rank: int, poll_timeout_s: float) -> Iterator[pa.Tab
 def rows_of(stream: DataIterator) -> Iterator[Mapping[str, Any]]:
     """Rows of a `sample_stream`, each as soon as it is there: column to list or number.
 
+    Reads the first one at once, on a thread: Ray Data starts a process for it, which takes seconds
+    in which the caller has other things to do.
+
     Waits for: the next row. Unblocked by: its read task, which has the buffer's limit.
     """
     compat.hand_on_blocks_at_once()
-    for table in stream.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
-        yield {name: column[0] for name, column in table.items()}
+    tables = iter(stream.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"))
+    first: Future[Mapping[str, Any] | None] = Future()
+
+    def read_first() -> None:
+        """Waits for: the first row. Unblocked by: as `rows_of`. Produces: it, or an error."""
+        try:
+            first.set_result(next(tables, None))
+        except BaseException as error:  # noqa: BLE001  (a thread: its error goes to the reader)
+            first.set_exception(error)
+
+    threading.Thread(target=read_first, name="first-row", daemon=True).start()
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        table = first.result()
+        while table is not None:
+            yield {name: column[0] for name, column in table.items()}
+            table = next(tables, None)
+
+    return rows()
 
 
 def _row_of(order: Order) -> dict[str, list[Any]]:

@@ -87,6 +87,7 @@ class _TrainLoop:
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
         self._control = _make_control(spec) if self._rank == 0 else None
+        self._rows = rows_of(ray.train.get_dataset_shard(f"rank{self._rank}"))
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
@@ -162,10 +163,9 @@ class _TrainLoop:
     def _train_steps(self) -> None:
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
-        rows = rows_of(ray.train.get_dataset_shard(f"rank{self._rank}"))
         while self._progress.step < self._train.num_steps:
             self._follow_orders()
-            self._step(rows)
+            self._step()
 
     def _follow_orders(self) -> None:
         """Write the checkpoints that are ordered, until a step is; without a gate, go on."""
@@ -195,9 +195,9 @@ class _TrainLoop:
         if self._control is not None:
             self._control.evaluate_last(version)
 
-    def _step(self, rows: Iterator[Mapping[str, Any]]) -> None:
+    def _step(self) -> None:
         """One turn of the loop."""
-        batch, wait_s = self._next_batch(rows)
+        batch, wait_s = self._next_batch()
         with profiled(self._progress.step, self._spec, self._rank):
             self._train_batch(batch, wait_s)
 
@@ -235,13 +235,13 @@ class _TrainLoop:
             self._report(row, is_last=is_last)
         self._row = row
 
-    def _next_batch(self, rows: Iterator[Mapping[str, Any]]) -> tuple[RankBatch, float]:
+    def _next_batch(self) -> tuple[RankBatch, float]:
         """Wait for this rank's row of the step, and do what is ordered before it; returns the row
         and the seconds waited."""
         wait_s = 0.0
         while True:
             with self._span("wait") as waited:
-                row = next(rows, None)
+                row = next(self._rows, None)
             wait_s += waited.duration_s
             if row is None:
                 raise StarvedError(

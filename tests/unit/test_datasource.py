@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 
 import numpy as np
@@ -15,6 +16,9 @@ from ray_apr.data import datasource as module
 from ray_apr.data.parts import PartName
 from ray_apr.scheduling.grant import BatchTicket
 from tests.fakes import FakeClock
+
+LIMIT_S = 10.0
+"""Of what another thread does."""
 
 
 class Plan:
@@ -90,3 +94,31 @@ def test_rows_of_a_stream_wait_for_no_thread_of_ray_data(monkeypatch, asked):
     assert row["step"] == 3 and row["tokens"].tolist() == [1, 2]
     is_inline = isinstance(fetchers[0], metadata_fetcher.InlineMetadataFetcher)
     assert is_inline == (asked is None)
+
+
+def test_the_first_row_is_read_while_the_reader_does_something_else():
+    """known fault: the first step waited for Ray Data to start a process."""
+    read, wanted = threading.Event(), threading.Event()
+
+    def iter_batches(**_):
+        read.set()
+        yield {"step": np.array([0])}
+        assert wanted.wait(LIMIT_S), "no further row is read before it is asked for"
+        yield {"step": np.array([1])}
+
+    rows = module.rows_of(types.SimpleNamespace(iter_batches=iter_batches))
+    assert read.wait(LIMIT_S)
+    assert next(rows) == {"step": 0}
+    wanted.set()
+    assert list(rows) == [{"step": 1}]
+
+
+def test_a_stream_that_fails_before_its_first_row_tells_the_reader():
+    def iter_batches(**_):
+        raise ResourceError("no batch")
+        yield
+
+    rows = module.rows_of(types.SimpleNamespace(iter_batches=iter_batches))
+    with pytest.raises(ResourceError, match="no batch"):
+        next(rows)
+    assert list(module.rows_of(types.SimpleNamespace(iter_batches=lambda **_: iter(())))) == []

@@ -415,9 +415,9 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8, train=loop._train)
     loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
     loop._publisher = types.SimpleNamespace(after_step=fail)
-    monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
+    monkeypatch.setattr(loop, "_next_batch", lambda: (None, 0.0))
     with pytest.raises(WeightSyncError):
-        loop._step(iter(()))
+        loop._step()
     (row,) = recorded
     assert (row["step"], row["policy_version"], row["weight_sync_s"]) == (4, 5, 0.0)
     assert (row["loss"], row["reward/form_mean"]) == (1.0, 0.5)

@@ -5,7 +5,6 @@ import dataclasses
 import types
 
 import pytest
-import ray.train
 
 from ray_apr.config import EvaluationConfig, TrainConfig
 from ray_apr.core.exceptions import StarvedError, TrainError
@@ -103,8 +102,7 @@ def loop(monkeypatch):
     loop._progress = Progress(step=0, policy_version=0)
     loop._writer = Writer()
     loop._reports = loop._writer.reports
-    monkeypatch.setattr(loop, "_next_batch", lambda rows: (None, 0.0))
-    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: None)
+    monkeypatch.setattr(loop, "_next_batch", lambda: (None, 0.0))
     return loop
 
 
@@ -157,11 +155,11 @@ def test_a_row_without_a_batch_has_the_weights_sent_again_before_the_step(loop, 
     loop._spec.partial_rollout = types.SimpleNamespace(max_staleness=3)
     loop._publisher.send_again = lambda lost, version: sent.append((lost, version))
     again = row_of(Order(OrderKind.SEND_WEIGHTS, 4, 3))
-    rows = iter([again, again, row.to_row()])
-    batch, _ = loop._next_batch(rows)
+    loop._rows = iter([again, again, row.to_row()])
+    batch, _ = loop._next_batch()
     assert (batch.step, sent) == (4, [(3, 3), (3, 3)])
     with pytest.raises(StarvedError, match=r"ended before step 4.*that read it has died"):
-        loop._next_batch(rows)
+        loop._next_batch()
 
 
 def test_a_checkpoint_is_ordered_between_two_steps_and_written_once(loop, row, monkeypatch):
@@ -169,7 +167,8 @@ def test_a_checkpoint_is_ordered_between_two_steps_and_written_once(loop, row, m
     loop._rank, loop._progress, loop._row = 0, PROGRESS, {"step": 3}
     loop._spec.partial_rollout = types.SimpleNamespace(max_staleness=3)
     order = row_of(Order(OrderKind.CHECKPOINT, 4))
-    batch, _ = loop._next_batch(iter([order, order, row.to_row()]))
+    loop._rows = iter([order, order, row.to_row()])
+    batch, _ = loop._next_batch()
     assert (batch.step, loop._reports) == (4, [({"step": 3}, True, None)])
 
 
@@ -211,7 +210,8 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
     monkeypatch, shares_device, takes_turns
 ):
     """An engine measures what is free when it starts; the processes of both start together. Where
-    it leaves room for a trainer, what that will need is compiled meanwhile."""
+    it leaves room for a trainer, what that will need is compiled meanwhile. The stream of batches
+    begins before all of it."""
     done, told = [], []
 
     class Loaded(Exception):
@@ -229,6 +229,8 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
     monkeypatch.setattr(loop_module.dist, "new_group", lambda **_: "ranks")
     monkeypatch.setattr(loop_module.dist, "barrier", done.append)
     monkeypatch.setattr(loop_module.ray.train.torch, "get_device", lambda: None)
+    monkeypatch.setattr(loop_module.ray.train, "get_dataset_shard", lambda name: name)
+    monkeypatch.setattr(loop_module, "rows_of", done.append)
     monkeypatch.setattr(loop_module, "Learner", load)
 
     def compile_ahead(_spec, _device, span):
@@ -245,7 +247,7 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
         loop_module._TrainLoop(spec)
     ahead = ["compile"] if shares_device and not takes_turns else []
     waited = ["engines", "ranks"] if shares_device else []
-    assert done == [*ahead, *waited, "load"]
+    assert done == ["rank0", *ahead, *waited, "load"]
     assert told == ahead + (["wait for the rollout servers"] if shares_device else [])
 
 
