@@ -18,13 +18,16 @@ from ray_apr.core.checks import is_number, of_type, positive, require, whole
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.rewards.answers import compiled, last_match, response_of
+from ray_apr.rewards.answers import compiled, response_of
 
 SCORE = (
     r"(?i)(?<![a-z])score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
     r"(?!\d|[.,]\d|e[-+]?\d)"
 )
 """A verdict such as ``Score: 0.7``, in bold face, too; no part of ``0,7`` or ``1e-1``."""
+
+_SCALE = re.compile(r"[\s*_]*/[\s*_]*(\d+(?:\.\d+)?)")
+"""What may follow the number: the greatest one that there is."""
 
 ASKS = "ray_apr.llm_judge"
 """Audit event of a judge that is about to be asked."""
@@ -235,14 +238,18 @@ class LLMJudge:
             raise RewardError(sample.sample_id, "invalid", detail) from error
 
     def _number(self, verdict: str, sample: Sample) -> float:
-        found = last_match(self.pattern, verdict)
+        found = list(self.pattern.finditer(verdict))
         number: float | None = None
         with contextlib.suppress(ValueError):
-            number = float(found or "")
+            number = float((found and found[-1][1]) or "")
         if number is None or not self.minimum <= number <= self.maximum:
             what = f"a number in [{self.minimum:g}, {self.maximum:g}]"
             detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
             raise RewardError(sample.sample_id, "invalid", detail)
+        scale = _SCALE.match(verdict, found[-1].end())
+        if scale and float(scale[1]) != self.maximum:
+            detail = f"the judge's verdict is out of {scale[1]}, not of {self.maximum:g} (maximum)"
+            raise RewardError(sample.sample_id, "invalid", f"{detail}: {verdict[-200:]!r}")
         return number
 
 
@@ -293,7 +300,7 @@ def llm_judge(
         handle: Instead of an endpoint, a Ray Serve handle; ``handle.remote(prompt)`` must answer
             with the verdict's text.
         pattern: Group 1 of its last match in the verdict is the number. A text is compiled with
-            ``re.DOTALL``.
+            ``re.DOTALL``. ``/`` and a number may follow, which must be `maximum`.
         minimum: Least number of a verdict.
         maximum: Greatest number of a verdict.
         timeout_s: Limit of one try, in seconds.

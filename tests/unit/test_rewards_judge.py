@@ -194,6 +194,27 @@ async def test_a_serve_handle_is_asked_with_the_prompt():
 
 
 @pytest.mark.parametrize(
+    ("verdict", "maximum", "score"),
+    [
+        ("Score: 8/10", 10, 8.0),
+        ("**Score:** 0.5 / **1.0**, as it is half right", 1, 0.5),
+        ("Score: 1 / 2 of it is right. Score: 9/10", 10, 9.0),
+        ("Score: 1/10", 1, None),
+        ("Score: 3 /5", 10, None),
+    ],
+)
+async def test_a_verdict_of_another_scale_is_no_reward(verdict, maximum, score):
+    """known fault: 1/10 was the best that a judge with a scale of 0 to 1 could say."""
+    reward = llm_judge("{response}", handle=FakeHandle(lambda _: verdict), maximum=maximum)
+    if score is not None:
+        assert (await reward(SAMPLE)).reward == score
+        return
+    with pytest.raises(RewardError, match=rf"out of \d+, not of {maximum} \(maximum\)") as caught:
+        await reward(SAMPLE)
+    assert caught.value.kind == "invalid"
+
+
+@pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"template": "no field"}, "template"),
