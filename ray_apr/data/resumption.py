@@ -292,8 +292,10 @@ class Begin:
 
     step: int = 0
     policy_version: int = 0
-    lora_alpha: float | None = None
+    lora_rank: int | None = None
     """Of the checkpoint's adapters; None: it has none, or does not say."""
+    lora_alpha: float | None = None
+    """The same."""
     checkpoint: Any = None
     """A `ray.train.Checkpoint`, or None."""
     rollout: RolloutProgress | None = None

@@ -10,6 +10,7 @@ from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import require, takes_one
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import REWARD_SIGNATURE
+from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.run.model import context_of
 from ray_apr.run.spec import RESTARTS, RunSpec
 
@@ -166,3 +167,32 @@ def check_retention(run: ray.train.RunConfig, hours_to_keep: float | None) -> No
             hours_to_keep,
             f"the best checkpoints by {score} stay however old they are; leave out one of the two",
         )
+
+
+def check_goes_on(spec: RunSpec, begin: Begin, rollout: RolloutProgress) -> None:
+    """Check that a run has what its checkpoint fixes.
+
+    Args:
+        spec: Of the run.
+        begin: What the checkpoint says of the trainer.
+        rollout: The same of the prompts.
+
+    Raises:
+        ConfigError: If something is other than in the checkpoint.
+    """
+    train, weights = spec.train, spec.prompts.weights
+    of_order = {
+        "train.seed": (train.seed, rollout.seed),
+        WEIGHTS: (weights, rollout.sampled.get(WEIGHTS)),
+    }
+    for name, (now, then) in of_order.items():
+        remedy = f"the order of the prompts goes on only with that of the checkpoint, {then}"
+        require(now == then, name, now, remedy)
+    if train.lora is None:
+        remedy = "must be that of the checkpoint, which has adapters"
+        require(begin.lora_alpha is None, "train.lora", None, remedy)
+        return
+    for name, there in (("rank", begin.lora_rank), ("alpha", begin.lora_alpha)):
+        value = getattr(train.lora, name)
+        remedy = f"the adapters of the checkpoint go on only with theirs, {there}"
+        require(there in (None, value), f"train.lora.{name}", value, remedy)

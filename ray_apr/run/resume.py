@@ -29,7 +29,6 @@ from ray_apr.data.resumption import (
     LIST_FILE,
     PROGRESS_FILE,
     SAMPLES_FILE,
-    WEIGHTS,
     Begin,
     Counters,
     RolloutProgress,
@@ -37,6 +36,7 @@ from ray_apr.data.resumption import (
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
+from ray_apr.run.checks import check_goes_on
 from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import LOCK_FILE, RESUMES_FILE, add_row, holds_run, last_row, read_rows
@@ -79,21 +79,7 @@ def find_begin(spec: RunSpec) -> Begin:
             f"{checkpoint.path} has trained {begin.step} steps, so that none is left; raise "
             "it (or what says it: train.total_samples, train.passes), or choose another run.name",
         )
-    if begin.rollout.seed != spec.train.seed:
-        raise ConfigError(
-            "train.seed",
-            spec.train.seed,
-            "the order of the prompts goes on only with that of the checkpoint, "
-            f"{begin.rollout.seed}",
-        )
-    lora = spec.train.lora
-    if lora is not None and begin.lora_alpha not in (None, lora.alpha):
-        remedy = f"the adapters of the checkpoint go on only with theirs, {begin.lora_alpha}"
-        raise ConfigError("train.lora.alpha", lora.alpha, remedy)
-    then, now = begin.rollout.sampled.get(WEIGHTS), spec.prompts.weights
-    if then != now:
-        remedy = f"the order of the prompts goes on only with those of the checkpoint, {then}"
-        raise ConfigError(WEIGHTS, now, remedy)
+    check_goes_on(spec, begin, begin.rollout)
     if last is None:  # of another run: what goes on is all that this one has made
         begin = dataclasses.replace(begin, before=Counters(tokens_generated=begin.num_kept))
     return with_journal(spec, begin, first=0 if last is None else begin.epoch)

@@ -33,7 +33,7 @@ from ray_apr.core.exceptions import TrainError
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
 from ray_apr.train.fsdp import drop_gathered
-from ray_apr.weights.adapters import adapter_alpha, merged_parameters
+from ray_apr.weights.adapters import adapter_settings, merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
 HF_FOLDER = "hf"
@@ -60,8 +60,10 @@ class Progress:
     step: int
     """The next optimizer step."""
     policy_version: int
+    lora_rank: int | None = None
+    """Of the model's adapters; None: it has none."""
     lora_alpha: float | None = None
-    """Of the model's adapters, whose weights do not show it; None: it has none."""
+    """The same, which the adapters' weights do not show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def take_snapshot(
     return Snapshot(
         state=state if stager is None else stager.stage(state),
         random=_random_state(),
-        progress=replace(progress, lora_alpha=adapter_alpha(model)),
+        progress=replace(progress, **adapter_settings(model)),
     )
 
 

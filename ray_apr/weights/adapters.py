@@ -55,10 +55,14 @@ def merged_parameters(
     return merged
 
 
-def adapter_alpha(model: nn.Module) -> float | None:
-    """What the adapters' scaling is made of (`LoRAConfig.alpha`); None for a model without any."""
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Rank and alpha of the adapters (`LoRAConfig`), as `lora_rank` and `lora_alpha`; nothing for a
+    model without any."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
-    return float(next(iter(layers[0].lora_alpha.values()))) if layers else None
+    if not layers:
+        return {}
+    (rank,), (alpha,) = layers[0].r.values(), layers[0].lora_alpha.values()
+    return {"lora_rank": int(rank), "lora_alpha": float(alpha)}
 
 
 def _adapters(layer: Any) -> tuple[tuple[torch.Tensor, torch.Tensor, float], ...]:

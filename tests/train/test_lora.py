@@ -110,14 +110,14 @@ def test_a_restored_run_with_adapters_goes_on_with_the_same_bits(tmp_path, folde
             assert torch.equal(local_tensor(parameter), local_tensor(other)), name
 
 
-def test_a_checkpoint_notes_the_alpha_of_its_adapters(tmp_path, folder):
+def test_a_checkpoint_notes_rank_and_alpha_of_its_adapters(tmp_path, folder):
     """known fault: with another alpha a run went on with another policy, and nothing said so."""
     with process_group(tmp_path):
         saved = Progress(step=2, policy_version=2)
         take_snapshot(*trained(folder, steps=1), saved).write(tmp_path / "c")
         model = build_model(str(folder), TRAIN, CPU)
         restored = load_checkpoint(tmp_path / "c", model, build_optimizer(model, TRAIN))
-    assert restored == dataclasses.replace(saved, lora_alpha=8.0)
+    assert restored == dataclasses.replace(saved, lora_rank=TRAIN.lora.rank, lora_alpha=8.0)
 
 
 def test_named_layers_alone_get_an_adapter(tmp_path, folder):

@@ -285,7 +285,7 @@ def test_a_run_goes_on_with_the_weights_that_it_began_with(tmp_path):
     weights = {"big": 2, "small": 1}
     assert goes_on(weights, weights) == goes_on(None, None) == 2
     for before, now in ((weights, None), (None, weights), (weights, {**weights, "small": 2})):
-        with pytest.raises(ConfigError, match=r"prompts\.weights = .*only with those of the chec"):
+        with pytest.raises(ConfigError, match=r"prompts\.weights = .*only with that of the check"):
             goes_on(before, now)
 
 
