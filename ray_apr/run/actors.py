@@ -281,12 +281,13 @@ class Actors:
                 which nobody tells.
             limits: Of the client.
         """
+        # an actor imports them as it is made: while the engines start, and not once they are there
+        from ray_apr.serve.client import ServeRolloutClient
+        from ray_apr.serve.handle import num_of_engines
+
         name, rollout = self._spec.name, self._rollout
 
         def make_client() -> Any:
-            from ray_apr.serve.client import ServeRolloutClient
-            from ray_apr.serve.handle import num_of_engines
-
             number = (num_of_engines(name) if counts else 0) or rollout.num_replicas
             config = dataclasses.replace(rollout, num_replicas=number)
             return ServeRolloutClient(name, config, **limits)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -476,6 +479,17 @@ async def test_a_runs_worker_and_its_client_have_the_limit_of_its_weight_syncs(
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
     await client.receive_weights(1)
     assert LIMITS_S[-1] == 77.0
+
+
+def test_an_actor_imports_what_its_client_takes_as_it_is_made():
+    """known fault: the rollout worker began with it once the engines were there."""
+    from ray_apr.run.actors import Actors
+
+    arrives = "import pickle, sys; pickle.load(sys.stdin.buffer); print(*sys.modules)"
+    maker = cloudpickle.dumps(Actors(run_spec())._client_maker())
+    command = [sys.executable, "-c", arrives]
+    said = subprocess.run(command, input=maker, capture_output=True, check=True, timeout=60).stdout
+    assert b"ray_apr.serve.client" in said.split()
 
 
 async def test_a_new_client_begins_at_the_version_that_engines_have(deployment):
