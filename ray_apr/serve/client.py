@@ -277,13 +277,12 @@ class ServeRolloutClient:
         return any(await self._all("is_paused"))
 
     async def status(self, *, drain: bool = True) -> list[ServerStatus]:
-        """One status for each replica, in order of their ids.
+        """One status for each replica, in order of the engines.
 
         Args:
             drain: Whether the spans since the last status are taken along; only one reader may.
         """
-        statuses = await self._statuses(drain=drain)
-        return sorted(statuses.values(), key=lambda status: status.replica_id)
+        return list((await self._statuses(drain=drain)).values())
 
     async def _statuses(self, *, drain: bool) -> dict[str, ServerStatus]:
         """Status of each engine that lives, by its name."""
@@ -295,7 +294,7 @@ class ServeRolloutClient:
         return dict(self._seen)
 
     async def weight_group_state(self) -> WeightGroupState:
-        """Which replicas run and stay; they get ranks in order of their ids, from 1 on."""
+        """Which replicas run and stay; they get ranks in order of the engines, from 1 on."""
         staying = that_stay(await self.status(drain=False))
         size = self._config.engine.tensor_parallel_size
         return WeightGroupState(
