@@ -79,7 +79,7 @@ architectures: $(DEV) ## try every family of models through syncs, engines and e
 chaos: $(DEV) ## kill every kind of process at random moments of whole runs (40 s a kill)
 	@exec $(PY) benchmarks/kills.py $(ARGS)
 
-resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it (15 minutes)
+resumes: $(DEV) ## interrupt a run five times at random steps, and go on with it (7 minutes)
 	@exec $(PY) benchmarks/resumes.py $(ARGS)
 
 soak: $(DEV) ## a run of two hours with churn, kills and slow rewards: does anything grow?
