@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 Isolation = Literal["auto", "namespaces", "rlimits"]
 Route = Literal["root_namespaces", "user_namespaces", "rlimits"]
 Ended = Literal["exit", "signal", "timeout", "output"]
+_PROBES = 2
+"""What works is found once in a process, and a machine under load may fail a probe."""
 
 _JAIL = str(Path(__file__).with_name("jail.py"))
 _ENVIRONMENT = {
@@ -362,8 +364,14 @@ def _reason_against(route: Route, allow_unsandboxed_writes: bool, needs_python: 
     command = Command(arguments=("/bin/sh", "-c", "exit 0"), files={})
     if needs_python:
         command = Command.python("probe.py", "")
-    try:
-        outcome = Sandbox(route=route).run(command, SandboxLimits())
-    except ResourceError as error:
-        return str(error)
-    return None if (outcome.ended, outcome.code) == ("exit", 0) else f"a probe ended by {outcome}"
+    reason = ""
+    for _ in range(_PROBES):
+        try:
+            outcome = Sandbox(route=route).run(command, SandboxLimits())
+        except ResourceError as error:
+            reason = str(error)
+            continue
+        if (outcome.ended, outcome.code) == ("exit", 0):
+            return None
+        reason = f"a probe ended by {outcome}"
+    return reason
