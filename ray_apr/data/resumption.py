@@ -293,9 +293,9 @@ class Begin:
     step: int = 0
     policy_version: int = 0
     lora_rank: int | None = None
-    """Of the checkpoint's adapters; None: it has none, or does not say."""
+    """Of the checkpoint's adapters; 0: it has none; None: it does not say."""
     lora_alpha: float | None = None
-    """The same."""
+    """The same; None: it has none, or does not say."""
     checkpoint: Any = None
     """A `ray.train.Checkpoint`, or None."""
     rollout: RolloutProgress | None = None

@@ -192,6 +192,8 @@ def check_goes_on(spec: RunSpec, begin: Begin, rollout: RolloutProgress) -> None
         remedy = "must be that of the checkpoint, which has adapters"
         require(begin.lora_alpha is None, "train.lora", None, remedy)
         return
+    remedy = "must be left out: the checkpoint has no adapters"
+    require(begin.lora_rank != 0, "train.lora", train.lora, remedy)
     for name, there in (("rank", begin.lora_rank), ("alpha", begin.lora_alpha)):
         value = getattr(train.lora, name)
         remedy = f"the adapters of the checkpoint go on only with theirs, {there}"

@@ -61,7 +61,7 @@ class Progress:
     """The next optimizer step."""
     policy_version: int
     lora_rank: int | None = None
-    """Of the model's adapters; None: it has none."""
+    """Of the model's adapters; 0: it has none; None: a checkpoint of an older version."""
     lora_alpha: float | None = None
     """The same, which the adapters' weights do not show."""
 

@@ -56,11 +56,11 @@ def merged_parameters(
 
 
 def adapter_settings(model: nn.Module) -> dict[str, Any]:
-    """Rank and alpha of the adapters (`LoRAConfig`), as `lora_rank` and `lora_alpha`; nothing for a
-    model without any."""
+    """Rank and alpha of the adapters (`LoRAConfig`), as `lora_rank` and `lora_alpha`; for a model
+    without any a rank of 0 alone."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
     if not layers:
-        return {}
+        return {"lora_rank": 0}
     (rank,), (alpha,) = layers[0].r.values(), layers[0].lora_alpha.values()
     return {"lora_rank": int(rank), "lora_alpha": float(alpha)}
 

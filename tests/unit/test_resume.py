@@ -426,7 +426,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on_with_it(
 
 def test_adapters_go_on_as_they_are(tmp_path, checkpoint):
     """known fault: with another alpha a run went on with another policy, and nothing said so; with
-    another rank, or without adapters, it failed once the engines were there."""
+    another rank, with adapters or without, it failed once the engines were there."""
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
 
     def begun(lora):
@@ -445,6 +445,10 @@ def test_adapters_go_on_as_they_are(tmp_path, checkpoint):
         begun(LoRAConfig(rank=4, alpha=32))
     with pytest.raises(ConfigError, match=r"train\.lora = None: .* has adapters"):
         begun(None)
+    write(Path(checkpoint.path), PROGRESS_FILE, {"step": 2, "policy_version": 2, "lora_rank": 0})
+    assert begun(None).step == 2
+    with pytest.raises(ConfigError, match=r"train\.lora = .*: .* has no adapters"):
+        begun(LoRAConfig())
 
 
 def test_passes_that_are_trained_are_refused_once_the_prompts_are_counted(tmp_path, checkpoint):
