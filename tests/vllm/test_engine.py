@@ -919,6 +919,24 @@ def test_requests_that_stay_are_held_while_their_next_calls_are_on_their_way(par
     run(body())
 
 
+def test_requests_from_outside_are_not_held(parking):
+    """known fault: they counted as running for 2 s, though no other call was to come."""
+    run, engine, _ = parking
+    sampling = SamplingParams(ignore_eos=True, origin=Origin.OUTSIDE)
+
+    async def body():
+        before = engine.status(drain=False).tokens_made
+        call = generate_request("o", token_ids=PROMPT, sampling=sampling, max_tokens=450)
+        answer = asyncio.create_task(engine.generate(call))
+        await until_made(engine, before, 4)
+        await engine.pause("abort")
+        await engine.resume()
+        assert (await answer).finish_reason is FinishReason.ABORT
+        assert engine.status(drain=False).num_running == 0
+
+    run(body())
+
+
 def test_requests_leave_their_places_to_sequences_that_are_scored(parking):
     """Beside an engine that is full of them, scores would wait until nobody takes them over."""
     run, engine, _ = parking

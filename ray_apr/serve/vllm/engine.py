@@ -177,7 +177,8 @@ class VLLMEngine:
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         llm = self._core.llm
         with self._calls.going_in(request_id) as call, self._core.dead_is_unavailable():
-            call.may_stay = self._spec.parks and not sampling.stop_strings
+            is_sample = sampling.origin is not Origin.OUTSIDE
+            call.may_stay = self._spec.parks and is_sample and not sampling.stop_strings
             try:
                 queue = await llm.add_request(request_id, prompt, params, **priority)
                 call.core_id = queue.request_id
