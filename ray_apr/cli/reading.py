@@ -140,6 +140,7 @@ def diagnose(run_dir: Path) -> int:
         f"{shares.told(shares.syncs)}\n"
         f"            waits for samples {shares.told(shares.starves)}, for the hand-over of a "
         f"batch that is there {shares.told(shares.handed)}\n"
+        f"            for checkpoints {shares.told(shares.saves)}\n"
         f"  engines   generate {shares.generates:.0%}, are paused {shares.paused:.0%}, idle "
         f"{shares.idle:.0%}\n"
     )

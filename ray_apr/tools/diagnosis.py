@@ -93,12 +93,19 @@ def _setting(run: RunData, name: str) -> Any:
 def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
     if shares.handed >= _MUCH:
         yield _of_hand_over(shares)
+    if shares.saves >= _SOME:
+        yield Finding(
+            share=shares.saves,
+            what=f"checkpoints hold the trainer up {shares.told(shares.saves)} of the time: each "
+            "waits until the one before is durable",
+            remedy="a larger train.checkpoint_every",
+        )
     shares_gpus = _setting(run, "rollout.engine.placement") == "colocated"
     takes_turns = shares_gpus and _setting(run, "rollout.engine.sleep") is not False
     starves, idle = shares.starves, shares.idle
     if starves < _MUCH:
         starves = 0.0
-        if idle >= _MUCH:
+        if idle - shares.saves >= _MUCH:
             yield Finding(
                 share=idle,
                 what=f"the engines have nothing to do {shares.told(idle)} of the time, as the "

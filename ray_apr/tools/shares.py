@@ -19,7 +19,7 @@ from ray_apr.tools.report.parts import (
     seconds_of,
     steady_steps,
 )
-from ray_apr.tools.report.summary import share_of
+from ray_apr.tools.report.summary import covered_s, share_of, spans_of
 
 _FEWEST = 4
 """Steps after them of which shares of time say something."""
@@ -52,6 +52,8 @@ class Shares:
     """The trainer waits for samples."""
     handed: float
     """The trainer waits although a whole batch lies in the buffer."""
+    saves: float
+    """The trainer copies a checkpoint, or waits for the one before to be durable."""
     generates: float
     """Mean of the engines, as are the next two."""
     paused: float
@@ -77,6 +79,7 @@ def shares_of(run: RunData) -> Shares:
     waits = _waits(steady)
     windows = [(of_part[0]["time_s"], of_part[-1]["time_s"]) for of_part in steady]
     length_s = seconds_of(windows)
+    saved = spans_of(run, "trainer", "checkpoint")
     generates, paused = (share_of(run, what, windows) or 0.0 for what in ("generate", "paused"))
     return Shares(
         seconds=length_s,
@@ -85,6 +88,7 @@ def shares_of(run: RunData) -> Shares:
         syncs=_seconds(rows, "weight_wait_s") / length_s,
         starves=sum(wait.seconds for wait in waits if not wait.has_batch) / length_s,
         handed=sum(wait.seconds for wait in waits if wait.has_batch) / length_s,
+        saves=sum(covered_s(saved, window) for window in windows) / length_s,
         generates=generates,
         paused=paused,
         idle=max(0.0, 1.0 - generates - paused),

@@ -88,6 +88,21 @@ def test_shares_are_those_of_the_spans():
     assert shares.idle == pytest.approx(0.375)
 
 
+def test_a_trainer_that_waits_for_checkpoints_is_told_to_write_fewer():
+    """known fault: with a checkpoint every two steps the trainer waited for them half of the time;
+    that share was told nowhere, and more train workers were advised."""
+    run = run_of(waits=0.05, generates=0.6)
+    saved = [
+        {"actor": "trainer", "what": "checkpoint", "start_s": 10.0 * k + 5, "end_s": 10.0 * k + 9}
+        for k in range(NUM_STEPS)
+    ]
+    run = dataclasses.replace(run, timeline=[*run.timeline, *saved])
+    assert shares_of(run).saves == pytest.approx(0.4)
+    (found,) = findings(run, shares_of(run))
+    assert "checkpoints hold the trainer up 40% (88.0 s)" in found.what
+    assert found.remedy == "a larger train.checkpoint_every"
+
+
 def test_engines_that_came_later_were_not_idle_before():
     """known fault: the share of each was of the whole run, so that a run that was given engines was
     told to take some away."""
