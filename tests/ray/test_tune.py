@@ -97,7 +97,7 @@ def test_a_session_trains_some_steps_saves_and_goes_on(model, mark, tmp_path):
         assert [row["step"] for row in first.steps] == [0, 1]
         session.save(tmp_path / "saved")
         progress = json.loads((tmp_path / "saved" / PROGRESS_FILE).read_text())
-        assert (progress["step"], progress["policy_version"]) == (2, 2)
+        assert progress == {"step": 2, "policy_version": 2, "lora_rank": 0}
         assert len((session.folder / "metrics.jsonl").read_text().splitlines()) == 2
         second = session.train(1)
         assert [row["policy_version"] for row in second.steps] == [3]
