@@ -14,11 +14,9 @@ another one, which says the same of each step.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -30,6 +28,7 @@ from ray.exceptions import ObjectLostError
 
 from ray_apr.compat import ray as compat
 from ray_apr.core.exceptions import ResourceError, one_line
+from ray_apr.core.threads import in_thread
 from ray_apr.data.parts import RESTART_LIMIT_S, Part, PartName
 from ray_apr.data.store import opened
 from ray_apr.scheduling.orders import Order, OrderKind
@@ -134,16 +133,7 @@ def rows_of(stream: DataIterator) -> Iterator[Mapping[str, Any]]:
     """
     compat.hand_on_blocks_at_once()
     tables = iter(stream.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"))
-    first: Future[Mapping[str, Any] | None] = Future()
-
-    def read_first() -> None:
-        """Waits for: the first row. Unblocked by: as `rows_of`. Produces: it, or an error."""
-        try:
-            first.set_result(next(tables, None))
-        except BaseException as error:  # noqa: BLE001  (a thread: its error goes to the reader)
-            first.set_exception(error)
-
-    threading.Thread(target=read_first, name="first-row", daemon=True).start()
+    first = in_thread(lambda: next(tables, None), "first-row")
 
     def rows() -> Iterator[Mapping[str, Any]]:
         table = first.result()

@@ -17,14 +17,15 @@ Invariants, kept by `WeightPublisher`:
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_apr.core.exceptions import NoEngineError, RolloutError, SyncBrokenError, WeightSyncError
+from ray_apr.core.threads import in_thread
 from ray_apr.train.span import Span
 
 if TYPE_CHECKING:
@@ -180,26 +181,20 @@ class WeightPublisher:
 
     def _begin(self, policy_version: int) -> dict[str, float] | None:
         """Gather, and send; returns the times of a sync that does not overlap."""
-        args = (policy_version, self._gather(policy_version), self._timeout_s)
+        gathered = self._gather(policy_version)
+        send = functools.partial(self._send, policy_version, gathered, self._timeout_s)
         if not self._overlaps:
-            return self._send(*args)
-        times: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
-
-        def send() -> None:
-            """Consumes: the gathered weights. Waits for: the rollout worker and the engines; on
-            other ranks, whose memory engines read, for rank 0. Unblocked by: their limits.
-            Produces: the times of the sync, or its error."""
-            try:
-                times.set_result(self._send(*args))
-            except BaseException as error:  # noqa: BLE001  (raised by `_join`)
-                times.set_exception(error)
-
-        threading.Thread(target=send, name=f"weight-sync-{policy_version}", daemon=True).start()
+            return send()
+        times = in_thread(send, f"weight-sync-{policy_version}")
         self._pending = _Pending(policy_version, times)
         return None
 
     def _send(self, policy_version: int, gathered: Span, timeout_s: float) -> dict[str, float]:
-        """Send what was gathered, on rank 0; returns the times of the sync."""
+        """Send what was gathered, on rank 0; returns the times of the sync.
+
+        Consumes: the gathered weights. Waits for: the rollout worker and the engines; on other
+        ranks, whose memory engines read, for rank 0. Unblocked by: their limits.
+        """
         stopped_s = 0.0
         with Span() as sent:
             if self._control is None:

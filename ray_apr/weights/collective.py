@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from ray_apr.compat.ray import (
     register_collective_backend,
 )
 from ray_apr.core.exceptions import SYNC_BROKEN, SyncBrokenError, WeightSyncError
+from ray_apr.core.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -130,18 +130,7 @@ def wait_for_members(
         Exception: What `form` raised.
     """
     deadline = time.monotonic() + timeout_s
-    formed: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        """Waits for: all members. Unblocked by: them, or whoever closes their rendezvous, or the
-        end of the process. Produces: the group, or an error."""
-        try:
-            form()
-            formed.set_result(None)
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            formed.set_exception(error)
-
-    threading.Thread(target=run, name="form-weight-group", daemon=True).start()
+    formed = in_thread(form, "form-weight-group")
     while not formed.done():
         if time.monotonic() > deadline:
             raise RuntimeError(f"a member did not come within {timeout_s:g} s")
