@@ -62,12 +62,15 @@ def compiled(field: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         raise AssertionError("unreachable") from error
 
 
+def last_found(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last match, if there is one."""
+    return next(reversed(list(pattern.finditer(text))), None)
+
+
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """Group 1 of the last match, or all of it if the pattern has no group; None without a match."""
-    answer: str | None = None
-    for match in pattern.finditer(text):
-        answer = match.group(1 if pattern.groups else 0)
-    return answer
+    found = last_found(pattern, text)
+    return None if found is None else found.group(1 if pattern.groups else 0)
 
 
 def extracted(

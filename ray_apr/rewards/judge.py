@@ -18,7 +18,7 @@ from ray_apr.core.checks import is_number, of_type, positive, require, whole
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.rewards.answers import compiled, response_of
+from ray_apr.rewards.answers import compiled, last_found, response_of
 
 SCORE = (
     r"(?i)(?<![a-z])score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
@@ -238,15 +238,15 @@ class LLMJudge:
             raise RewardError(sample.sample_id, "invalid", detail) from error
 
     def _number(self, verdict: str, sample: Sample) -> float:
-        found = list(self.pattern.finditer(verdict))
+        found = last_found(self.pattern, verdict)
         number: float | None = None
         with contextlib.suppress(ValueError):
-            number = float((found and found[-1][1]) or "")
+            number = float((found and found[1]) or "")
         if number is None or not self.minimum <= number <= self.maximum:
             what = f"a number in [{self.minimum:g}, {self.maximum:g}]"
             detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
             raise RewardError(sample.sample_id, "invalid", detail)
-        scale = _SCALE.match(verdict, found[-1].end())
+        scale = found and _SCALE.match(verdict, found.end())
         if scale and float(scale[1]) != self.maximum:
             detail = f"the judge's verdict is out of {scale[1]}, not of {self.maximum:g} (maximum)"
             raise RewardError(sample.sample_id, "invalid", f"{detail}: {verdict[-200:]!r}")
