@@ -107,15 +107,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on with the run of this run.name, if there is one (as --set run.resume=true)",
     )
-    train.add_argument(
-        "--dry-run", action="store_true", help="check everything and show the plan; start nothing"
-    )
-    train.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
+    _add_dry_run(train)
     train.set_defaults(command=_train)
 
     resume = commands.add_parser("resume", help="go on with a run that `train` began")
     add_run_dir(resume)
     _add_overrides(resume)
+    _add_dry_run(resume)
     resume.set_defaults(command=_resume)
 
     add_reading(commands)
@@ -193,6 +191,13 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_dry_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the plan; start nothing"
+    )
+    command.add_argument("--json", action="store_true", help="print the plan of a dry run as JSON")
+
+
 def _init(args: argparse.Namespace) -> int:
     from ray_apr.cli.init import write_starter
 
@@ -204,33 +209,43 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ray_apr.cli.launch import dry_run
-    from ray_apr.cli.plan import make_plan
     from ray_apr.cli.settings import load_settings
 
     overrides = [*args.overrides, *(["run.resume=true"] if args.resume else [])]
     settings = load_settings(args.config, overrides)
     if not settings.run.resume:
         check_new_folder(settings.run_dir)  # before a report is made of what it holds
-    if args.dry_run:
-        plan = make_plan(settings)
-        show(json.dumps(plan, indent=2) if args.json else _plan_text(plan))
-        _check_push(settings)
-        warnings = dry_run(settings, (lambda _: None) if args.json else show)
-        for warning in warnings:
-            complain(f"warning: {warning}", verbose=False)
-        if not args.json:
-            show("\ndry run: nothing was started")
-        return EXIT_OK
-    if args.json:
-        raise ConfigError("--json", True, "only with --dry-run")
-    return _run(settings)
+    return _begin(settings, args)
 
 
 def _resume(args: argparse.Namespace) -> int:
     from ray_apr.cli.resume import settings_to_resume
 
-    return _run(settings_to_resume(args.run, args.overrides))
+    return _begin(settings_to_resume(args.run, args.overrides), args)
+
+
+def _begin(settings: RunSettings, args: argparse.Namespace) -> int:
+    if args.dry_run:
+        return _dry_run(settings, as_json=args.json)
+    if args.json:
+        raise ConfigError("--json", True, "only with --dry-run")
+    return _run(settings)
+
+
+def _dry_run(settings: RunSettings, *, as_json: bool) -> int:
+    """Show the plan, and check what a run would check."""
+    from ray_apr.cli.launch import dry_run
+    from ray_apr.cli.plan import make_plan
+
+    plan = make_plan(settings)
+    show(json.dumps(plan, indent=2) if as_json else _plan_text(plan))
+    _check_push(settings)
+    warnings = dry_run(settings, (lambda _: None) if as_json else show)
+    for warning in warnings:
+        complain(f"warning: {warning}", verbose=False)
+    if not as_json:
+        show("\ndry run: nothing was started")
+    return EXIT_OK
 
 
 def _run(settings: RunSettings) -> int:

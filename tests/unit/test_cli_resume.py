@@ -166,6 +166,7 @@ def test_refused_commands_leave_the_folder_as_it_is(
     mine = ["--set", "run.name=mine"]
     assert cli.main(["train", str(config), *mine]) == 2, "the name is taken"
     assert cli.main(["train", str(config), *mine, "--resume", "--dry-run"]) == 0
+    assert cli.main(["resume", str(run_dir), "--json"]) == 2, "only with --dry-run"
 
     def refuse(settings: Any, **_: Any) -> None:
         raise ConfigError("train.steps", 7, "none is left")
@@ -174,6 +175,22 @@ def test_refused_commands_leave_the_folder_as_it_is(
     assert cli.main(["resume", str(run_dir)]) == 2
     (run_dir / ".lock").unlink()
     assert {file: file.read_bytes() for file in run_dir.iterdir()} == before
+
+
+def test_a_dry_run_shows_what_a_run_would_go_on_with(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = begin_run(config, "train.steps=7")
+    told = ["resume", str(run_dir), "--set", "train.batch_size=16", "--dry-run"]
+    assert cli.main([*told, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert cli.main(told) == 0
+    said = capsys.readouterr().out
+    assert plan["each step"]["samples (batch)"] == 16 and plan["run"]["run folder"] == str(run_dir)
+    assert f" {run_dir}\n" in said and said.endswith("dry run: nothing was started\n")
+    wrong = ["--set", "train.batch_size=9"]
+    assert cli.main(["resume", str(run_dir), "--dry-run", *wrong]) == 2
+    assert "train.batch_size" in capsys.readouterr().err
 
 
 def test_a_run_keeps_its_command_once_it_has_begun(
