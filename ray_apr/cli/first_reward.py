@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -108,7 +109,7 @@ def call_rewards(
         tell: Gets what a reward gave, or why it was not called.
 
     Returns:
-        Warnings: a reward that is slow.
+        Warnings: a reward that is slow, or whose judge has no key here.
 
     Raises:
         ConfigError: If one raised, or gave no finite number.
@@ -132,6 +133,11 @@ def call_rewards(
         shown = f"response {text[:_MOST_SHOWN]!r}{column and f', its {column},'} to {called.place}"
         if call.would is not None:
             tell(f"{said} is not called by a dry run, as it {call.would}")
+            if call.unset_key is not None:
+                warnings.append(
+                    f"{said}: {call.unset_key} is not set here, which its judge's api_key_env "
+                    "names; the reward's processes need it"
+                )
         elif call.error is not None:
             remedy = f"{_said(call.error)}, for the {shown}; correct the function, or the row"
             raise ConfigError(called.setting, called.name, remedy) from call.error
@@ -156,6 +162,8 @@ class _Call:
         self.error: BaseException | None = None
         self.would: str | None = None
         """What it was kept from."""
+        self.unset_key: str | None = None
+        """The environment variable that this process lacks, with the key of a judge."""
 
     def run(self, limit_s: float) -> None:
         """Call it, in a thread that is left alone at the limit.
@@ -178,9 +186,11 @@ class _Call:
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; it is told)
             self.error = error
 
-    def _hook(self, event: str, _: tuple[Any, ...]) -> None:
+    def _hook(self, event: str, about: tuple[Any, ...]) -> None:
         if self._is_watched and event in _WITHHELD:
             self.would = _WITHHELD[event]
+            if event == ASKS and about[0] is not None and not os.environ.get(about[0]):
+                self.unset_key = about[0]
             raise _WithheldError(f"no dry run {self.would}")
 
 

@@ -30,7 +30,8 @@ _SCALE = re.compile(r"[\s*_]*/[\s*_]*(\d+(?:\.\d+)?)")
 """What may follow the number: the greatest one that there is."""
 
 ASKS = "ray_apr.llm_judge"
-"""Audit event of a judge that is about to be asked."""
+"""Audit event of a judge that is about to be asked; its argument is the environment variable of its
+key, or None."""
 _FIELDS = ("response", "row")
 _OWN_FIELDS = ("model", "messages", "stream")
 """Of a request; a stream would be another kind of answer."""
@@ -208,7 +209,7 @@ class LLMJudge:
     async def __call__(self, sample: Sample) -> RewardResult:
         """The number in the verdict, with `judge_tries`."""
         prompt = self._prompt(sample)
-        sys.audit(ASKS)
+        sys.audit(ASKS, getattr(self.backend, "api_key_env", None))
         for num_tries in range(1, self.max_retries + 2):
             try:
                 async with asyncio.timeout(self.timeout_s):

@@ -28,7 +28,7 @@ from tests.run_specs import run_spec
 MODEL = str(Path(__file__).parents[2] / "examples" / "arithmetic" / "base_model")
 ROWS = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3, "hint": "count"}]
 LINES = [Origin(name="sums.jsonl", num_rows=2, lines=[1, 3])]
-JUDGE = llm_judge("{response}", base_url="http://127.0.0.1:9", model="m", api_key_env="NO_SUCH")
+JUDGE = llm_judge("{response}", base_url="http://127.0.0.1:9", model="m")
 
 
 def call(reward, rows=ROWS, **spec):
@@ -126,6 +126,17 @@ def test_a_reward_that_would_do_more_than_compute_is_named_as_not_called(reward,
     told, warnings = call(reward, [{"prompt": "1+1=", "answer": "print(1)", "tests": tests}])
     assert told == [f"reward: task.py:reward is not called by a dry run, as it {would}"]
     assert warnings == []
+
+
+def test_a_judge_whose_key_is_not_set_is_a_warning(monkeypatch):
+    """The run asked in vain, once its engines were there."""
+    judge = llm_judge("{response}", base_url="http://127.0.0.1:9", model="m", api_key_env="A_KEY")
+    monkeypatch.delenv("A_KEY", raising=False)
+    told, (warning,) = call(judge)
+    assert told == ["reward: task.py:reward is not called by a dry run, as it asks a judge"]
+    assert warning.startswith("reward: task.py:reward: A_KEY is not set here")
+    monkeypatch.setenv("A_KEY", "secret")
+    assert call(judge) == (told, [])
 
 
 def test_nothing_is_kept_from_others_afterwards():
