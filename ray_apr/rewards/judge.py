@@ -26,8 +26,8 @@ SCORE = (
 )
 """A verdict such as ``Score: 0.7``, in bold face, too; no part of ``0,7`` or ``1e-1``."""
 
-_SCALE = re.compile(r"[\s*_]*/[\s*_]*(\d+(?:\.\d+)?)")
-"""What may follow the number: the greatest one that there is."""
+_SCALE = re.compile(r"[\s*_]*(?:/[\s*_]*(\d+(?:\.\d+)?)|%)")
+"""What may follow the number: the greatest one that there is; 100 of a percentage."""
 
 ASKS = "ray_apr.llm_judge"
 """Audit event of a judge that is about to be asked; its argument is the environment variable of its
@@ -248,8 +248,9 @@ class LLMJudge:
             detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
             raise RewardError(sample.sample_id, "invalid", detail)
         scale = found and _SCALE.match(verdict, found.end())
-        if scale and float(scale[1]) != self.maximum:
-            detail = f"the judge's verdict is out of {scale[1]}, not of {self.maximum:g} (maximum)"
+        if scale and float(scale[1] or 100) != self.maximum:
+            out_of = scale[1] or 100
+            detail = f"the judge's verdict is out of {out_of}, not of {self.maximum:g} (maximum)"
             raise RewardError(sample.sample_id, "invalid", f"{detail}: {verdict[-200:]!r}")
         return number
 
@@ -301,7 +302,8 @@ def llm_judge(
         handle: Instead of an endpoint, a Ray Serve handle; ``handle.remote(prompt)`` must answer
             with the verdict's text.
         pattern: Group 1 of its last match in the verdict is the number. A text is compiled with
-            ``re.DOTALL``. ``/`` and a number may follow, which must be `maximum`.
+            ``re.DOTALL``. ``/`` and a number may follow, which must be `maximum`, or ``%`` where
+            that is 100.
         minimum: Least number of a verdict.
         maximum: Greatest number of a verdict.
         timeout_s: Limit of one try, in seconds.
