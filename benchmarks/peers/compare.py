@@ -104,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="spelling: Parquet file")
     parser.add_argument("--shape", default="0.6B", choices=list(gpu_models.SHAPES))
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of our engines")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="of our runs")
     parser.add_argument("--trl-rows", type=int, default=256, help="TRL's micro batch, of a GPU")
     parser.add_argument("--trl-memory", type=float, default=0.4, help="TRL's share for vLLM")
     parser.add_argument("--trl-liger", action="store_true", help="TRL with Liger's layers")
@@ -237,7 +238,9 @@ def our_run(
         settings["rollout"]["replay_column"] = "lengths"
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    ended = run_to_end([sys.executable, "-m", "ray_apr", "train", str(config)], out, args.limit)
+    pairs = [part for setting in args.set for part in ("--set", setting)]
+    command = [sys.executable, "-m", "ray_apr", "train", str(config), *pairs]
+    ended = run_to_end(command, out, args.limit)
     if not (folder / name / "metrics.jsonl").exists():
         return ended
     data = load_run(folder / name)
