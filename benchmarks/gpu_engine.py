@@ -5,7 +5,8 @@
 
 Ours takes requests in together, where steps that do are dear, and hands tokens over in pieces
 (ray_apr/serve/vllm/scheduler.py); "ours, at once" only the latter. "ours, one process" has the
-GPU's worker in the engine core, not beside it. In turns, each starts an engine that generates
+GPU's worker in the engine core, not beside it, and "ours, few graphs" about half of the CUDA graphs
+that vLLM captures. In turns, each starts an engine that generates
 `--inflight` responses of one length, one response alone, then as many short ones at a time for a
 while, and is interrupted in the midst of them: until `pause` returns, and until all partial
 responses are there.
@@ -29,11 +30,14 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 64, 512
 NUM_INTERRUPTIONS = 12
 SHORT_TOKENS, SHORT_TURNS = 64, 16
 """Median of the short responses, and how many follow on each other."""
+FEW_GRAPHS = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 32)]
+"""Of what sizes of batches; vLLM has 51."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "vllm": {"scheduler_cls": None},
     "ours": {},
     "ours, at once": {"additional_config": {"ray_apr_prefill_interval_s": 0}},
     "ours, one process": {"distributed_executor_backend": "uni"},
+    "ours, few graphs": {"cudagraph_capture_sizes": FEW_GRAPHS},
 }
 
 
@@ -61,7 +65,9 @@ def measure_engine(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 async def _turn(model: Path, args: argparse.Namespace, variant: dict[str, Any]) -> dict[str, float]:
     engine = _make_engine(model, args, variant)
+    began = time.perf_counter()
     await engine.start()
+    start_s = time.perf_counter() - began
     try:
         await _generate(engine, args.inflight, 32)
         before, began = _cpu_seconds(), time.perf_counter()
@@ -74,6 +80,7 @@ async def _turn(model: Path, args: argparse.Namespace, variant: dict[str, Any]) 
     finally:
         engine.shutdown()
     return {
+        "start_s": start_s,
         "tokens_per_s": tokens / seconds,
         "alone_tokens_per_s": alone,
         "short_tokens_per_s": short,
