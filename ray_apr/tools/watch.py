@@ -67,6 +67,11 @@ class Watched:
         self.failed = FailedGroups(folder, tells_old=True)
 
     @property
+    def before_steps(self) -> str:
+        """What is told until the first step has ended."""
+        return f"{self.folder.name}: no step yet; engines and train workers start"
+
+    @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
         number: int = read_object(self._config)["train"]["steps"]
@@ -137,7 +142,7 @@ def view(watched: Watched) -> RenderableType:
     last = steps[-1] if steps else {}
     failed = Text(watched.failed.line(last.get("tokens_generated")) or "", style="red")
     if not steps:
-        begins = Text(f"{watched.folder.name}: no step yet; engines and train workers start")
+        begins = Text(watched.before_steps)
         return Group(begins, failed) if failed else begins
     done = last["step"] + 1
     top = Table.grid(padding=(0, 2))
@@ -214,8 +219,11 @@ def watch(
                 watched.new_evaluations()
                 live.update(view(watched), refresh=True)
     else:
+        is_told = False
         for rows in _looks(watched):
-            num_steps = watched.num_steps
+            if not (rows or is_told) and is_held(folder):
+                show(watched.before_steps)
+            is_told, num_steps = True, watched.num_steps
             for row in rows:
                 show(step_line(row, num_steps, watched.first_of(row)))
             for row in watched.new_evaluations():

@@ -168,6 +168,19 @@ def test_where_there_is_no_terminal_each_step_and_evaluation_is_a_line(folder):
     assert all("│ 500 tok/s │" in line for line in lines[1:])
 
 
+def test_where_there_is_no_terminal_a_run_that_starts_says_so_once(folder):
+    (folder / "metrics.jsonl").unlink()
+    lines: list[str] = []
+    watch(folder, lines.append, Console(file=io.StringIO()))
+    assert lines == [], "nobody trains it"
+    held = hold_folder(folder)
+    held.__enter__()
+    end_soon(folder, held)
+    watch(folder, lines.append, Console(file=io.StringIO()))
+    assert lines[0] == f"{folder.name}: no step yet; engines and train workers start"
+    assert [line[:9] for line in lines[1:]] == ["step    6"]
+
+
 def test_in_a_terminal_the_view_goes_on_until_the_run_ends(folder):
     held = hold_folder(folder)
     held.__enter__()
