@@ -13,6 +13,8 @@ _COLLECTIVE = "ray.util.collective"
 _STORAGE = "ray.train.v2._internal.execution.storage"
 _NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
 _METADATA = "ray.data._internal.execution.metadata_fetcher"
+_COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
+_STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 RAY = PrivateNames(
     distributions=("ray",),
@@ -25,6 +27,8 @@ RAY = PrivateNames(
         "DataContext": "ray.data.context",
         "MaterializedDataset": "ray.data.dataset",
         "_PREFETCH_ON_THREAD": _METADATA,
+        "get_or_create_autoscaling_coordinator": _COORDINATOR,
+        "get_or_create_state_actor": "ray.train.v2._internal.state.state_actor",
         "GlobalState": "ray._private.state",
         "state": "ray._private.state",
         "StorageContext": _STORAGE,
@@ -73,6 +77,14 @@ def hand_on_blocks_at_once() -> None:
     RAY.get("_PREFETCH_ON_THREAD")
     if "RAY_DATA_METADATA_PREFETCH_ON_THREAD" not in os.environ:
         vars(sys.modules[_METADATA])["_PREFETCH_ON_THREAD"] = False
+
+
+def begin_actors_of_train() -> None:
+    """Have the processes start that Ray Train waits for before it starts a train worker: actors of
+    the cluster, which outlive a run. Ray Train itself starts one after the other, late."""
+    RAY.get("get_or_create_autoscaling_coordinator")()
+    if os.environ.get(_STATE_TRACKING, "").lower() in ("1", "true"):
+        RAY.get("get_or_create_state_actor")()
 
 
 def collective_backend(name: str) -> Any:

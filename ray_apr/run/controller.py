@@ -31,6 +31,7 @@ import ray
 import ray.train
 from ray.exceptions import RayError
 
+from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
@@ -235,6 +236,7 @@ class _Parts:
         self._servers.start()
         imports = begin_imports()
         try:
+            begin_actors_of_train()
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show
             )
