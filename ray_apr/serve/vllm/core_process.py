@@ -13,7 +13,11 @@ import sys
 from multiprocessing import context, forkserver
 from typing import Any
 
-_PRELOADED = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+_PRELOADED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "ray_apr.serve.vllm.scheduler",
+)
 """What every core imports, whatever its device and its model."""
 
 
