@@ -30,8 +30,11 @@ class RewardResult:
     and greatest of each step."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.reward):
+        is_text = isinstance(self.reward, str | bytes)
+        reward = math.nan if is_text else _number(self.reward)
+        if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {self.reward!r}")
+        object.__setattr__(self, "reward", reward)
         if len(self.metrics) > MAX_REWARD_METRICS:
             raise ValueError(
                 f"a reward has {len(self.metrics)} metrics; at most {MAX_REWARD_METRICS} are kept"
@@ -40,11 +43,17 @@ class RewardResult:
         object.__setattr__(self, "metrics", metrics)
 
 
-def _finite(name: str, value: Any) -> float:
+def _number(value: Any) -> float:
+    """A plain number, also of NumPy's or torch's, which neither JSON nor Arrow takes; NaN of what
+    is none."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _finite(name: str, value: Any) -> float:
+    number = _number(value)
     if not isinstance(name, str) or not math.isfinite(number):
         raise ValueError(f"metric {name!r} of a reward must be a finite number, got {value!r}")
     return number

@@ -8,6 +8,7 @@ import math
 import pickle
 from array import array
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,10 @@ from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.core.group import GroupMeta, SampleMeta
 from ray_apr.core.messages import Generation, SamplingParams, ServerStatus
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
-from ray_apr.core.user import RewardResult
+from ray_apr.core.user import RewardResult, Step
 
+HUGE = pytest.param(10**400, id="huge")
+"""Beyond what a float holds."""
 PROMPT = Prompt(prompt_id="e0-0", token_ids=(1, 2, 3), row={"answer": 4})
 
 
@@ -124,10 +127,18 @@ def test_append_over_any_calls(parts, budget):
         assert (s.finish_reason is FinishReason.LENGTH) == (total == budget)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, HUGE])
 def test_reward_is_finite(reward):
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match="reward must be a finite number"):
         RewardResult(reward=reward)
+
+
+@pytest.mark.parametrize("reward", [1, True, np.True_, np.float32(1), np.int64(1), np.array(1.0)])
+def test_reward_of_another_kind_of_number_is_a_plain_one(reward):
+    """JSON and Arrow, which rows and checkpoints are written as, take no number of NumPy's."""
+    result = RewardResult(reward=reward)
+    assert (result.reward, type(result.reward)) == (1.0, float)
+    assert Step(done=True, reward=result).result == result
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "high"])
