@@ -307,7 +307,8 @@ class Begin:
     before: Counters = field(default_factory=Counters)
     """What the run folder counts so far."""
     last_version: int | None = None
-    """The newest policy version that the run folder has an evaluation of; None without any."""
+    """The newest policy version that the run folder has an evaluation of, or without any the one
+    before the run's first; None: that is now."""
     samples: Any = field(default=None, compare=False, repr=False)
     """Arrow table of the samples that it goes on with (`saved_samples`), or None."""
     replayed: Replayed | None = field(default=None, compare=False, repr=False)

@@ -36,6 +36,7 @@ from ray_apr.data.resumption import (
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
+from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.checks import check_goes_on
 from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.failed_groups import DROPPED_FILE
@@ -317,7 +318,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         "ended": final.get("error") or final.get("status") or "killed",
     }
     add_row(folder / RESUMES_FILE, note)
-    last = max(evaluated, default=None)  # one that was under way since, and is lost, is due again
+    # one that was under way since, and is lost, is due again; the first one of the run, too
+    first = None if begin.checkpoint is None else _before_first(folder)
+    last = max(evaluated, default=first)
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
 
@@ -328,6 +331,13 @@ def _known(begin: Begin) -> tuple[set[str], set[str]]:
         return set(), set()
     ended = {row["sample_id"] for row in begin.replayed.ended}
     return ended, {row["group_id"] for row in begin.replayed.dropped}
+
+
+def _before_first(folder: Path) -> int:
+    """Policy version before the first one that the run of a folder can have evaluated; 0 of a run
+    that began with the model."""
+    began = _read_json(folder / BEGUN_FILE).get("policy_version", 0)
+    return max(0, began - 1)
 
 
 def poison_rows(folder: Path) -> tuple[int, ...]:

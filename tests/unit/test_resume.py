@@ -234,6 +234,30 @@ def test_an_evaluation_that_was_lost_is_made_after_the_resumption(folder):
     assert not config.is_due(9, resumed.last_version)
 
 
+@pytest.mark.parametrize(
+    ("began", "version", "is_due"),
+    [
+        (None, 9, False),
+        (None, 10, True),
+        (None, 13, True),
+        (20, 23, True),
+        (21, 23, False),
+        (21, 31, True),
+    ],
+)
+def test_the_first_evaluation_is_made_after_the_resumption_if_it_was_lost(
+    folder, began, version, is_due
+):
+    """With ``at_start: false`` a run has none before, and it was under way at the kill."""
+    write(folder, "evaluations.jsonl")
+    if began is not None:  # with the checkpoint of another run
+        write(folder, "begun.json", {"step": began, "policy_version": began})
+    at = begin(step=version, policy_version=version)
+    resumed, _ = resume_folder(folder, at, now=0.0)
+    config = EvaluationConfig(every=10, at_start=False)
+    assert config.is_due(version, resumed.last_version) == is_due
+
+
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
     trained = pytest.raises(ConfigError, match=r"run\.name = .*another process trains it")
     with hold_folder(tmp_path), trained, hold_folder(tmp_path):
