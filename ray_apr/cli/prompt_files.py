@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray_apr.cli.hub_prompts import check_dataset_id, read_dataset
 from ray_apr.cli.user_files import (
     PROMPT_SUFFIXES,
+    all_columns_of,
     check_prompts,
     columns_of,
     kinds_of,
@@ -248,10 +249,11 @@ def _require_distinct(setting: str, files: Sequence[WeightedFile]) -> None:
 
 def _check_columns(setting: str, files: Sequence[PromptFile]) -> None:
     """Check that several files have the same columns; those of datasets are read with them."""
-    paths = [file.path for file in files if file.path]
+    paths = [Path(file.path) for file in files if file.path]
     for path in paths[1:]:
-        columns, of_first = columns_of(Path(path)), columns_of(Path(paths[0]))
-        _require_alike(setting, path, columns, paths[0], of_first)
+        if set(columns_of(path)) != set(columns_of(paths[0])):  # a first row may lack some
+            columns, of_first = all_columns_of(path), all_columns_of(paths[0])
+            _require_alike(setting, str(path), columns, str(paths[0]), of_first)
 
 
 def _require_alike(
@@ -285,9 +287,10 @@ def read_prompts(prompts: PromptsSettings | PromptFile | Suites) -> PromptRows:
         files = [prompts]
     parts, origins = zip(*(_read(name, file, column) for file in files), strict=True)
     if not isinstance(prompts, Suites):
-        first, of_first = str(files[0]), _names(parts[0])
+        of_first = set(_names(parts[0][:1]))
         for file, part in zip(files, parts, strict=True):
-            _require_alike(name, str(file), _names(part), first, of_first)
+            if set(_names(part[:1])) != of_first:  # a first row may lack some
+                _require_alike(name, str(file), _names(part), str(files[0]), _names(parts[0]))
     return PromptRows(_joined(name, files, parts), origins)
 
 
@@ -319,9 +322,8 @@ def _read(
     if column is None:
         return rows, origin
     setting, source_column = column
-    names = _names(rows) if isinstance(rows, pa.Table) else {name for row in rows for name in row}
     remedy = f"{file} has such a column; choose another name for that of the files' names"
-    require(source_column not in names, setting, source_column, remedy)
+    require(source_column not in _names(rows), setting, source_column, remedy)
     if isinstance(rows, pa.Table):
         rows = rows.append_column(source_column, pa.array([source] * len(rows), pa.string()))
         return rows, origin
@@ -372,8 +374,10 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
-    """Columns; of JSON objects those of the first one."""
-    return list(rows[0] if isinstance(rows, list) else rows.column_names)
+    """Columns; of JSON objects those that any of them has."""
+    if isinstance(rows, list):
+        return list(dict.fromkeys(name for row in rows for name in row))
+    return list(rows.column_names)
 
 
 def _joined(setting: str, files: Sequence[PromptFile], parts: Sequence[Any]) -> Any:

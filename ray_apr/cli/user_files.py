@@ -89,6 +89,14 @@ def columns_of(file: Path) -> list[str]:
     return list(first)
 
 
+def all_columns_of(file: Path) -> list[str]:
+    """Columns that any row has; raises what `columns_of` and `read_json_rows` raise."""
+    if file.suffix == ".parquet":
+        return columns_of(file)
+    rows, _ = read_json_rows(file)
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | None]:
     """Read all rows of a .jsonl file, or of a .json file that holds one list.
 

@@ -232,3 +232,22 @@ def test_files_with_other_kinds_of_values_are_refused_with_both(tmp_path, read_o
     assert read_all("a.jsonl", "b.jsonl", "d.parquet") == [7, None, 7.5]
     with pytest.raises(ConfigError, match=r"c\.jsonl': has a text as answer, and .*a\.jsonl a num"):
         read_all("a.jsonl", "b.jsonl", "c.jsonl")
+
+
+def test_a_first_row_may_lack_what_other_rows_of_its_file_have(tmp_path):
+    """known fault: the other file was refused for a column that both have."""
+    rows = [{"prompt": "1+1="}, {"prompt": "1+2=", "answer": "3"}]
+    for name, given in (("a", rows), ("b", rows[1:]), ("c", rows[:1]), ("e", rows[::-1])):
+        text = "".join(json.dumps(row) + "\n" for row in given)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    pq.write_table(pa.Table.from_pylist(rows[1:]), tmp_path / "d.parquet")
+
+    def read_all(*names):
+        return read_prompts(prompts_of([str(tmp_path / n) for n in names], tmp_path, "prompt"))
+
+    for names in (("a.jsonl", "b.jsonl"), ("d.parquet", "a.jsonl"), ("a.jsonl", "d.parquet")):
+        assert sorted(map(str, read_all(*names).column("answer"))) == ["3", "3", "None"]
+    assert read_all("a.jsonl", "c.jsonl").column("answer") == [None, "3", None]
+    for names in (("e.jsonl", "c.jsonl"), ("c.jsonl", "d.parquet")):
+        with pytest.raises(ConfigError, match="have other columns: answer; make them alike"):
+            read_all(*names)
