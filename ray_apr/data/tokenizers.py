@@ -126,8 +126,9 @@ def encode_prompt(
     elif is_chat(prompt):
         try:
             ids = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+                [_as_given(message) for message in prompt],
+                add_generation_prompt=True, tokenize=True, return_dict=False,
+            )  # fmt: skip
         except Exception as error:  # a template may raise whatever it likes
             remedy = f"the tokenizer's chat template does not take these messages: {error}"
             raise ConfigError(field, prompt, remedy) from error
@@ -143,6 +144,21 @@ def encode_prompt(
     if not ids:
         raise ConfigError(field, prompt, "is empty: it has no tokens to continue")
     return [int(i) for i in ids]
+
+
+def _as_given(message: Any) -> Any:
+    """A chat message without the keys that Arrow gives it, with None, as another one of the column
+    has them: templates ask which there are. A content of None is one."""
+    if not isinstance(message, Mapping):
+        return message
+    own = {name: _without_none(value) for name, value in message.items() if value is not None}
+    return {n: own.get(n) for n in message if n in own or n == "content"}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(v) for name, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def is_chat(prompt: Any) -> bool:

@@ -8,6 +8,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from ray import cloudpickle
 
@@ -41,6 +42,28 @@ def test_another_process_gets_it_and_needs_no_pytorch(tmp_path):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.split("\n")[0] == f"{here[0]} {here[1]} {tokenizer.decode([4, 5])}"
+
+
+ASKED = {"role": "user", "content": "1+2"}
+CALLS = [{"name": "add", "arguments": {"a": 1}}, {"name": "half", "arguments": {"of": 2}}]
+CALLED = {"role": "assistant", "content": None, "tool_calls": CALLS}
+KEYS = """{% for message in messages %}{% if 'tool_calls' in message -%}
+{% for call in message.tool_calls %}{{ call.arguments | length }}={% endfor %}
+{%- else %}{{ message.content }};{% endif %}{% if message.content is none %}0{% endif %}
+{%- endfor %}"""
+
+
+def test_a_chat_has_no_keys_that_other_rows_of_its_column_have(tokenizer):
+    """Arrow, and so a run, has them with None; a dry run, and a replay, of a JSON file has not."""
+    tokenizer.chat_template = KEYS
+    chats = [[ASKED], [ASKED, CALLED], [ASKED]]
+    column = pa.table({"prompt": chats})["prompt"].to_pylist()
+    assert column[0][0] == {**ASKED, "tool_calls": None}
+    assert column[1][1]["tool_calls"][0]["arguments"] == {"a": 1, "of": None}
+    for given, kept in zip(chats, column, strict=True):
+        assert encode_prompt(tokenizer, kept) == encode_prompt(tokenizer, given)
+    texts = [tokenizer.decode(encode_prompt(tokenizer, chat)) for chat in column]
+    assert texts == ["1+2;", "1+2;1=1=0", "1+2;"]
 
 
 VARIABLES = {
