@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ray_apr.core.exceptions import ConfigError
+import pyarrow as pa
+
+from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.run.failed_groups import DROPPED_FILE
 from ray_apr.run.folder import read_object, read_rows
 from ray_apr.run.trained_samples import SAMPLES_FOLDER, read_step, saved_steps
@@ -103,7 +105,7 @@ def all_samples(
     """Saved samples of a run, or of one of its steps, in order; or the one of an id.
 
     Raises:
-        ConfigError: If there are none.
+        ConfigError: If there are none; or, once all others have come, if a file cannot be read.
     """
     steps = saved_steps(folder)
     if not steps:
@@ -114,8 +116,15 @@ def all_samples(
         raise ConfigError("RUN_DIR", str(folder), remedy)
     if step is not None and step not in steps:
         raise ConfigError("--step", step, f"has no saved samples; there are {_ranges(steps)}")
+    broken: list[ConfigError] = []
     for each in steps if step is None else [step]:
-        yield from read_step(folder, each, sample_id)
+        try:
+            yield from read_step(folder, each, sample_id)
+        except (OSError, pa.ArrowInvalid) as error:
+            remedy = f"cannot be read: {one_line(error)}; name another step, or remove its file"
+            broken.append(ConfigError("--step", each, remedy))
+    if broken:
+        raise broken[0]
 
 
 def select(
@@ -145,11 +154,11 @@ def select(
         dropped = _why_dropped(folder, sample_id)
         if dropped is not None and not saved_steps(folder):
             raise ConfigError("--id", sample_id, dropped)
-        found = list(all_samples(folder, step, sample_id))
-        if not found:
+        found = next(all_samples(folder, step, sample_id), None)
+        if found is None:
             remedy = dropped or "was not trained, or is not among the saved ones"
             raise ConfigError("--id", sample_id, remedy)
-        return found
+        return [found]
     if step is None:
         step = max(saved_steps(folder), default=None)
     key: Callable[[dict[str, Any]], float] = {

@@ -235,6 +235,15 @@ def test_what_is_not_there_is_said(folder, asked, said):
         select(folder, **asked)
 
 
+def test_a_file_that_cannot_be_read_is_named_and_hides_no_other(folder):
+    """known fault: no sample was found by its id where the file of another step was damaged."""
+    (folder / "samples" / "step-000003.parquet").write_bytes(b"")
+    assert [row["sample_id"] for row in select(folder, sample_id="e0-9-0")] == ["e0-9-0"]
+    for asked in ({"step": 3}, {"sample_id": "e7-0-0"}):
+        with pytest.raises(ConfigError, match=r"--step = 3: cannot be read: .*; name another step"):
+            select(folder, **asked)
+
+
 def test_a_run_without_samples_says_which_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"train\.save_samples = 0"):
         select(tmp_path)
