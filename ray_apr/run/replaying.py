@@ -245,9 +245,13 @@ def _with_ranks(spec: RunSpec, first: int, last: int) -> RunSpec:
         last: Number of the last step.
 
     Raises:
-        ConfigError: If not all of them had as many, or this machine has fewer GPUs.
+        ConfigError: If the folder does not tell it, not all of them had as many, or this machine
+            has fewer GPUs.
     """
     begun = read_rows(spec.folder / RANKS_FILE)
+    if not any(row["step"] <= first for row in begun):
+        remedy = f"does not say how many train workers trained step {first}; put it back"
+        raise ConfigError("RUN_DIR", str(spec.folder / RANKS_FILE), remedy)
     # a step that was trained several times counts as its last time, as in `metrics.jsonl`
     numbers = {
         [row["num_train_workers"] for row in begun if row["step"] <= step][-1]

@@ -96,3 +96,12 @@ def test_a_step_has_the_train_workers_that_trained_it_last(tmp_path, first, last
             _with_ranks(spec, first, last)
     else:
         assert _with_ranks(spec, first, last).scaling.num_workers == number
+
+
+def test_a_folder_that_does_not_tell_the_train_workers_of_a_step_is_refused(tmp_path):
+    spec = spec_in(tmp_path)
+    spec.folder.mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"ranks\.jsonl': does not say how many train work"):
+            _with_ranks(spec, 2, 3)
+        add_row(spec.folder / "ranks.jsonl", {"step": 3, "num_train_workers": 1})
