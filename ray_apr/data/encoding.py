@@ -204,7 +204,7 @@ def encode_dataset(
             _of_each(table, replay_column, _check_lengths)
         return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column, num_ids))
 
-    refs = _run(dataset, encode, name)
+    refs = _run(dataset, encode, name, column)
     limit = LengthLimit(max_prompt_tokens, column=column, drops=drops_too_long)
     schemas = []
     for number, ref in enumerate(refs):
@@ -271,7 +271,7 @@ def count_fitting(
         return pa.table({"fitting": pa.array(fitting.fits(lengths), pa.bool_())})
 
     num_seen = num_fitting = 0
-    for ref in _run(dataset, count, name):
+    for ref in _run(dataset, count, name, column):
         table = _checked(ray.get(ref), num_seen)
         num_seen += table.num_rows
         num_fitting += sum(table["fitting"].to_pylist())
@@ -325,10 +325,26 @@ def _of_each(table: pa.Table, column: str, function: Callable[[Any], Any]) -> li
     return made
 
 
+def _with_lists(table: pa.Table, column: str) -> pa.Table:
+    """A table whose token ids are lists: Ray Data has a type for NumPy's arrays of each length, of
+    which no table has two."""
+    if not isinstance(table[column].type, pa.BaseExtensionType):
+        return table
+    values = table[column].to_pylist()
+    if not all(isinstance(value, np.ndarray) for value in values):
+        return table
+    lists = pa.array([value.tolist() for value in values])
+    return table.set_column(table.column_names.index(column), column, lists)
+
+
 def _run(
-    dataset: ray.data.Dataset, stage: Callable[[pa.Table], pa.Table], name: str | None
+    dataset: ray.data.Dataset,
+    stage: Callable[[pa.Table], pa.Table],
+    name: str | None,
+    column: str,
 ) -> list[ray.ObjectRef]:
     """Run a stage of Ray Data over all tables, in their order; see `_checked` and `encode_dataset`.
+    Prompts that are arrays in a `column` are lists there.
 
     Waits for: Ray Data. Unblocked by: its last table, or its error.
     """
@@ -336,13 +352,14 @@ def _run(
 
     def encode(table: pa.Table) -> pa.Table:
         try:
-            return stage(table)
+            return stage(_with_lists(table, column))
         except _RefusedError as error:  # raised here it would come out as a traceback of Ray Data
             return pa.table({_REFUSAL: [pickle.dumps((error.row, error.column, error.error))]})
 
     if _is_small(dataset):
         with of_one_kind():
-            table = one_table(ray.get(dataset.to_arrow_refs()))
+            tables = ray.get(dataset.to_arrow_refs())
+            table = one_table([_with_lists(table, column) for table in tables])
         return [ray.put(encode(table))]
     staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=_BATCH_ROWS)
     staged.set_name(name)
