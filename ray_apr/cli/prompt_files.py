@@ -195,8 +195,7 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     if given is None:
         return file_of("prompts", values, base_dir, column, PromptsSettings)
     settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
-    files = _files_of("prompts.files", given, base_dir, column)
-    _check_columns("prompts.files", files)
+    _check_columns("prompts.files", files := _files_of("prompts.files", given, base_dir, column))
     return dataclasses.replace(settings, files=files)
 
 
@@ -232,9 +231,10 @@ def file_of(
     require(values.get("path", dataset) is not None, f"{name}.path", None, remedy)
     settings = section_of(name, cls, values)
     if dataset is None:
-        return dataclasses.replace(settings, path=check_prompts(settings.path, base_dir, column))
-    checked = check_dataset_id(f"{name}.dataset", settings.dataset, base_dir)
-    return dataclasses.replace(settings, dataset=checked)
+        checked = {"path": check_prompts(settings.path, base_dir, column, name)}
+    else:
+        checked = {"dataset": check_dataset_id(f"{name}.dataset", settings.dataset, base_dir)}
+    return dataclasses.replace(settings, **checked)
 
 
 def _section(name: str, given: Any) -> dict[str, Any]:

@@ -32,24 +32,30 @@ _ENCODING = "utf-8-sig"
 """Of those of JSON: some programs begin a file with a byte order mark."""
 
 
-def check_prompts(path: str, base_dir: Path, column: str) -> str:
+def check_prompts(path: str, base_dir: Path, column: str, setting: str = "prompts") -> str:
     """Return the absolute path of a prompts file, after a look at its columns.
+
+    Args:
+        path: As it was given.
+        base_dir: What it is relative to.
+        column: Of the prompts.
+        setting: That names the file.
 
     Raises:
         ConfigError: If it is missing, of another kind, broken, empty, or without the column.
     """
     file = (base_dir / Path(path).expanduser()).resolve()
     if file.suffix not in PROMPT_SUFFIXES:
-        raise ConfigError("prompts", path, "must be a .parquet, .jsonl or .json file")
+        raise ConfigError(setting, path, "must be a .parquet, .jsonl or .json file")
     if not file.is_file():
-        raise ConfigError("prompts", path, f"there is no file {file}; make it or correct the path")
+        raise ConfigError(setting, path, f"there is no file {file}; make it or correct the path")
     try:
         names = columns_of(file)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
         remedy = f"cannot be read as {file.suffix[1:]}: {error}"
-        raise ConfigError("prompts", path, remedy) from error
+        raise ConfigError(setting, path, remedy) from error
     if column not in names:
         raise ConfigError(
             "rollout.prompt_column",
