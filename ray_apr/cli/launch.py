@@ -53,21 +53,26 @@ def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
         tell: Gets what follows from the prompts, and what each reward gave.
 
     Returns:
-        Warnings: what could not be looked at here, rows without a column that others have, prompts
-        that are left out, characters that the tokenizer does not know, a reward that is slow.
+        Warnings: what could not be looked at here, columns that Arrow has no type for, rows without
+        a column that others have, prompts that are left out, characters that the tokenizer does not
+        know, a reward that is slow.
 
     Raises:
         ConfigError: What the run would refuse.
     """
     from ray_apr.cli.first_reward import call_rewards, rewards_of
-    from ray_apr.data.preview import gaps_of
+    from ray_apr.data.preview import gaps_of, untyped_of
 
     files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
     trainer.check_cluster(_resources_of_cluster(settings))
     spec = trainer.spec
-    warnings = [said for name, prompts in rows.items() for said in gaps_of(prompts, name)]
+    warnings = [
+        said
+        for name, prompts in rows.items()
+        for said in (*untyped_of(prompts, name), *gaps_of(prompts, name))
+    ]
     warnings += _preview(rows, spec, tell)
     return warnings + call_rewards(rewards_of(settings, rows, spec), spec, tell)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ray_apr.core.exceptions import one_line
 from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.rows import PromptRows
 from ray_apr.data.tokenizers import encode_prompt
@@ -85,6 +86,20 @@ def gaps_of(rows: PromptRows, name: str) -> list[str]:
             "the reward gets None there"
         )
     return said
+
+
+def untyped_of(rows: PromptRows, name: str) -> list[str]:
+    """Say which columns Arrow has no type for: whether Ray Data takes them depends on their rows.
+
+    Args:
+        rows: The prompts.
+        name: What messages call them.
+    """
+    return [
+        f"{name}: no type of Arrow's holds all values of {column!r} ({one_line(error)}): the run "
+        "may refuse them; make them alike, or leave the column out"
+        for column, error in rows.untyped()
+    ]
 
 
 def lost_characters(tokenizer: Any, prompt: Any, ids: Sequence[int]) -> set[str]:

@@ -127,6 +127,16 @@ class PromptRows:
                     yield name, rows, others
                 start = end
 
+    def untyped(self) -> Iterator[tuple[str, Exception]]:
+        """Columns whose values Arrow has no type for, and what it says of them."""
+        if isinstance(self._rows, pa.Table):
+            return
+        for name in dict.fromkeys(name for row in self._rows for name in row):
+            try:
+                pa.array(self.column(name))
+            except (pa.ArrowException, OverflowError) as error:
+                yield name, error
+
     def to_dataset(self) -> ray.data.Dataset:
         """The rows as a Ray Dataset; Ray runs already.
 
