@@ -99,7 +99,8 @@ def _too_few(run: RunData) -> ConfigError:
     """The error of a run with too few steps; it says what the last one saw the run wait for."""
     fewest = FILLING_STEPS + _FEWEST
     verb = "it takes" if run.final else "wait for"
-    remedy = f"has {len(run.steps)} steps, of which nothing can be said; {verb} "
+    has = "1 step" if len(run.steps) == 1 else f"{len(run.steps)} steps"
+    remedy = f"has {has}, of which nothing can be said; {verb} "
     if len(run.steps) < fewest:
         remedy += f"{fewest} of them"
     else:

@@ -340,12 +340,13 @@ def test_responses_that_are_cut_are_not_to_be_shorter():
 
 def test_a_run_of_few_steps_is_refused_with_what_it_waits_for():
     run = run_of()
-    for num_steps, end in (
-        (5, r"6 of them\. At the end of the last one: 0 of 4 groups wait"),
-        (0, "6 of them$"),
+    for num_steps, has, end in (
+        (5, "5 steps", r"6 of them\. At the end of the last one: 0 of 4 groups wait"),
+        (1, "1 step", "6 of them"),
+        (0, "0 steps", "6 of them$"),
     ):
         with pytest.raises(
-            ConfigError, match=f"has {num_steps} steps, of which nothing .* said; wait for {end}"
+            ConfigError, match=f"has {has}, of which nothing .* said; wait for {end}"
         ):
             shares_of(dataclasses.replace(run, steps=run.steps[:num_steps], final=None))
     ended = dataclasses.replace(run, steps=[], final={"status": "failed"})
