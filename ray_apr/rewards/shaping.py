@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,15 +150,24 @@ class WeightedSum:
             )
 
     async def __call__(self, sample: Sample) -> RewardResult:
-        """The sum, with each part's value in the metrics."""
+        """The sum, with each part's value in the metrics.
+
+        Waits for: all parts; where it is cancelled, for those that run in threads. Unblocked by:
+        their ends, or that of the process, which the caller kills where one does not return.
+        """
         tasks: dict[str, asyncio.Task[RewardResult]] = {}
+        threads: list[Future[Any]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for name, (_, function) in self.parts.items():
-                    part = _value_of(name, function, sample)
+                    part = _value_of(name, function, sample, threads)
                     tasks[name] = group.create_task(part, name=f"reward-part-{name}")
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+        except asyncio.CancelledError:  # a thread that hangs would be there for good
+            begun = [asyncio.wrap_future(thread) for thread in threads if thread.running()]
+            await asyncio.gather(*begun, return_exceptions=True)
+            raise
         results = {name: task.result() for name, task in tasks.items()}
         metrics: dict[str, float] = {}
         for name, result in results.items():
@@ -168,8 +177,10 @@ class WeightedSum:
         return as_result(sample, RewardResult(reward=total, metrics=metrics), "weighted_sum")
 
 
-async def _value_of(name: str, function: RewardFunction, sample: Sample) -> RewardResult:
-    """Call one part: a plain function in a thread, as it may block.
+async def _value_of(
+    name: str, function: RewardFunction, sample: Sample, threads: list[Future[Any]]
+) -> RewardResult:
+    """Call one part: a plain function in a thread, as it may block; that is added to `threads`.
 
     Waits for: the part. Unblocked by: its answer, or `rollout.reward.timeout_s`, which ends the
     whole call.
@@ -178,8 +189,9 @@ async def _value_of(name: str, function: RewardFunction, sample: Sample) -> Rewa
     if inspect.iscoroutinefunction(function):
         value = await function(sample)
     else:
-        loop = asyncio.get_running_loop()
-        value = await loop.run_in_executor(_threads(), function, sample)
+        thread = _threads().submit(function, sample)
+        threads.append(thread)
+        value = await asyncio.wrap_future(thread)
         if inspect.isawaitable(value):
             value = await value
     return as_result(sample, value, f"part {name!r} of weighted_sum")
@@ -189,7 +201,8 @@ def weighted_sum(parts: Mapping[str, tuple[float, RewardFunction]]) -> RewardFun
     """Make a reward that is the sum of weight x value over named rewards.
 
     The parts run concurrently, plain functions in threads. The first one that fails fails the sum:
-    the others are cancelled, and what a thread still does is not waited for.
+    the others are cancelled, and what a thread still does is not waited for. A plain function that
+    takes longer than ``rollout.reward.timeout_s`` costs the worker process, as it does alone.
 
     Args:
         parts: Name -> (weight, reward function ``def`` or ``async def``). A weight of 0 records a

@@ -15,6 +15,7 @@ from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
 from ray_apr.core.messages import Generation
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardResult, Step
+from ray_apr.rewards import weighted_sum
 from ray_apr.rollout import scoring
 from ray_apr.rollout.scoring import RewardWorker, Scorer
 
@@ -133,7 +134,8 @@ def test_an_async_call_over_its_limit_is_cancelled_in_place(score):
     assert (error.kind, workers) == ("timeout", 1)
 
 
-def test_a_call_that_does_not_return_costs_its_worker(score):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_call_that_does_not_return_costs_its_worker(score, is_part):
     release = threading.Event()
 
     def never(sample):
@@ -141,7 +143,8 @@ def test_a_call_that_does_not_return_costs_its_worker(score):
 
     begin = time.monotonic()
     threading.Timer(3.0, release.set).start()  # lets the pool's threads end with the test
-    error, workers = score(never, timeout_s=0.05, retries=1)
+    reward = weighted_sum({"never": (1.0, never)}) if is_part else never
+    error, workers = score(reward, timeout_s=0.05, retries=1)
     assert (error.kind, workers) == ("timeout", 3)
     assert time.monotonic() - begin < 10
 
