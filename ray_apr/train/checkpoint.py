@@ -252,12 +252,19 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write safetensors, and an index if they need several files."""
+    """Write safetensors, and an index if they need several files.
+
+    safetensors writes files that only their owner may read; they get the mode of any other file.
+    """
     plan = split_torch_state_dict_into_shards(
         weights, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_SIZE
     )
     for file, names in plan.filename_to_tensors.items():
-        save_file({n: weights[n] for n in names}, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file({n: weights[n] for n in names}, path, metadata={"format": "pt"})
+        path.chmod(mode)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2)

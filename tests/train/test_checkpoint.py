@@ -137,6 +137,7 @@ def test_exported_model_loads_in_transformers(tmp_path, folder):
     assert tokenizer("1+2").input_ids == AutoTokenizer.from_pretrained(folder)("1+2").input_ids
     names = {f.name for f in (tmp_path / "hf").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
+    assert len({f.stat().st_mode for f in (tmp_path / "hf").iterdir()}) == 1, "all alike readable"
 
 
 def test_a_model_of_a_hub_is_exported_with_its_generation_config(tmp_path, folder, monkeypatch):
