@@ -31,7 +31,6 @@ import ray
 import ray.train
 from ray.exceptions import RayError
 
-from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
@@ -69,7 +68,7 @@ from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
 from ray_apr.run.tidying import tidy_folder
-from ray_apr.run.training import begin_imports, imported_meanwhile, make_torch_trainer
+from ray_apr.run.training import begin_train, imported_meanwhile, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers, wait_until_placed
 from ray_apr.serve.lease import start_lease, wait_for_lease
@@ -231,12 +230,11 @@ class _Parts:
         wait_for_lease(spec.name)
         self.recorder = self._actors.make_recorder(started_at)
         self._actors.handles.append(start_lease(spec.name, self._actors.name_of("recorder")))
+        imports = begin_train()
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(target=self._start_servers, name="servers", daemon=True)
         self._servers.start()
-        imports = begin_imports()
         try:
-            begin_actors_of_train()
             self._side = RolloutSide(
                 spec, self._actors, prompts, begin, self.recorder, started_at, show
             )

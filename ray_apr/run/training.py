@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
+from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.config.common import dtype_on
 from ray_apr.data.datasource import sample_stream
 from ray_apr.train.control import sync_limit_s
@@ -54,6 +55,14 @@ def begin_imports(module: str = "ray.train.torch") -> threading.Thread:
     thread = threading.Thread(target=run, name="import-torch", daemon=True)
     thread.start()
     return thread
+
+
+def begin_train() -> threading.Thread:
+    """Begin what Ray Train needs: its actors, then the imports of `make_torch_trainer`, in the
+    thread that is returned. Not at the same time: both import modules of Ray Data that import each
+    other, and of two threads there one ends with an error, and the other may, too."""
+    begin_actors_of_train()
+    return begin_imports()
 
 
 def _train(worker: WorkerSpec) -> None:

@@ -7,6 +7,7 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from ray.train.v2._internal.state import state_actor
 
 from ray_apr.compat.ray import begin_actors_of_train
+from ray_apr.run import training
 
 COORDINATOR, STATE = "get_or_create_autoscaling_coordinator", "get_or_create_state_actor"
 
@@ -31,3 +32,12 @@ def test_the_actors_are_those_that_the_trainer_will_ask_for(monkeypatch, trackin
         monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", tracking)
     begin_actors_of_train()
     assert called == begun
+
+
+def test_the_actors_are_begun_before_a_thread_imports_the_same_modules(monkeypatch):
+    """known fault: of two threads that import Ray Data's scaling at once one ends with an error."""
+    begun: list[str] = []
+    monkeypatch.setattr(training, "begin_actors_of_train", lambda: begun.append("actors"))
+    monkeypatch.setattr(training, "begin_imports", lambda: begun.append("imports"))
+    training.begin_train()
+    assert begun == ["actors", "imports"]
