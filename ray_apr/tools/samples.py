@@ -183,7 +183,8 @@ def _why_dropped(folder: Path, sample_id: str) -> str | None:
 
 
 def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool = False) -> str:
-    """A sample as lines for a terminal.
+    """A sample as lines for a terminal: what the policy says begins with →, what an environment
+    says between its turns with ←.
 
     Args:
         row: Of the file of samples.
@@ -198,9 +199,16 @@ def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool =
         f"{row['num_generated']} tokens, ended by {row['finish_reason']}; staleness {staleness}, "
         f"interrupted {row['num_interruptions']} times, turns {row['num_turns']}"
     )
+    heard = sum(row["segment_lengths"]) - row["num_generated"]
+    if heard:
+        head += f", in which the environment said {heard} tokens"
     lines = [head, _printable(row["prompt"]), "→ "]
+    is_policy = True
     for piece in pieces_of(row, decode):
         version = piece.policy_version
+        if piece.text and piece.is_generated != is_policy:
+            is_policy = piece.is_generated
+            lines.append("→ " if is_policy else "← ")
         if has_colors and version is not None and piece.text:
             style = f"{_COLORS[version % len(_COLORS)]}{'' if piece.is_generated else ';2'}"
             lines[-1] += f"\x1b[{style}m{_printable(piece.text)}\x1b[0m"
