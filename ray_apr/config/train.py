@@ -153,6 +153,10 @@ class TrainConfig:
     hours_to_keep_checkpoints: float | None = None
     """Of these, those that are older go when one is added; the newest always stays. None: no limit
     of their age."""
+    export_checkpoints: bool = False
+    """Give each checkpoint the model in Hugging Face's format, ``hf/``, which the last one always
+    has, so that any of them can be served, or loaded by other libraries. Training waits while such
+    a checkpoint is written."""
     save_samples: float = 1.0
     """Share of the trained groups whose samples the run folder keeps with their texts, in
     ``samples/``; 0 keeps none."""
@@ -226,7 +230,7 @@ class TrainConfig:
         if self.activation_checkpointing not in ("auto", "selective"):
             words = 'true or false, or "selective", or "auto"'
             of_type(s, self, bool, words, "activation_checkpointing")
-        of_type(s, self, bool, "true or false", "cpu_offload")
+        of_type(s, self, bool, "true or false", "cpu_offload", "export_checkpoints")
         if self.compile != "auto":
             of_type(s, self, bool, 'true or false, or "auto"', "compile")
         require(

@@ -62,9 +62,11 @@ class CheckpointWriter:
         model: The sharded model.
         optimizer: Its optimizer.
         control: Rank 0's line to the other actors; None on other ranks.
-        source: Folder or hub id of the model, for its last export.
+        source: Folder or hub id of the model, for its exports.
         step: Steps that the run begins with.
         fence: Of the folder that has the checkpoints.
+        exports: Whether each checkpoint gets the model in Hugging Face's format, not the last one
+            alone.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class CheckpointWriter:
         source: str,
         step: int = 0,
         fence: Fence | None = None,
+        exports: bool = False,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._control = control
         self._source = source
         self._fence = fence
+        self._exports = exports
         self._storage = ray.train.get_context().get_storage()
         # of its own: another thread has it while the loop computes in the others
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
@@ -110,17 +114,18 @@ class CheckpointWriter:
     ) -> None:
         """Report figures with a checkpoint of now.
 
-        Waits for: the checkpoint before; with a name, or as the last one, its own writing, too.
+        Waits for: the checkpoint before; with a name, or an export, its own writing, too.
         Unblocked by: these, or `CHECKPOINT_LIMIT_S`.
 
         Args:
             row: Figures of the last step.
             progress: Where the run stands.
             name: Of its folder; None: Ray Train gives it one.
-            is_last: Whether it gets the model in Hugging Face's format, too.
+            is_last: Whether it gets the model in Hugging Face's format in any case.
         """
         self.wait()
-        waits = is_last or name is not None
+        exports = is_last or self._exports
+        waits = exports or name is not None  # an export reads the model itself, not the copy
         mode = CheckpointUploadMode.SYNC if waits else CheckpointUploadMode.ASYNC
         captured = None if self._control is None else self._control.capture()
         stager = None if waits else self._stager
@@ -131,7 +136,7 @@ class CheckpointWriter:
             snapshot.write(folder, self._ranks)
             if captured is not None:
                 save_rollout(folder, *captured())
-            if is_last:
+            if exports:
                 export_hf(folder / HF_FOLDER, self._model, self._source)
 
         fence = None if self._control is None else self._fence

@@ -16,6 +16,7 @@ import pytest
 import ray.train
 import torch
 from ray.train import CheckpointUploadMode
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
@@ -23,7 +24,7 @@ from ray_apr.core.exceptions import FolderTakenError, StarvedError, TrainError
 from ray_apr.data.fence import Fence
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, Counters, RolloutProgress
 from ray_apr.data.saved_samples import samples_table
-from ray_apr.train import saving
+from ray_apr.train import checkpoint, saving
 from ray_apr.train.checkpoint import Progress, Stager, load_checkpoint, take_snapshot
 from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
 from ray_apr.train.offload import Offload
@@ -313,6 +314,23 @@ def test_a_named_checkpoint_and_the_last_one_are_waited_for(folder, train, tmp_p
     assert progress == {"step": 2, "policy_version": 2, "lora_rank": 0}
     modes = [mode.value for _, mode in train.reports]
     assert modes[:2] == ["ASYNC", "SYNC"] and modes[-1] == "SYNC"
+
+
+def test_each_checkpoint_has_the_model_of_its_step_where_it_is_asked_for(folder, train):
+    """known fault: the best checkpoint of a run could be loaded by ray_apr alone."""
+    model, optimizer = build(folder)
+    writer = CheckpointWriter(model, optimizer, Control(), source=str(folder), exports=True)
+    exported = []
+    for step in range(2):
+        take_steps(model, optimizer, [step])
+        writer.save({}, Progress(step=step + 1, policy_version=step + 1))
+        saved = load_file(Path(train.listed[-1].checkpoint.path) / "hf/model.safetensors")
+        of_model = dict(checkpoint.full_parameters(model))
+        assert all(torch.equal(saved[name], of_model[name]) for name in saved)
+        exported.append(saved)
+    writer.close()
+    assert any(not torch.equal(value, exported[1][name]) for name, value in exported[0].items())
+    assert {mode.value for _, mode in train.reports} == {"SYNC"}
 
 
 @pytest.mark.parametrize("part", ["state", "rollout"])
