@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 FOLDER = CONFIG.parents[1] / "transports" / "folder.py"
 SUMMARY_KEYS = {
     "mode", "steps", "parts", "wall_s", "setup_s", "reward_first", "reward_last", "reward_parts",
-    "samples_trained",
+    "held_out", "samples_trained",
     "samples_interrupted", "samples_resumed", "tokens_generated", "tokens_trained",
     "tokens_buffered", "tokens_interrupted", "tokens_discarded", "ledger_error", "staleness_max",
     "staleness_mean", "max_staleness", "policy_version", "num_replicas", "num_train_workers",

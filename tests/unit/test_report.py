@@ -110,6 +110,7 @@ EXPECTED = {
     "reward_first": pytest.approx(0.2),  # 0.1 ... 0.3
     "reward_last": pytest.approx(0.5),  # 0.4 ... 0.6
     "reward_parts": {},
+    "held_out": None,
     "samples_trained": 3,
     "samples_interrupted": 5,
     "samples_resumed": 4,
@@ -539,6 +540,27 @@ def test_evaluations_are_a_table_and_none_is_no_table(make_run: Callable[..., Pa
     assert "version 30, hard" not in html
     for text in ("held-out", "version 20", "0.906", "1: 0.906", "29.4", "4.1 s", "version 30"):
         assert text in html
+
+
+def test_the_best_evaluation_is_told_at_the_end_and_compared(make_run, tmp_path: Path) -> None:
+    """known fault: the last lines of a run had the rewards of training alone."""
+    rows = [
+        {"policy_version": version, "num_samples": 8, "num_failed": 0, "reward_mean": reward}
+        for version, reward in ((0, 0.25), (2, 0.75), (4, 0.75), (6, 0.5), (8, None))
+    ]
+    with_them, without = make_run("a"), make_run("b")
+    (with_them / "evaluations.jsonl").write_text(lines(rows))
+    told = "0.250 → 0.500  (of versions 0 and 6; best 0.750, of version 2)"
+    assert ("Held-out reward", told) in write_report(with_them).headline
+    assert "Held-out reward" not in dict(write_report(without).headline)
+    compared = write_comparison([with_them, without], tmp_path / "compare.html")
+    named = {row.name: row.values for row in compared.figures}
+    assert named["held-out reward, last evaluation"] == ("0.500", "–")
+    assert named["held-out reward, best evaluation"] == ("0.750, version 2", "–")
+    (with_them / "evaluations.jsonl").write_text(lines(rows[3:]))
+    assert ("Held-out reward", "0.500  (of version 6)") in write_report(with_them).headline
+    compared = write_comparison([without, make_run("c")], tmp_path / "compare.html")
+    assert not any("held-out" in row.name for row in compared.figures)
 
 
 def test_the_time_of_a_step_has_what_the_trainer_waited_for_a_sync(make_run) -> None:

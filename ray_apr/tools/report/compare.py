@@ -165,6 +165,12 @@ def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> li
     for name, is_last in (("first", False), ("last", True)):
         means = tuple(_mean_reward(run, is_last=is_last) for run in runs)
         rows.append(Line(f"reward, {name} steps (at most 5; ± standard error)", means))
+    held = [summary["held_out"] for summary in summaries]
+    if any(held):
+        last = [of_run and of_run["last"] for of_run in held]
+        rows.append(_row("held-out reward, last evaluation", last, ".3f", with_ratio=False))
+        best = (f"{h['best']:.3f}, version {h['best_version']}" if h else number(h) for h in held)
+        rows.append(Line("held-out reward, best evaluation", tuple(best)))
     averages = [_averages(run) for run in runs]
     highest = [max(rewards) for of_run in averages if (rewards := finite(of_run))]
     if len(highest) == len(runs):

@@ -128,6 +128,7 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Optimizer steps", number(s["steps"]), f"policy version {number(s['policy_version'])}",
          False),
         ("Reward", reward, of_steps, False),
+        *_held_out(s["held_out"]),
         ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} until the engines "
          "generate; without the start and end of Ray", False),
         ("Responses interrupted", number(s["samples_interrupted"]),
@@ -152,6 +153,18 @@ def _reward(s: Mapping[str, Any]) -> tuple[str, str]:
     ends = num_end_steps(s["steps"])
     of_steps = "first and last step" if ends == 1 else f"mean of the first and last {ends} steps"
     return f"{first} → {last}", of_steps
+
+
+def _held_out(held: Mapping[str, Any] | None) -> list[tuple[str, str, str, bool]]:
+    """The card of the evaluations; none without them."""
+    if held is None:
+        return []
+    first, last = held["first_version"], held["last_version"]
+    if first == last:
+        return [("Held-out reward", number(held["last"], ".3f"), f"of version {last}", False)]
+    value = f"{held['first']:.3f} → {held['last']:.3f}"
+    best = f"best {held['best']:.3f}, of version {held['best_version']}"
+    return [("Held-out reward", value, f"of versions {first} and {last}; {best}", False)]
 
 
 def _evaluations(run: RunData) -> str:

@@ -40,6 +40,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "reward_first": mean(rewards[:at_ends]),
         "reward_last": mean(rewards[-at_ends:]),
         "reward_parts": {name: _first_and_last(run, name) for name in reward_parts(run)},
+        "held_out": _held_out(run),
         "samples_trained": len(run.samples),
         "samples_interrupted": _counter(run, "samples_interrupted"),
         "samples_resumed": _counter(run, "samples_resumed"),
@@ -84,6 +85,19 @@ def _first_and_last(run: RunData, name: str) -> dict[str, float | None]:
     means = finite(row.get(f"reward/{name}_mean") for row in run.steps)
     at_ends = num_end_steps(len(means))
     return {"first": mean(means[:at_ends]), "last": mean(means[-at_ends:])}
+
+
+def _held_out(run: RunData) -> dict[str, float] | None:
+    """Mean rewards of the first, last and best evaluation, with their versions; None of none."""
+    rows = [row for row in run.evaluations if finite([row.get("reward_mean")])]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: row["policy_version"])
+    best = max(rows, key=lambda row: row["reward_mean"])  # the earliest of those
+    told: dict[str, float] = {}
+    for name, row in (("first", rows[0]), ("last", rows[-1]), ("best", best)):
+        told |= {name: row["reward_mean"], f"{name}_version": row["policy_version"]}
+    return told
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:
