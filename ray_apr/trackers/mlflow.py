@@ -18,6 +18,9 @@ _MOST_PARAMS = 100
 _LONGEST_PARAM = 6000
 _NOT_TAKEN = re.compile(r"[^\w\-./ ]")
 """Characters that names of MLflow must not have."""
+_NO_NAMES = ("", ".", "..")
+"""What must not be between two ``/`` of them."""
+_LONGEST_NAME = 250
 
 
 class MLflowTracker(RunCallback):
@@ -91,8 +94,16 @@ class MLflowTracker(RunCallback):
 
 
 def metric_name(name: str) -> str:
-    """A name as MLflow takes it: with ``_`` for what is no letter, digit, space or ``_-./``."""
-    return _NOT_TAKEN.sub("_", name)
+    """A name as MLflow takes it: with ``_`` for what is no letter, digit, space or ``_-./``, and
+    for what is no name between two ``/``; of a long one the begin.
+
+    Example:
+        >>> metric_name("reward//strict (a)_mean")
+        'reward/_/strict _a__mean'
+    """
+    parts = _NOT_TAKEN.sub("_", name).split("/")
+    taken = "/".join("_" if part in _NO_NAMES else part for part in parts)
+    return taken[:_LONGEST_NAME].rstrip("/")
 
 
 def _params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -237,3 +237,13 @@ def test_a_text_that_did_not_change_is_sent_to_mlflow_once(tmp_path):
     for step, text in enumerate(("rewards", "rewards", "", "rewards")):
         tracker.on_step({"step": step, "waiting_for": text})
     assert sent == [["rewards"], [], [""], ["rewards"]]
+
+
+@pytest.mark.parametrize(
+    "name", ["reward//strict_mean", "/a", "a/", ".", "a/../b", "a/./b", "", "ab/" * 200]
+)
+def test_no_name_of_a_figure_costs_mlflow_the_others(folder, name):
+    """known fault: a metric of a reward with a name that is no path cost all figures."""
+    track(folder, [{"step": 0, "reward_mean": 0.5, name: 0.25}], "mlflow")
+    found = read_mlflow(folder)
+    assert (found["reward_mean", 0], found[metric_name(name), 0]) == (0.5, 0.25)
