@@ -266,6 +266,8 @@ def _train(config: APRConfig) -> dict[str, tuple[str, Any]]:
         size = total
     elif _is_set(config, "train_batch_size"):
         found["batch_size"] = ("train_batch_size", size)
+    elif isinstance(config.train, TrainConfig):
+        size = config.train.batch_size
     if config.env is not None and "batch_size" in found:
         name = found["batch_size"][0]
         remedy = (

@@ -49,6 +49,11 @@ def test_nothing_said_is_a_run_of_defaults():
             "train.mini_batches",
             4,
         ),
+        (
+            lambda c: c.training(train=TrainConfig(batch_size=64), minibatch_size=32),
+            "train.mini_batches",
+            2,
+        ),
         (lambda c: c.training(num_epochs=3), "train.epochs", 3),
         (lambda c: c.training(steps=7), "train.steps", 7),
         (lambda c: c.training(steps=None, train={"passes": 2}), "train.passes", 2),
