@@ -328,7 +328,9 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     is_env, prompts = is_text_environment(config.env), config.evaluation_prompts
     if interval is None and given is None:
         remedy = "needs evaluation_interval, or evaluation_settings; without them nobody reads it"
-        require(prompts is None, "evaluation_prompts", prompts, remedy)
+        for name in ("evaluation_prompts", "evaluation_duration"):
+            value = getattr(config, name)
+            require(value is None, name, value, remedy)
         return None
     if prompts is None and not is_env:
         remedy = "needs evaluation_prompts: held-out rows, as those of .training(prompts=...)"

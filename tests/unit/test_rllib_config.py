@@ -183,6 +183,7 @@ class WithEpisodes(RLlibCallback):
         (lambda c: c.callbacks(WithEpisodes), "callbacks_class.on_episode_end = 'WithEpisodes'"),
         (lambda c: c.evaluation(evaluation_interval=1), "evaluation_interval = 1: needs eval"),
         (lambda c: c.evaluation(evaluation_prompts=[{"prompt": "1"}]), "evaluation_prompts = "),
+        (lambda c: c.evaluation(evaluation_duration=20), "evaluation_duration = 20: needs eval"),
         (lambda c: c.evaluation(evaluation_parallel_to_training=False), "must be true"),
         (lambda c: c.evaluation(evaluation_config={"explore": False}), "evaluation_config = "),
         (lambda c: c.environment(env_config={"a": 1}), "environment.env_config = .*needs a text"),
