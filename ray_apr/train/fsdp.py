@@ -158,21 +158,26 @@ def _load(model: str, dtype: torch.dtype, attention: str) -> Any:
     )
 
 
-def _add_adapters(model: nn.Module, lora: LoRAConfig, seed: int) -> None:
-    """Give layers an adapter, the same on all ranks, and freeze all else."""
+def _add_adapters(model: Any, lora: LoRAConfig, seed: int) -> None:
+    """Give layers an adapter, the same on all ranks, and freeze all else.
+
+    peft sees the model inside of another module: of one that it knows by its config it takes names
+    for those of experts, and gives adapters to parameters that are no layers.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     names, name = lora.target_modules, "train.lora.target_modules"
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=names if isinstance(names, str) else list(names),
-    )
+    outer = nn.ModuleDict({"inner": model})
+    if names == "all-linear":
+        head = model.get_output_embeddings()
+        linear = (p for p, m in outer.named_modules() if isinstance(m, nn.Linear) and m is not head)
+        names = tuple(linear)
+    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(names))
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(settings, model)
+            inject_adapter_in_model(settings, outer)
         except ValueError as error:
             raise ConfigError(name, names, f"peft says: {error}") from error
     for path, module in model.named_modules():

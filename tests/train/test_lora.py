@@ -21,6 +21,7 @@ from ray_apr.train.fsdp import build_model, build_optimizer, drop_gathered, loca
 from ray_apr.train.logprobs import micro_batches, response_logprobs
 from ray_apr.train.step import train_step
 from ray_apr.weights.gathered import GatheredWeights
+from tests.families import make_family
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
 
@@ -127,6 +128,22 @@ def test_named_layers_alone_get_an_adapter(tmp_path, folder):
         adapted = {n.partition(".lora_")[0] for n, _ in model.named_parameters() if ".lora_" in n}
     assert {n.rpartition(".")[2] for n in adapted} == {"q_proj", "v_proj"}
     assert len(adapted) == 4
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "DeepSeek-V2"])
+def test_a_model_with_experts_has_adapters_in_its_linear_layers(tmp_path, family):
+    """known fault: peft gave the experts some, too, which ended in an AttributeError."""
+    source = make_family(family, tmp_path / "family")
+    with process_group(tmp_path):
+        model, _ = trained(source)
+        adapted = {path for path, module in model.named_modules() if hasattr(module, "lora_A")}
+        plain = build_model(str(source), TrainConfig(), CPU)
+        linear = {p for p, m in plain.named_modules() if isinstance(m, torch.nn.Linear)}
+        assert adapted == linear - {"lm_head"}
+        export_hf(tmp_path / "hf", model, str(source))
+        exported = build_model(str(tmp_path / "hf"), TrainConfig(), CPU)
+        assert not torch.allclose(logprobs(model), logprobs(plain), atol=1e-3)
+        torch.testing.assert_close(logprobs(exported), logprobs(model), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
