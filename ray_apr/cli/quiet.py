@@ -24,9 +24,11 @@ _DAEMONS_NO_NEWS = "|".join(
     (
         r"PYTHON worker processes have been started on node",
         r"Task ServeController\.\w+ failed\. There are infinite retries remaining",
+        r"Task RunRecorder\.hold failed\. There are infinite retries remaining",
     )
 )
-"""A run has more processes than the machine has cores, and at its end it takes Serve away."""
+"""A run has more processes than the machine has cores, and at its end it takes Serve away, and the
+recorder, which the servers' lease still asks."""
 
 
 class _InFolder(logging.FileHandler):

@@ -47,6 +47,8 @@ def test_rays_lines_go_to_a_file_and_warnings_to_the_terminal_too(tmp_path, capf
         ("WARNING: 8 PYTHON worker processes have been started on node: ab with address: 1", False),
         ("Task ServeController.graceful_shutdown failed. There are infinite retries remaining, so",
          False),
+        ("Task RunRecorder.hold failed. There are infinite retries remaining, so", False),
+        ("Task RunRecorder.follow failed. There are infinite retries remaining, so", True),
         ("Task RolloutWorker.start failed. There are infinite retries remaining, so", True),
         ("a worker died", True),
     ],
