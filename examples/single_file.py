@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--storage", default="runs")
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
-    ray.init(namespace="ray_apr", num_cpus=None if args.gpu else 4)
+    ray.init(namespace="ray_apr", num_cpus=None if args.gpu else 4, log_to_driver=False)
     engine = {"num_cpus_per_replica": 1, "kwargs": {} if args.gpu else {"max_num_seqs": 64}}
     best = Best()
     trainer = APRTrainer(
