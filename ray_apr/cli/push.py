@@ -10,7 +10,8 @@ from ray_apr.core.exceptions import APRError, ResourceError, one_line
 from ray_apr.run.model import HUB_ID
 
 _EXPORTED = "checkpoint_*/hf/config.json"
-"""In a run folder: of models in Hugging Face's format, which the last step of a run writes."""
+"""In a run folder: of models in Hugging Face's format, which the last checkpoint of a run has, and
+with `train.export_checkpoints` each one."""
 
 
 def check_repo(name: str, repo: str) -> None:
