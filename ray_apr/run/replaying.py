@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 _OF_A_STEP = ("model", "algorithm", "train", "scaling", "digests", "partial_rollout")
 """Parts of ``config.json`` that say how a step is trained; the journal says how samples were."""
+_SETTINGS = ("algorithm", "train", "partial_rollout")
+"""Those that a later version may have more settings in, which by default change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,8 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
         train = dataclasses.replace(spec.train, passes=None, steps=steps)
         spec = dataclasses.replace(spec, train=train)
     now = json.loads(json.dumps(spec.describe(), default=str))
+    for part in _SETTINGS:
+        now[part] = {name: value for name, value in now[part].items() if name in ran.get(part, {})}
     others = [
         name for part in _OF_A_STEP for name in _different(part, ran.get(part), now.get(part))
     ]

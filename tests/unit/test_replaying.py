@@ -55,6 +55,7 @@ def begun(tmp_path, spec, **changed):
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 0.1}) + "\n")
     described = json.loads(json.dumps(spec.describe(), default=str))
     described["train"] |= changed
+    del described["train"]["export_checkpoints"]  # as a version before this setting wrote it
     (folder / "config.json").write_text(json.dumps(described))
 
 
