@@ -11,9 +11,10 @@ import dataclasses
 import math
 import random
 import time
+from collections import Counter
 
 from ray_apr.core.exceptions import EngineUnavailableError
-from ray_apr.core.messages import Generation, ServerStatus
+from ray_apr.core.messages import Generation, Origin, ServerStatus
 from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.weights.inbox import WeightInbox
 
@@ -51,7 +52,9 @@ class ScriptedBackend:
         self._calls: dict[str, _Call] = {}
         self._version = 0
         self._is_paused = self._is_frozen = self._is_broken = False
-        self._tokens = self._num_aborted = self._num_ended = 0
+        self._num_aborted = self._num_ended = 0
+        self._tokens: Counter[Origin] = Counter()
+        """By who asked for them: the ledger is of the rollouts alone."""
         self._began_at = time.monotonic()
 
     async def start(self) -> None:
@@ -68,7 +71,7 @@ class ScriptedBackend:
             await self._make(call)
         finally:
             del self._calls[request.request_id]
-        self._tokens += len(call.made)
+        self._tokens[request.sampling.origin] += len(call.made)
         self._num_aborted += call.is_aborted
         self._num_ended += not call.is_aborted
         logprob = -math.log(self._num_ids - FIRST_ID)
@@ -133,14 +136,16 @@ class ScriptedBackend:
         assert {name for name, _ in self._inbox.receive(notice)} >= {"model.norm.weight"}
 
     def status(self, *, drain: bool = True) -> ServerStatus:
-        made = self._tokens + sum(len(call.made) for call in self._calls.values())
+        made = self._tokens.total() + sum(len(call.made) for call in self._calls.values())
         return ServerStatus(
             replica_id=self.replica_id,
             policy_version=self._version,
             is_paused=self._is_paused,
             weights_valid=not self._is_broken,
             num_running=len(self._calls),
-            tokens_generated=self._tokens,
+            tokens_generated=self._tokens[Origin.ROLLOUT],
+            tokens_evaluated=self._tokens[Origin.EVALUATION],
+            tokens_outside=self._tokens[Origin.OUTSIDE],
             tokens_made=made,
             num_aborted=self._num_aborted,
             num_ended=self._num_ended,

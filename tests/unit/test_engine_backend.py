@@ -8,6 +8,7 @@ import pytest
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.messages import GenerateRequest, Origin, PromptInput, SamplingParams
 from ray_apr.serve.engine import make_engine
 from ray_apr.serve.spec import EngineSpec
 from tests.run_specs import run_spec
@@ -72,3 +73,17 @@ def test_vllms_own_rules_are_vllms_alone():
 def test_the_run_folder_names_it():
     described = run_spec(rollout=MINE).describe()
     assert described["rollout"]["engine"]["factory"] == "tests.scripted_backend:ScriptedBackend"
+
+
+async def test_the_one_that_is_written_out_counts_tokens_by_who_asked_for_them():
+    """known fault: with an evaluation the token ledger of its runs was off."""
+    engine = ScriptedBackend(EngineSpec.of_run("m", MINE), "r")
+    for origin in Origin:
+        request = GenerateRequest(
+            request_id=origin, prompt=PromptInput(token_ids=(1,)), max_tokens=1,
+            sampling=SamplingParams(origin=origin),
+        )  # fmt: skip
+        await engine.generate(request)
+    status = engine.status()
+    counted = (status.tokens_generated, status.tokens_evaluated, status.tokens_outside)
+    assert (counted, status.tokens_made) == ((1, 1, 1), 3)
