@@ -11,6 +11,7 @@ Invariants, kept by `Followed`:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -114,7 +115,7 @@ class Followed:
     def _tell(self, callback: RunCallback, verb: str, *args: Any) -> None:
         try:
             getattr(callback, verb)(*args)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             which = (name_of(callback), verb)
             if which not in self._failed:
                 self._failed.add(which)

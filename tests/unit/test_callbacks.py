@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -158,15 +159,16 @@ def test_a_full_disk_and_notes_that_are_no_json_cost_the_notes_alone(tmp_path, c
     assert [call[0] for call in other.calls] == ["start", "step", "step", "end"]
 
 
-def test_a_callback_that_exits_ends_itself_alone(tmp_path, caplog):
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_a_callback_that_exits_ends_itself_alone(tmp_path, caplog, error):
     class Exits(RunCallback):
         def on_start(self, run):
-            raise SystemExit(3)
+            raise error
 
     good = Told()
     with caplog.at_level(logging.ERROR):
         follow(tmp_path, Exits(), good).end()
-    assert "raised SystemExit" in caplog.text
+    assert f"raised {type(error).__name__}" in caplog.text
     assert [call[0] for call in good.calls] == ["start", "end"]
 
 
