@@ -89,8 +89,8 @@ class MLflowTracker(RunCallback):
         ]
         tags = dict((metric_name(n), text) for n, text in texts(row, prefix))
         changed = [self._entities.RunTag(*tag) for tag in tags.items() - self._tags.items()]
-        self._tags |= tags
         self._client.log_batch(self._id, metrics=metrics, tags=changed)
+        self._tags |= tags  # not before: what MLflow did not take is sent with the next row
 
 
 def metric_name(name: str) -> str:

@@ -238,6 +238,16 @@ def test_a_text_that_did_not_change_is_sent_to_mlflow_once(tmp_path):
         tracker.on_step({"step": step, "waiting_for": text})
     assert sent == [["rewards"], [], [""], ["rewards"]]
 
+    def refuse(_, metrics, tags):
+        raise OSError("no server")
+
+    taken, tracker._client.log_batch = tracker._client.log_batch, refuse
+    with pytest.raises(OSError, match="no server"):
+        tracker.on_step({"step": 4, "waiting_for": "engines"})
+    tracker._client.log_batch = taken
+    tracker.on_step({"step": 5, "waiting_for": "engines"})
+    assert sent[-1] == ["engines"], "known fault: MLflow had the text of before for good"
+
 
 @pytest.mark.parametrize(
     "name", ["reward//strict_mean", "/a", "a/", ".", "a/../b", "a/./b", "", "ab/" * 200]
