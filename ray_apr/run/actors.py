@@ -64,6 +64,8 @@ class Actors:
         """Once they are encoded."""
         self.num_replicas = spec.rollout.num_replicas
         """Engines that those which are made from now on know."""
+        self._kept: list[Any] = []
+        """References to what actors are made with again."""
 
     def name_of(self, part: str) -> str:
         """Name of an actor, in Ray's tables; no two runs share one."""
@@ -263,15 +265,21 @@ class Actors:
             part="evaluator",
             rollout=rollout,
             config=config,
-            tokenizer=self._tokenizer(),
-            make_prompts=lambda: held_out_prompts(_fetched(tables)),
+            tokenizer=self._keep(self._tokenizer()),
+            make_prompts=self._keep(lambda: held_out_prompts(_fetched(tables))),
             make_client=self._client_maker(counts=True),
-            make_scorer=lambda: Scorer(reward, rollout, environment),
+            make_scorer=self._keep(lambda: Scorer(reward, rollout, environment)),
             recorder=recorder,
             turns=turn_rules(environment, rollout.max_turns),
             run=spec.name,
             max_restarts=-1,
         )
+
+    def _keep(self, value: Any) -> Any:
+        """A reference to an argument that an actor can be made with again, as long as these actors
+        are: Ray lets go of what is in the object store once the actor has started."""
+        self._kept.append(put(value))
+        return self._kept[-1]
 
     def _client_maker(self, *, counts: bool = False, **limits: Any) -> Callable[[], Any]:
         """What makes a client of the servers inside an actor; it carries nothing else there.
