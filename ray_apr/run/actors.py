@@ -260,26 +260,26 @@ class Actors:
             check_suites(held[column].unique().to_pylist(), config)
         rollout, environment = spec.rollout, spec.environment
         reward = reward_of_suites(spec.reward, config)
-        return self.make(
-            Evaluator,
-            part="evaluator",
+        given = self._keep(
             rollout=rollout,
             config=config,
-            tokenizer=self._keep(self._tokenizer()),
-            make_prompts=self._keep(lambda: held_out_prompts(_fetched(tables))),
+            tokenizer=self._tokenizer(),
+            make_prompts=lambda: held_out_prompts(_fetched(tables)),
             make_client=self._client_maker(counts=True),
-            make_scorer=self._keep(lambda: Scorer(reward, rollout, environment)),
+            make_scorer=lambda: Scorer(reward, rollout, environment),
             recorder=recorder,
             turns=turn_rules(environment, rollout.max_turns),
             run=spec.name,
-            max_restarts=-1,
         )
+        return self.make(Evaluator, part="evaluator", max_restarts=-1, **given)
 
-    def _keep(self, value: Any) -> Any:
-        """A reference to an argument that an actor can be made with again, as long as these actors
-        are: Ray lets go of what is in the object store once the actor has started."""
-        self._kept.append(put(value))
-        return self._kept[-1]
+    def _keep(self, **given: Any) -> dict[str, Any]:
+        """References to arguments that an actor can be made with again, as long as these actors
+        are. Ray itself puts those of more than 100 KB into the object store, and lets go of what is
+        there once the actor has started."""
+        kept = {name: put(value) for name, value in given.items()}
+        self._kept += kept.values()
+        return kept
 
     def _client_maker(self, *, counts: bool = False, **limits: Any) -> Callable[[], Any]:
         """What makes a client of the servers inside an actor; it carries nothing else there.

@@ -28,22 +28,27 @@ def cluster():
         ray.shutdown()
 
 
-@pytest.mark.parametrize("what", ["prompts", "tokenizer", "reward"])
+@pytest.mark.parametrize("what", ["prompts", "tokenizer", "reward", "suite"])
 def test_an_evaluator_that_died_is_made_again(tmp_path, cluster, monkeypatch, what):
     """known fault: Ray had let go of its prompts, and of a tokenizer of more than 100 KB."""
-    large = LARGE if what == "reward" else b""
+    large = LARGE if what in ("reward", "suite") else b""
+
+    def reward(sample):
+        return float(len(large))
+
+    own = EvaluationConfig(suite_column="suite", rewards={"sums": reward})
     spec = run_spec(
         model=str(make_tiny_model(tmp_path / "model")),
-        evaluation=EvaluationConfig(),
-        reward=lambda sample: float(len(large)),
+        evaluation=own if what == "suite" else EvaluationConfig(),
+        reward=reward if what == "reward" else len,
     )
     actors = Actors(spec)
     if what == "tokenizer":
         monkeypatch.setattr(actors, "_tokenizer", lambda: LARGE)
-    prompts = ray.data.from_items([{"prompt": "1+1="}]).materialize()
+    prompts = ray.data.from_items([{"prompt": "1+1=", "suite": "sums"}]).materialize()
     evaluator = actors.make_evaluator(prompts, None)
     ray.get(evaluator.wait_until_idle.remote(), timeout=60)
-    for _ in range(2):  # Ray lets go of something a moment after nobody has it
+    for _ in range(4):  # Ray lets go of something some moments after nobody has it
         gc.collect()
         ray.kill(evaluator, no_restart=False)
         ray.get(evaluator.wait_until_idle.remote(), timeout=60)
