@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -129,8 +128,8 @@ def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
     if isinstance(value, RewardResult):
         return value
     try:
-        return RewardResult(reward=math.nan if isinstance(value, str | bytes) else float(value))
-    except (TypeError, ValueError) as error:
+        return RewardResult(reward=value)
+    except ValueError as error:
         detail = f"returned {value!r}; must be a finite number, or a RewardResult"
         detail = f"{who} {detail}" if who else detail
         raise RewardError(sample.sample_id, "invalid", detail) from error
