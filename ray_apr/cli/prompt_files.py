@@ -22,6 +22,7 @@ from ray_apr.config import PromptsConfig
 from ray_apr.config.yaml import as_mapping, section_of
 from ray_apr.core.checks import positive, require, whole_or_none
 from ray_apr.core.exceptions import ConfigError, all_lines
+from ray_apr.core.names import names_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -195,7 +196,8 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     if given is None:
         return file_of("prompts", values, base_dir, column, PromptsSettings)
     settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
-    _check_columns("prompts.files", files := _files_of("prompts.files", given, base_dir, column))
+    files = _files_of("prompts.files", given, base_dir, column)
+    _check_columns("prompts.files", files)
     return dataclasses.replace(settings, files=files)
 
 
@@ -375,9 +377,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _names(rows: pa.Table | list[dict[str, Any]]) -> list[str]:
     """Columns; of JSON objects those that any of them has."""
-    if isinstance(rows, list):
-        return list(dict.fromkeys(name for row in rows for name in row))
-    return list(rows.column_names)
+    return names_in(rows) if isinstance(rows, list) else list(rows.column_names)
 
 
 def _joined(setting: str, files: Sequence[PromptFile], parts: Sequence[Any]) -> Any:

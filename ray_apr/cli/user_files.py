@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.names import names_in
 from ray_apr.core.user import Environment
 
 _KINDS: dict[type, str] = {
@@ -100,7 +101,7 @@ def all_columns_of(file: Path) -> list[str]:
     if file.suffix == ".parquet":
         return columns_of(file)
     rows, _ = read_json_rows(file)
-    return list(dict.fromkeys(name for row in rows for name in row))
+    return names_in(rows)
 
 
 def read_json_rows(file: Path) -> tuple[list[dict[str, Any]], Sequence[int] | None]:

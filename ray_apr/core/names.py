@@ -1,9 +1,9 @@
-"""Which known name somebody may have meant who wrote another one."""
+"""Names of settings and columns: which one somebody may have meant, which ones rows have."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _ALIKE = 0.7
 _LEAST_PREFIX = 4
@@ -55,6 +55,16 @@ def did_you_mean(near: Sequence[str], remedy: str, *, last: bool = False) -> str
         return remedy
     question = f"did you mean {' or '.join(near)}?"
     return f"{remedy}; {question}" if last else f"{question} {remedy}"
+
+
+def names_in(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """Names that any of these rows has, in the order in which they come.
+
+    Example:
+        >>> names_in([{"prompt": "1+1="}, {"answer": 2, "prompt": "1+2="}])
+        ['prompt', 'answer']
+    """
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _initials(name: str) -> str:

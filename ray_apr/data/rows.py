@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_apr.core.names import names_in
+
 if TYPE_CHECKING:
     import ray.data
 
@@ -95,7 +97,7 @@ class PromptRows:
         """A row as a run has it: with None for columns that only others have."""
         if isinstance(self._rows, pa.Table):
             return self.slice(index, index + 1)[0]
-        return dict.fromkeys(name for row in self._rows for name in row) | dict(self._rows[index])
+        return dict.fromkeys(names_in(self._rows)) | dict(self._rows[index])
 
     def column(self, name: str) -> list[Any]:
         """Values of a column; None where a row has none."""
@@ -116,8 +118,10 @@ class PromptRows:
                 name: pc.indices_nonzero(of_rows).to_pylist() for name, of_rows in nulls.items()
             }
         else:
-            names = dict.fromkeys(name for row in self._rows for name in row)
-            lacks = {n: [i for i, r in enumerate(self._rows) if r.get(n) is None] for n in names}
+            lacks = {
+                name: [i for i, row in enumerate(self._rows) if row.get(name) is None]
+                for name in names_in(self._rows)
+            }
         for name, lacking in lacks.items():
             start = 0
             for origin in self._origins:
@@ -131,7 +135,7 @@ class PromptRows:
         """Columns whose values Arrow has no type for, and what it says of them."""
         if isinstance(self._rows, pa.Table):
             return
-        for name in dict.fromkeys(name for row in self._rows for name in row):
+        for name in names_in(self._rows):
             try:
                 pa.array(self.column(name))
             except (pa.ArrowException, OverflowError) as error:
