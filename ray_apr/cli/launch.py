@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
+from ray_apr.compat.ray import STATE_TRACKING
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -39,8 +40,6 @@ _NO_START = "timed out during startup"
 """What Ray says of a start for which this machine is too busy."""
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
-_TRAIN_STATE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
-"""Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
 
 def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
@@ -143,7 +142,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
 
     from ray_apr.run.training import imported_meanwhile
 
-    os.environ.setdefault(_TRAIN_STATE, "1")
+    os.environ.setdefault(STATE_TRACKING, "1")
     signals = StopSignals()
     with signals.listen():
         with imported_meanwhile():

@@ -14,7 +14,8 @@ _STORAGE = "ray.train.v2._internal.execution.storage"
 _NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
 _METADATA = "ray.data._internal.execution.metadata_fetcher"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
-_STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+"""Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
 RAY = PrivateNames(
     distributions=("ray",),
@@ -83,7 +84,7 @@ def begin_actors_of_train() -> None:
     """Have the processes start that Ray Train waits for before it starts a train worker: actors of
     the cluster, which outlive a run. Ray Train itself starts one after the other, late."""
     RAY.get("get_or_create_autoscaling_coordinator")()
-    if os.environ.get(_STATE_TRACKING, "").lower() in ("1", "true"):
+    if os.environ.get(STATE_TRACKING, "").lower() in ("1", "true"):
         RAY.get("get_or_create_state_actor")()
 
 
