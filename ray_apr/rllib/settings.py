@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -25,16 +24,14 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
-from ray_apr.config.renamed import renew
-from ray_apr.core.checks import from_mapping, is_number, require
+from ray_apr.core.checks import is_number, require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.names import did_you_mean, nearest
 from ray_apr.rllib.environment import check_spaces, is_text_environment
+from ray_apr.rllib.sections import section
 
 if TYPE_CHECKING:
     from ray_apr.rllib.config import APRConfig
-
-logger = logging.getLogger(__name__)
 
 CALLBACKS = (
     "on_algorithm_init",
@@ -127,15 +124,15 @@ def resolve(config: APRConfig) -> Settings:
     _require_whole("num_learners", config.num_learners, 0)
     _require_whole("num_env_runners", config.num_env_runners, 0)
     return Settings(
-        prompts=_section(PromptsConfig, "prompts_settings", config.prompts_settings),
-        rollout=_section(RolloutConfig, "rollout", config.rollout, _rollout(config)),
-        partial_rollout=_section(
+        prompts=section(PromptsConfig, "prompts_settings", config.prompts_settings),
+        rollout=section(RolloutConfig, "rollout", config.rollout, _rollout(config)),
+        partial_rollout=section(
             PartialRolloutConfig, "partial_rollout", config.partial_rollout, preset="mode"
         ),
-        buffer=_section(BufferConfig, "buffer", config.buffer),
-        algorithm=_section(AlgorithmConfig, "algorithm", config.algorithm, preset="preset"),
+        buffer=section(BufferConfig, "buffer", config.buffer),
+        algorithm=section(AlgorithmConfig, "algorithm", config.algorithm, preset="preset"),
         evaluation=_evaluation(config),
-        train=_section(TrainConfig, "train", config.train, _train(config)),
+        train=section(TrainConfig, "train", config.train, _train(config)),
         scaling=_scaling(config),
     )
 
@@ -345,7 +342,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
             found["at_start"] = ("evaluation_interval", False)
     if config.evaluation_duration is not None and not is_env:
         found["samples"] = ("evaluation_duration", _samples(config))
-    evaluation: EvaluationConfig = _section(EvaluationConfig, "evaluation_settings", given, found)
+    evaluation: EvaluationConfig = section(EvaluationConfig, "evaluation_settings", given, found)
     if "samples" in found:
         own = [suite for suite, drawn in evaluation.suites.items() if drawn.samples is not None]
         remedy = f"is for all suites, and {', '.join(own)} have samples of their own; leave one out"
@@ -374,59 +371,3 @@ def _samples(config: APRConfig) -> int:
     is_whole = isinstance(episodes, int) and episodes > 0 and episodes % len(prompts) == 0
     require(is_whole, "evaluation_duration", episodes, remedy)
     return int(episodes // len(prompts))
-
-
-def _section(
-    cls: type,
-    name: str,
-    given: Any,
-    of_rllib: Mapping[str, tuple[str, Any]] | None = None,
-    *,
-    preset: str | None = None,
-) -> Any:
-    """A section of what was given, and of what RLlib's settings say.
-
-    Args:
-        cls: Its class.
-        name: For errors.
-        given: A config of that class, a mapping, or None.
-        of_rllib: Field -> (name of the setting there, value).
-        preset: Key of a mapping that names a preset of the class.
-
-    Raises:
-        ConfigError: If it is wrong, or a field has two values.
-    """
-    given, of_rllib = {} if given is None else given, of_rllib or {}
-    require(isinstance(given, cls | Mapping), name, given, f"must be a {cls.__name__} or a mapping")
-    if cls is RolloutConfig and isinstance(given, Mapping):
-        given = renew(given, logger.warning)
-    default = cls()
-    for path, (theirs, value) in of_rllib.items():
-        mine = _find(given, path)
-        allowed: tuple[Any, ...] = (None, value)
-        if not isinstance(given, Mapping):  # which has all fields, whoever has set them
-            allowed += (_find(default, path),)
-        remedy = f"is also said by {theirs}, to be {value!r}; leave one of them out"
-        require(mine in allowed, f"{name}.{path}", mine, remedy)
-        given = _with(given, path, value)
-    if not isinstance(given, Mapping):
-        return given
-    if preset in given:
-        values = dict(given)
-        return cls.preset(values.pop(preset), **values)  # type: ignore[attr-defined]
-    return from_mapping(cls, name, given)
-
-
-def _find(given: Any, path: str) -> Any:
-    """What a config or a mapping has at a dotted path; None if it is not given."""
-    for part in path.split("."):
-        given = given.get(part) if isinstance(given, Mapping) else getattr(given, part, None)
-    return given
-
-
-def _with(given: Any, path: str, value: Any) -> Any:
-    """The same with another value at a dotted path."""
-    part, _, rest = path.partition(".")
-    if rest:
-        value = _with(_find(given, part) or {}, rest, value)
-    return {**given, part: value} if isinstance(given, Mapping) else replace(given, **{part: value})
