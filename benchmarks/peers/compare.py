@@ -238,8 +238,8 @@ def our_run(
         settings["rollout"]["replay_column"] = "lengths"
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    pairs = [part for setting in args.set for part in ("--set", setting)]
-    command = [sys.executable, "-m", "ray_apr", "train", str(config), *pairs]
+    own = [f"--set={setting}" for setting in args.set]
+    command = [sys.executable, "-m", "ray_apr", "train", str(config), *own]
     ended = run_to_end(command, out, args.limit)
     if not (folder / name / "metrics.jsonl").exists():
         return ended

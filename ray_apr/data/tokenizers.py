@@ -151,8 +151,7 @@ def _as_given(message: Any) -> Any:
     has them: templates ask which there are. A content of None is one."""
     if not isinstance(message, Mapping):
         return message
-    own = {name: _without_none(value) for name, value in message.items() if value is not None}
-    return {n: own.get(n) for n in message if n in own or n == "content"}
+    return {n: _without_none(v) for n, v in message.items() if v is not None or n == "content"}
 
 
 def _without_none(value: Any) -> Any:

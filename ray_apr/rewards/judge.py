@@ -248,8 +248,8 @@ class LLMJudge:
             detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
             raise RewardError(sample.sample_id, "invalid", detail)
         scale = found and _SCALE.match(verdict, found.end())
-        if scale and float(scale[1] or 100) != self.maximum:
-            out_of = scale[1] or 100
+        out_of = scale and (scale[1] or "100")
+        if out_of and float(out_of) != self.maximum:
             detail = f"the judge's verdict is out of {out_of}, not of {self.maximum:g} (maximum)"
             raise RewardError(sample.sample_id, "invalid", f"{detail}: {verdict[-200:]!r}")
         return number
