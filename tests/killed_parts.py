@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "read task": "ReadSampleBuffer",
     "train worker": "ray::RayTrainWorker",
     "train controller": "ray::TrainController",
+    "fork server": "ray_apr.compat.forked.server",
     "driver": "",
     "raylet": "",
 }

@@ -11,7 +11,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.prompt_files import read_prompts
@@ -38,6 +40,7 @@ _REACH_LIMIT_S = 10.0
 _STARTS = 3
 _NO_START = "timed out during startup"
 """What Ray says of a start for which this machine is too busy."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 
@@ -144,9 +147,9 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
 
     os.environ.setdefault(STATE_TRACKING, "1")
     signals = StopSignals()
-    with signals.listen():
+    with signals.listen(), _fork_servers(settings) as runtime_env:
         with imported_meanwhile():
-            dashboard = _init_ray(settings.ray, settings.run_dir.name)
+            dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env)
         if progress is not None and dashboard:
             progress(f"dashboard: http://{dashboard}")
         try:
@@ -155,6 +158,16 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         finally:
             ray.shutdown()
     return settings.run_dir
+
+
+def _fork_servers(settings: RunSettings) -> AbstractContextManager[dict[str, str]]:
+    """What the workers of a run are forked from that starts its own Ray with vLLM."""
+    engine = settings.rollout.engine
+    if engine.factory != "vllm" or joined_address(settings.ray) is not None:
+        return nullcontext({})
+    from ray_apr.run.forking import run_fork_servers
+
+    return run_fork_servers(engine.device)
 
 
 def make_trainer(
@@ -257,7 +270,9 @@ def joined_address(settings: RaySettings) -> str | None:
     return None if address == "local" else address
 
 
-def _init_ray(settings: RaySettings, run: str = "") -> str | None:
+def _init_ray(
+    settings: RaySettings, run: str = "", runtime_env: Mapping[str, str] = _NOTHING
+) -> str | None:
     """Start a cluster, or join one; returns where its dashboard is, if it has one.
 
     A start that this machine is too busy for is tried again.
@@ -265,6 +280,7 @@ def _init_ray(settings: RaySettings, run: str = "") -> str | None:
     Args:
         settings: Which one.
         run: Name of the run, for the table of jobs.
+        runtime_env: What Ray gives the workers of a cluster that is started.
 
     Raises:
         ConfigError: If there is none to join.
@@ -275,7 +291,7 @@ def _init_ray(settings: RaySettings, run: str = "") -> str | None:
     joined = joined_address(settings)
     for _ in range(_STARTS):
         try:
-            return _init_once(settings, joined, run)
+            return _init_once(settings, joined, run, runtime_env)
         except OSError as error:  # among them ConnectionError, which Ray raises
             remedy = f"no Ray cluster can be joined there: {error}"
             raise ConfigError("ray.address", joined, remedy) from error
@@ -291,7 +307,9 @@ def _init_ray(settings: RaySettings, run: str = "") -> str | None:
     )
 
 
-def _init_once(settings: RaySettings, joined: str | None, run: str) -> str | None:
+def _init_once(
+    settings: RaySettings, joined: str | None, run: str, runtime_env: Mapping[str, str]
+) -> str | None:
     import ray
     from ray.job_config import JobConfig
 
@@ -302,7 +320,7 @@ def _init_once(settings: RaySettings, joined: str | None, run: str) -> str | Non
         address=joined or "local",
         namespace=settings.namespace,
         log_to_driver=False,
-        job_config=JobConfig(metadata=metadata),
+        job_config=JobConfig(metadata=metadata, runtime_env=dict(runtime_env) or None),
         **local,
     )
     return context.dashboard_url or None

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
+from ray_apr.compat.forked.servers import runtime_env as forked_by
 from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.config.common import dtype_on
 from ray_apr.data.datasource import sample_stream
+from ray_apr.run.forking import TRAIN_WORKERS
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.spec import WorkerSpec
 
@@ -115,13 +117,14 @@ def make_torch_trainer(spec: RunSpec, *, buffer: Any, **of_worker: Any) -> Any:
         )
         for r in range(spec.scaling.num_workers)
     }
+    runtime_env = {**forked_by(TRAIN_WORKERS), **(spec.run_config.worker_runtime_env or {})}
     start_s, sync_s = spec.rollout.engine.start_timeout_s, spec.train.weight_sync_timeout_s
     limit_s = _COLLECTIVE_TIMEOUT_S + math.ceil(sync_limit_s(sync_s, start_s))
     return TorchTrainer(
         functools.partial(_train, worker),
         torch_config=TorchConfig(backend=spec.torch_backend, timeout_s=limit_s),
         scaling_config=spec.worker_scaling,
-        run_config=spec.run_config,
+        run_config=replace(spec.run_config, worker_runtime_env=runtime_env),
         datasets=streams,
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
     )

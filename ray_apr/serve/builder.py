@@ -25,6 +25,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from ray_apr.compat.forked.servers import runtime_env as forked_by
 from ray_apr.compat.ray import kept_deployment, living_actors
 from ray_apr.config import RolloutConfig
 from ray_apr.config.common import dtype_on
@@ -35,6 +36,7 @@ from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import environment, gpu_share, has_worker_actors
+from ray_apr.serve.vllm.names import ENGINES
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,9 @@ def build_rollout_app(
     version = f"{context.get_job_id()}-{zlib.crc32(repr(spec).encode()):08x}"
     wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    runtime_env: dict[str, Any] = {"env_vars": env}
+    if spec.factory == "vllm" and not has_worker_actors(spec):
+        runtime_env |= forked_by(ENGINES)
     if spec.device == "cuda" and not has_worker_actors(spec):
         env[SEES_ALL_GPUS] = "0"  # else all engines of a host would take its first GPU
     deployment = serve.deployment(
@@ -84,7 +89,7 @@ def build_rollout_app(
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
         health_check_timeout_s=60.0,
-        **_placement(spec, config.engine.num_cpus_per_replica, {"env_vars": env}),
+        **_placement(spec, config.engine.num_cpus_per_replica, runtime_env),
     )
     deployment = kept_deployment(deployment, version)
     names = engine_names(config.num_replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -277,6 +278,7 @@ def test_a_run_that_we_start_is_in_the_dashboards_table_of_ray_train(monkeypatch
     for part in ("_init_ray", "read_prompts"):
         monkeypatch.setattr(launch, part, lambda *_: None)
     monkeypatch.setattr(launch, "make_trainer", lambda *_: Trainer())
+    monkeypatch.setattr(launch, "_fork_servers", lambda *_: nullcontext({}))
     settings = SimpleNamespace(
         evaluation_prompts=None, prompts=None, ray=None, run_dir=Path("runs/a-run")
     )

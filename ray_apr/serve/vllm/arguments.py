@@ -52,6 +52,11 @@ def has_worker_actors(spec: EngineSpec) -> bool:
     return spec.device == "cuda" and spec.tensor_parallel_size > 1
 
 
+def environment_on(device: str) -> dict[str, str]:
+    """The same of any engine on a device whose workers are not actors."""
+    return _QUIET_ENVIRONMENT | ({} if device == "cuda" else CPU_ENVIRONMENT)
+
+
 def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
     """Variables that the engine's process needs, unless they are set outside.
 
@@ -59,11 +64,10 @@ def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
         spec: What the engine is built from.
         namespace: Ray's, of the run.
     """
-    if spec.device != "cuda":
-        return _QUIET_ENVIRONMENT | CPU_ENVIRONMENT
+    of_device = environment_on(spec.device)
     if not has_worker_actors(spec):
-        return _QUIET_ENVIRONMENT
-    return _QUIET_ENVIRONMENT | {
+        return of_device
+    return of_device | {
         "RAY_APR_NAMESPACE": namespace,
         "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
     }

@@ -8,9 +8,11 @@ and no device, so that a fork of it is whole, and it ends with the server.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from multiprocessing import context, forkserver
+from collections.abc import Sequence
+from multiprocessing import context, forkserver, resource_tracker, util
 from typing import Any
 
 _PRELOADED = (
@@ -19,6 +21,14 @@ _PRELOADED = (
     "ray_apr.serve.vllm.scheduler",
 )
 """What every core imports, whatever its device and its model."""
+WITHOUT_RAY = (
+    "vllm.config",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.output_processor",
+    "vllm.v1.metrics.loggers",
+    "vllm.v1.structured_output",
+)
+"""Most of what a server and its core import of vLLM; none of it imports Ray."""
 
 
 class _Process(context.ForkServerProcess):
@@ -50,6 +60,37 @@ def begin_imports() -> None:
     """Start the fork server; it imports while this process goes on. Harmless when repeated."""
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
     forkserver.ensure_running()
+
+
+def fork_imports() -> None:
+    """The same, forked from this process, which has imported most of it and has no thread."""
+    resource_tracker.ensure_running()
+    inherited = _open_files()
+
+    def fork(_: str, args: Sequence[str], files: Sequence[int]) -> int:
+        """Fork what multiprocessing would spawn, ``python ... -c CODE`` with these files, and with
+        those of libraries, as the driver's."""
+        if pid := os.fork():
+            return pid
+        for file in _open_files() - inherited - set(files):
+            with contextlib.suppress(OSError):  # the one by which they were listed
+                os.close(file)
+        try:
+            exec(args[-1], {})  # as Python does
+        finally:
+            os._exit(0)
+
+    of_util = vars(util)
+    spawn = of_util["spawnv_passfds"]
+    of_util["spawnv_passfds"] = fork
+    try:
+        begin_imports()
+    finally:
+        of_util["spawnv_passfds"] = spawn
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 def fork_core() -> None:

@@ -1,0 +1,1 @@
+"""Ray's worker processes, forked from processes that have imported what they need."""

@@ -1,0 +1,66 @@
+"""Which workers of a run are forked from what, where the run starts its own Ray.
+
+A process of Ray's imports for 1 to 2 s of processor time, a train worker for 7, and a server and
+its core for 10 each; forked, they share what was imported once, while Ray started.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ray_apr.compat.forked.servers import Stage, fork_servers
+from ray_apr.serve.vllm.arguments import environment_on
+from ray_apr.serve.vllm.core_process import WITHOUT_RAY, fork_imports
+from ray_apr.serve.vllm.names import ENGINES
+
+ACTORS, TRAIN_WORKERS = "actors", "train-workers"
+"""Names of fork servers, by what they fork."""
+_OF_ACTORS = (
+    "aiohttp",
+    "fastapi",
+    "fsspec.implementations.local",
+    "grpc.aio",
+    "grpc_reflection.v1alpha.reflection",
+    "jsonschema",
+    "lz4.frame",
+    "opentelemetry.exporter.prometheus",
+    "opentelemetry.sdk.metrics",
+    "pandas",
+    "psutil",
+    "pyarrow.pandas_compat",
+    "pyarrow.parquet",
+    "requests",
+    "uvicorn",
+)
+"""What Ray, Serve, Ray Data and Ray Train import."""
+_NVIDIA = Path("/dev/nvidiactl")
+
+
+def run_fork_servers(device: str) -> AbstractContextManager[dict[str, str]]:
+    """The fork servers of a run; see `fork_servers`.
+
+    Args:
+        device: Of its engines: "cuda", "cpu" or "auto". Where this guesses wrong, engines start
+            without being forked.
+    """
+    if device == "auto":
+        device = "cuda" if _NVIDIA.exists() else "cpu"
+    variables = {n: os.environ.get(n, value) for n, value in environment_on(device).items()}
+    return fork_servers(
+        [
+            Stage(name=ACTORS, modules=_OF_ACTORS),
+            Stage(
+                name=TRAIN_WORKERS,
+                modules=["torch", "transformers", "torch.distributed.fsdp"],
+                later_modules=["torch._dynamo", "transformers.generation", "accelerate.utils"],
+            ),
+            Stage(
+                name=ENGINES,
+                modules=WITHOUT_RAY,
+                environment=variables,
+                hook=f"{fork_imports.__module__}:{fork_imports.__name__}",
+            ),
+        ]
+    )

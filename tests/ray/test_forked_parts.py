@@ -1,0 +1,36 @@
+"""A run whose parts are forked from processes that have imported what they need."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from ray_apr.compat.forked.server import FIRST_VARIABLE
+from ray_apr.tools.verify import verify
+from tests.killed_parts import SMALL, KilledRun
+from tests.whole_runs import ONE_OF_EACH
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
+
+_FORKED = ("replica", "engine core", "train worker", "rollout worker", "buffer", "recorder")
+
+
+def test_parts_are_forked_and_begin_again_once_their_servers_are_dead(tmp_path, marked):
+    mark, env = marked
+    run = KilledRun(tmp_path, mark, env, (*SMALL, *ONE_OF_EACH, "train.steps=24"))
+    run.start()
+    run.wait_for_step(1)
+    for kind in _FORKED:
+        assert run.pids(kind), kind
+        for pid in run.pids(kind):
+            assert psutil.Process(pid).environ().get(FIRST_VARIABLE) == "1", kind
+    assert run.kill_all("fork server")
+    first = run.pids("rollout worker")
+    assert run.kill_all("rollout worker")
+    run.wait_for_step(len(run.times) + 8)
+    (pid,) = run.pids("rollout worker")
+    assert pid not in first
+    assert FIRST_VARIABLE not in psutil.Process(pid).environ()
+    assert run.end(300) == 0, run.tail
+    checks = verify(tmp_path / "run")
+    assert all(check.ok for check in checks), checks

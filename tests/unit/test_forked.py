@@ -1,0 +1,234 @@
+"""Processes that are forked from a server in place of being started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ray_apr.compat.forked import server, worker
+from ray_apr.compat.forked.servers import Stage
+from ray_apr.compat.forked.servers import fork_servers as begin_servers
+
+_LIMIT_S = 30.0
+_TELL = """
+import json, os, signal, sys, tracemalloc
+import numpy
+told = {
+    "arguments": sys.argv,
+    "folder": os.getcwd(),
+    "path": sys.path[0],
+    "variables": dict(os.environ),
+    "modules": sorted(sys.modules),
+    "group": os.getpgid(0) == os.getpid(),
+    "files": sorted(map(int, os.listdir("/proc/self/fd"))),
+    "child_signal": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+    "draw": numpy.random.random(),
+    "parent": os.getppid(),
+    "hook_ran": tracemalloc.is_tracing(),
+}
+print(json.dumps(told), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def fork_servers(stages: list[Stage]) -> Iterator[dict[str, str]]:
+    """Servers without the variable that pytest sets anew for each test."""
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+            servers = stack.enter_context(begin_servers(stages))
+        yield servers
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "tell.py"
+    path.write_text(_TELL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, str]]:
+    stages = [
+        Stage(name="first", modules=["numpy", "no_such_module"]),
+        Stage(
+            name="second",
+            modules=["colorsys"],
+            environment={"OF_SECOND": "1"},
+            hook="tracemalloc:start",
+        ),
+    ]
+    with fork_servers(stages) as runtime_env:
+        yield runtime_env
+
+
+def _environment() -> dict[str, str]:
+    return {name: v for name, v in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _run(
+    servers: dict[str, str], script: Path, *arguments: str, stage: str = "first", **variables: str
+) -> dict[str, Any]:
+    """What the script tells of its process."""
+    command = servers["py_executable"].removesuffix("first") + stage
+    asked = subprocess.run(
+        f"exec {command} {script} {' '.join(arguments)}",
+        shell=True,
+        cwd=script.parent,
+        env=_environment() | variables,
+        stdout=subprocess.PIPE,  # its end comes when the fork has ended, too
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert asked.returncode == 0
+    told: dict[str, Any] = json.loads(asked.stdout)
+    return told
+
+
+def _is_forked(told: dict[str, Any]) -> bool:
+    return server.FIRST_VARIABLE in told["variables"]
+
+
+def test_a_fork_is_what_python_would_have_been(servers: dict[str, str], script: Path) -> None:
+    told = _run(servers, script, "--one", "two", RAY_JOB_ID="7")
+    assert _is_forked(told)
+    assert told["arguments"] == [str(script), "--one", "two"]
+    assert told["folder"] == told["path"] == str(script.parent)
+    assert told["variables"]["RAY_JOB_ID"] == "7"
+    assert "numpy" in told["modules"] and "colorsys" not in told["modules"]
+    assert not any(name.startswith("ray.") for name in told["modules"])
+    assert told["group"]
+    assert told["child_signal"]
+    assert [file for file in told["files"] if file <= 2] == [0, 1, 2]
+    assert len(told["files"]) == 4, "the fourth is the folder that was listed"
+
+
+def test_forks_draw_different_numbers(servers: dict[str, str], script: Path) -> None:
+    assert _run(servers, script)["draw"] != _run(servers, script)["draw"]
+
+
+def test_the_next_server_has_imported_more_and_has_its_variables(
+    servers: dict[str, str], script: Path
+) -> None:
+    told = _run(servers, script, stage="second", OF_SECOND="1")
+    assert _is_forked(told)
+    assert {"numpy", "colorsys"} <= set(told["modules"])
+    assert told["variables"]["OF_SECOND"] == "1"
+    assert told["hook_ran"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "variables"),
+    [
+        pytest.param("first", {"PYTHONPATH": "/elsewhere"}, id="path"),
+        pytest.param("first", {"OMP_NUM_THREADS": "3"}, id="threads"),
+        pytest.param("first", {"OF_SECOND": "1"}, id="another"),
+        pytest.param("second", {}, id="missing"),
+    ],
+)
+def test_a_variable_that_an_import_may_have_read_is_refused(
+    servers: dict[str, str], script: Path, stage: str, variables: dict[str, str]
+) -> None:
+    told = _run(servers, script, stage=stage, **variables)
+    assert not _is_forked(told)
+    assert told["variables"].items() >= variables.items()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "read"),
+    [
+        ({"A": "1"}, set()),
+        ({"A": "1", "OMP_NUM_THREADS": "1"}, set()),
+        ({"A": "1", "OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS"}),
+        ({"A": "2"}, {"A"}),
+        ({}, {"A"}),
+        ({"A": "1", "VLLM_USE_V1": "1"}, {"VLLM_USE_V1"}),
+        ({"A": "1", "RAY_JOB_ID": "01", "PWD": "/", "MALLOC_ARENA_MAX": "1"}, set()),
+    ],
+)
+def test_which_variables_are_refused(wanted: dict[str, str], read: set[str]) -> None:
+    assert server._read_before(wanted, {"A": "1", "OMP_NUM_THREADS": "1"}) == read
+
+
+def test_without_a_server_python_runs_the_script(script: Path, tmp_path: Path) -> None:
+    command = {"py_executable": f"{sys.executable} -I -S {worker.__file__} {tmp_path}/first"}
+    told = _run(command, script, "--one")
+    assert not _is_forked(told)
+    assert told["arguments"] == [str(script), "--one"]
+
+
+def test_a_server_that_was_killed_is_done_without(script: Path) -> None:
+    with fork_servers([Stage(name="first", modules=["numpy"])]) as runtime_env:
+        assert _is_forked(_run(runtime_env, script))
+        for process in psutil.Process().children():
+            if "ray_apr.compat.forked.server" in process.cmdline():
+                process.kill()
+                process.wait(_LIMIT_S)
+        assert not _is_forked(_run(runtime_env, script))
+
+
+def test_servers_end_with_the_block(script: Path) -> None:
+    with fork_servers([Stage(name=n, modules=[]) for n in ("first", "second")]) as runtime_env:
+        parent = psutil.Process(_run(runtime_env, script)["parent"])
+        all_servers = [parent, *parent.children()]
+        assert len(all_servers) >= 2
+    _, alive = psutil.wait_procs(all_servers, timeout=_LIMIT_S)
+    assert not alive
+    assert not Path(runtime_env["py_executable"].split()[-1]).parent.exists()
+
+
+def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from ray_apr.compat.forked.servers import Stage, fork_servers\n"
+        "stages = [Stage(name=name, modules=[]) for name in ('first', 'second')]\n"
+        "with fork_servers(stages) as runtime_env:\n"
+        "    print(runtime_env['py_executable'], flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=_environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    command = process.stdout.readline().strip()
+    told = _run({"py_executable": command}, script)
+    assert _is_forked(told)
+    parent = psutil.Process(told["parent"])
+    all_servers = [parent, *parent.children()]
+    process.send_signal(signal.SIGKILL)
+    process.wait(_LIMIT_S)
+    process.stdout.close()
+    _, alive = psutil.wait_procs(all_servers, timeout=_LIMIT_S)
+    assert not alive
+
+
+def test_forks_outlive_their_server(tmp_path: Path) -> None:
+    script = tmp_path / "stay.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    with fork_servers([Stage(name="first", modules=[])]) as runtime_env:
+        asked = subprocess.Popen(
+            f"exec {runtime_env['py_executable']} {script}",
+            shell=True,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert asked.stdout is not None
+        fork = psutil.Process(int(asked.stdout.readline()))
+        assert asked.wait(_LIMIT_S) == 0
+    time.sleep(0.2)
+    assert fork.is_running()
+    fork.kill()
+    asked.stdout.close()
