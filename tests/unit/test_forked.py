@@ -61,7 +61,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, str]]:
     stages = [
-        Stage(name="first", modules=["numpy", "no_such_module"]),
+        Stage(name="first", modules=["numpy.random", "no_such_module"]),
         Stage(
             name="second",
             modules=["colorsys"],
@@ -187,6 +187,20 @@ def test_servers_end_with_the_block(script: Path) -> None:
     _, alive = psutil.wait_procs(all_servers, timeout=_LIMIT_S)
     assert not alive
     assert not Path(runtime_env["py_executable"].split()[-1]).parent.exists()
+
+
+def test_a_server_that_still_imports_ends_with_the_block(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    stages = [Stage(name="first", modules=[]), Stage(name="second", modules=["slow_module"])]
+    with fork_servers(stages) as runtime_env:
+        parent = psutil.Process(_run(runtime_env, script)["parent"])
+        all_servers = [parent, *parent.children()]
+        assert len(all_servers) >= 2
+    _, alive = psutil.wait_procs(all_servers, timeout=15)
+    assert not alive
 
 
 def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:
