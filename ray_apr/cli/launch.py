@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.prompt_files import read_prompts
@@ -40,7 +39,6 @@ _REACH_LIMIT_S = 10.0
 _STARTS = 3
 _NO_START = "timed out during startup"
 """What Ray says of a start for which this machine is too busy."""
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 
@@ -271,7 +269,7 @@ def joined_address(settings: RaySettings) -> str | None:
 
 
 def _init_ray(
-    settings: RaySettings, run: str = "", runtime_env: Mapping[str, str] = _NOTHING
+    settings: RaySettings, run: str = "", runtime_env: dict[str, str] | None = None
 ) -> str | None:
     """Start a cluster, or join one; returns where its dashboard is, if it has one.
 
@@ -280,7 +278,7 @@ def _init_ray(
     Args:
         settings: Which one.
         run: Name of the run, for the table of jobs.
-        runtime_env: What Ray gives the workers of a cluster that is started.
+        runtime_env: What Ray gives the workers of this job.
 
     Raises:
         ConfigError: If there is none to join.
@@ -308,7 +306,7 @@ def _init_ray(
 
 
 def _init_once(
-    settings: RaySettings, joined: str | None, run: str, runtime_env: Mapping[str, str]
+    settings: RaySettings, joined: str | None, run: str, runtime_env: dict[str, str] | None
 ) -> str | None:
     import ray
     from ray.job_config import JobConfig
@@ -320,7 +318,7 @@ def _init_once(
         address=joined or "local",
         namespace=settings.namespace,
         log_to_driver=False,
-        job_config=JobConfig(metadata=metadata, runtime_env=dict(runtime_env) or None),
+        job_config=JobConfig(metadata=metadata, runtime_env=runtime_env or None),
         **local,
     )
     return context.dashboard_url or None

@@ -6,7 +6,6 @@ its core for 10 each; forked, they share what was imported once, while Ray start
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def run_fork_servers(device: str) -> AbstractContextManager[dict[str, str]]:
     """
     if device == "auto":
         device = "cuda" if _NVIDIA.exists() else "cpu"
-    variables = {n: os.environ.get(n, value) for n, value in environment_on(device).items()}
     return fork_servers(
         [
             Stage(name=ACTORS, modules=_OF_ACTORS),
@@ -59,7 +57,7 @@ def run_fork_servers(device: str) -> AbstractContextManager[dict[str, str]]:
             Stage(
                 name=ENGINES,
                 modules=WITHOUT_RAY,
-                environment=variables,
+                environment=environment_on(device),
                 hook=f"{fork_imports.__module__}:{fork_imports.__name__}",
             ),
         ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 import zlib
@@ -73,8 +72,7 @@ def build_rollout_app(
     context = ray.get_runtime_context()
     namespace = context.namespace
     version = f"{context.get_job_id()}-{zlib.crc32(repr(spec).encode()):08x}"
-    wanted = environment(spec, namespace) if spec.factory == "vllm" else {}
-    env = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    env = environment(spec, namespace) if spec.factory == "vllm" else {}
     runtime_env: dict[str, Any] = {"env_vars": env}
     if spec.factory == "vllm" and not has_worker_actors(spec):
         runtime_env |= forked_by(ENGINES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray_apr.config.common import ENGINE_GPU_SHARE
@@ -52,25 +53,30 @@ def has_worker_actors(spec: EngineSpec) -> bool:
     return spec.device == "cuda" and spec.tensor_parallel_size > 1
 
 
-def environment_on(device: str) -> dict[str, str]:
-    """The same of any engine on a device whose workers are not actors."""
-    return _QUIET_ENVIRONMENT | ({} if device == "cuda" else CPU_ENVIRONMENT)
-
-
 def environment(spec: EngineSpec, namespace: str) -> dict[str, str]:
-    """Variables that the engine's process needs, unless they are set outside.
+    """Variables that the engine's process needs; those that are set in this process win.
 
     Args:
         spec: What the engine is built from.
         namespace: Ray's, of the run.
     """
-    of_device = environment_on(spec.device)
-    if not has_worker_actors(spec):
-        return of_device
-    return of_device | {
-        "RAY_APR_NAMESPACE": namespace,
-        "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
-    }
+    wanted = environment_on(spec.device)
+    if has_worker_actors(spec):
+        of_actors = {
+            "RAY_APR_NAMESPACE": namespace,
+            "VLLM_RAY_PER_WORKER_GPUS": str(gpu_share(spec)),
+        }
+        wanted |= _unless_set(of_actors)
+    return wanted
+
+
+def environment_on(device: str) -> dict[str, str]:
+    """The same of each engine on a device."""
+    return _unless_set(_QUIET_ENVIRONMENT | ({} if device == "cuda" else CPU_ENVIRONMENT))
+
+
+def _unless_set(variables: dict[str, str]) -> dict[str, str]:
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
