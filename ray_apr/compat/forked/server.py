@@ -22,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -30,6 +31,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ray_apr.compat.forked.environment import have_environment
 from ray_apr.compat.forked.worker import FORKED
 
 _M_ARENA_MAX = -8
@@ -78,8 +80,7 @@ def _run_stages(alive: int, stages: list[dict[str, Any]], began: dict[str, str])
     os.close(alive)
     _become(request, began)
     if stage["hook"] is not None:
-        module, _, name = stage["hook"].partition(":")
-        getattr(importlib.import_module(module), name)()
+        pkgutil.resolve_name(stage["hook"])()
     script: list[str] = request["script"]
     return script
 
@@ -151,10 +152,8 @@ def _become(request: Mapping[str, Any], began: Mapping[str, str]) -> None:
     os.chdir(request["folder"])
     wanted: dict[str, str] = request["environment"]
     of_imports = {name: v for name, v in os.environ.items() if began.get(name) != v}
-    for name in began.keys() - wanted.keys() - {FIRST_VARIABLE}:
-        del os.environ[name]
-    new = (wanted | of_imports).items() - os.environ.items()
-    os.environ.update(new)
+    first = {FIRST_VARIABLE: os.environ[FIRST_VARIABLE]}
+    have_environment(wanted | of_imports | first)
     if arenas := wanted.get(_ARENAS):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
     if numpy := sys.modules.get("numpy"):

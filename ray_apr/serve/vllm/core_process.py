@@ -9,11 +9,16 @@ and no device, so that a fork of it is whole, and it ends with the server.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from multiprocessing import context, forkserver, resource_tracker, util
 from typing import Any
+
+from ray_apr.compat.forked.environment import have_environment
+
+logger = logging.getLogger(__name__)
 
 _PRELOADED = (
     "vllm.v1.engine.core",
@@ -41,11 +46,7 @@ class _Process(context.ForkServerProcess):
         super().start()
 
     def run(self) -> None:
-        # the rest stays where it is: the name of a process is written over its first environment
-        for name in os.environ.keys() - self._environment.keys():
-            del os.environ[name]
-        changed = self._environment.items() - os.environ.items()
-        os.environ.update(changed)
+        have_environment(self._environment)
         super().run()
 
 
@@ -77,6 +78,8 @@ def fork_imports() -> None:
                 os.close(file)
         try:
             exec(args[-1], {})  # as Python does
+        except Exception:
+            logger.exception("no core can be forked")
         finally:
             os._exit(0)
 
