@@ -312,7 +312,11 @@ def _init_once(
     from ray.job_config import JobConfig
 
     metadata = {JOB_METADATA: run} if run else {}
-    local = {} if joined else {"include_dashboard": True, "num_cpus": settings.num_cpus}
+    local: dict[str, Any] = {}
+    if not joined:
+        local |= {"include_dashboard": True, "num_cpus": settings.num_cpus}
+    if runtime_env:  # else one worker per CPU begins at once, for tasks without any
+        local["_system_config"] = {"prestart_worker_first_driver": False}
     _reach(joined)
     context = ray.init(
         address=joined or "local",

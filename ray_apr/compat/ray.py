@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ray_apr.compat.lookup import PrivateNames
@@ -42,6 +43,7 @@ RAY = PrivateNames(
         "get_stream_pool": f"{_COLLECTIVE}.collective_group.cuda_stream",
         "get_nccl_unique_id": _NCCL,
         "create_nccl_communicator": _NCCL,
+        "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
     },
     members={
         "Deployment": "options(name,version,_internal)",
@@ -78,6 +80,20 @@ def hand_on_blocks_at_once() -> None:
     RAY.get("_PREFETCH_ON_THREAD")
     if "RAY_DATA_METADATA_PREFETCH_ON_THREAD" not in os.environ:
         vars(sys.modules[_METADATA])["_PREFETCH_ON_THREAD"] = False
+
+
+@contextlib.contextmanager
+def workers_set_up_by(script: str) -> Iterator[None]:
+    """Have a cluster that starts in this block set its workers up by a script, in place of Ray's
+    `setup_worker.py`, with the arguments of that one."""
+    name = "SETUP_WORKER_FILENAME"
+    before = RAY.get(name)
+    constants = vars(sys.modules[RAY.names[name]])
+    constants[name] = script  # Ray joins it to its folder, which an absolute path leaves out
+    try:
+        yield
+    finally:
+        constants[name] = before
 
 
 def begin_actors_of_train() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from ray_apr.compat.forked.environment import have_threads
 from ray_apr.config import RolloutConfig
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import StepError, UserCodeError
@@ -49,6 +50,7 @@ class RewardWorker:
         num_threads: int,
         environment: Environment | None = None,
     ) -> None:
+        have_threads()
         self._functions: dict[Call, Callable[[Sample], Any] | None] = {
             "score": reward,
             "reset": getattr(environment, "reset", None),

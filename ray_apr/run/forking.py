@@ -34,6 +34,8 @@ _OF_ACTORS = (
     "uvicorn",
 )
 """What Ray, Serve, Ray Data and Ray Train import."""
+_OF_TRAIN_WORKERS = ("torch._dynamo", "transformers.modeling_utils", "accelerate.utils")
+_COMPILER = ("ray_apr.compat.forked.compiler",)
 _NVIDIA = Path("/dev/nvidiactl")
 
 
@@ -48,11 +50,11 @@ def run_fork_servers(device: str) -> AbstractContextManager[dict[str, str]]:
         device = "cuda" if _NVIDIA.exists() else "cpu"
     return fork_servers(
         [
-            Stage(name=ACTORS, modules=_OF_ACTORS),
+            Stage(name=ACTORS, modules=_OF_ACTORS, later_modules=["torch"]),
             Stage(
                 name=TRAIN_WORKERS,
                 modules=["torch", "transformers", "torch.distributed.fsdp"],
-                later_modules=["torch._dynamo", "transformers.generation", "accelerate.utils"],
+                later_modules=[*_OF_TRAIN_WORKERS, *(_COMPILER if device == "cuda" else ())],
             ),
             Stage(
                 name=ENGINES,

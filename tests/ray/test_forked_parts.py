@@ -8,6 +8,7 @@ import pytest
 from ray_apr.compat.forked.server import FIRST_VARIABLE
 from ray_apr.tools.verify import verify
 from tests.killed_parts import SMALL, KilledRun
+from tests.processes import processes_of
 from tests.whole_runs import ONE_OF_EACH
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -24,6 +25,9 @@ def test_parts_are_forked_and_begin_again_once_their_servers_are_dead(tmp_path, 
         assert run.pids(kind), kind
         for pid in run.pids(kind):
             assert psutil.Process(pid).environ().get(FIRST_VARIABLE) == "1", kind
+    for pid, name in processes_of(mark).items():
+        if "ray::IDLE" in name:  # Ray began none that nobody had asked for
+            assert psutil.Process(pid).environ().get(FIRST_VARIABLE) == "1", name
     assert run.kill_all("fork server")
     first = run.pids("rollout worker")
     assert run.kill_all("rollout worker")

@@ -15,10 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from ray._private import ray_constants
 
 from ray_apr.compat.forked import server, worker
+from ray_apr.compat.forked.environment import have_threads
 from ray_apr.compat.forked.servers import Stage
 from ray_apr.compat.forked.servers import fork_servers as begin_servers
+from ray_apr.compat.ray import workers_set_up_by
 
 _LIMIT_S = 30.0
 _TELL = """
@@ -144,6 +148,96 @@ def test_a_variable_that_an_import_may_have_read_is_refused(
     told = _run(servers, script, stage=stage, **variables)
     assert not _is_forked(told)
     assert told["variables"].items() >= variables.items()
+
+
+def _set_up(
+    servers: dict[str, str], script: Path, context: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the script tells of a process that Ray sets up by `worker.py`."""
+    command = [sys.executable, worker.__file__, str(script), "--one", "--language=PYTHON", "--two"]
+    if context is not None:
+        plain: dict[str, Any] = {
+            "command_prefix": [],
+            "override_worker_entrypoint": None,
+            "java_jars": [],
+        }
+        context = plain | {"env_vars": {}} | servers | context
+        command.append(f"--serialized-runtime-env-context={json.dumps(context)}")
+    asked = subprocess.run(
+        command,
+        cwd=script.parent,
+        env=_environment() | {"OUTSIDE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert asked.returncode == 0
+    told: dict[str, Any] = json.loads(asked.stdout)
+    assert told["arguments"] == [str(script), "--one", "--two"]
+    return told
+
+
+@pytest.fixture(scope="module")
+def beside_outside() -> Iterator[dict[str, str]]:
+    """A server whose workers have the variable that `_set_up` sets."""
+    with fork_servers([Stage(name="first", modules=[], environment={"OUTSIDE": "1"})]) as servers:
+        yield servers
+
+
+def test_ray_sets_a_worker_up_by_a_fork(beside_outside: dict[str, str], script: Path) -> None:
+    told = _set_up(beside_outside, script, {"env_vars": {"RAY_OF_CONTEXT": "2"}})
+    assert _is_forked(told)
+    assert told["variables"]["RAY_OF_CONTEXT"] == "2"
+    assert "SHLVL" not in told["variables"] or "SHLVL" in os.environ, "no shell was between"
+
+
+@pytest.mark.parametrize(
+    ("context", "is_forked"),
+    [
+        pytest.param(None, False, id="no runtime environment"),
+        pytest.param({"py_executable": sys.executable}, False, id="another Python"),
+        pytest.param({"py_executable": ""}, False, id="no Python"),
+        pytest.param({"env_vars": {"RAY_OF_CONTEXT": "${OUTSIDE}"}}, True, id="a reference"),
+        pytest.param({"command_prefix": ["true", "&&"]}, True, id="a command before it"),
+        pytest.param({"env_vars": {"PYTHONPATH": "/elsewhere"}}, False, id="refused"),
+    ],
+)
+def test_what_else_a_worker_is_to_be_ray_sees_to(
+    beside_outside: dict[str, str], script: Path, context: dict[str, Any] | None, is_forked: bool
+) -> None:
+    told = _set_up(beside_outside, script, context)
+    assert _is_forked(told) == is_forked
+    if context is not None and "RAY_OF_CONTEXT" in context.get("env_vars", {}):
+        assert told["variables"]["RAY_OF_CONTEXT"] == "1"
+
+
+def test_ray_sets_workers_up_as_ever_after_the_block() -> None:
+    before = ray_constants.SETUP_WORKER_FILENAME
+    with workers_set_up_by("/elsewhere/worker.py"):
+        assert (
+            os.path.join("/of/ray", ray_constants.SETUP_WORKER_FILENAME) == "/elsewhere/worker.py"
+        )
+    assert before == ray_constants.SETUP_WORKER_FILENAME
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "after"),
+    [("3", 1, 3), ("3", 2, 2), (None, 1, 1), ("many", 1, 1)],
+)
+def test_torch_of_a_server_has_the_threads_of_its_worker(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, before: int, after: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before)
+        have_threads()
+        assert torch.get_num_threads() == after
+    finally:
+        torch.set_num_threads(own)
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ray_apr.compat.forked.environment import have_environment
+from ray_apr.compat.forked.environment import THREADS, have_environment
 from ray_apr.compat.forked.worker import FORKED
 
 _M_ARENA_MAX = -8
 """glibc's name of `_ARENAS`, which it reads as a process begins."""
-_ARENAS, THREADS = "MALLOC_ARENA_MAX", "OMP_NUM_THREADS"
+_ARENAS = "MALLOC_ARENA_MAX"
 _SET_LATER = {"PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV", _ARENAS}
 """Variables that nothing has read which is imported here, beside Ray's, or that a fork can obey."""
 FIRST_VARIABLE = "RAY_APR_IS_FORKED"

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import ray
 
-from ray_apr.compat.forked.server import FIRST_VARIABLE, THREADS
+from ray_apr.compat.forked.environment import THREADS
+from ray_apr.compat.forked.server import FIRST_VARIABLE
+from ray_apr.compat.ray import workers_set_up_by
 
 _WORKER = Path(__file__).with_name("worker.py")
 _BACKLOG = 128
@@ -44,7 +46,8 @@ class Stage:
 
 @contextlib.contextmanager
 def fork_servers(stages: Sequence[Stage]) -> Iterator[dict[str, str]]:
-    """Servers that live as long as this block, and no longer than this process.
+    """Servers that live as long as this block, and no longer than this process. A cluster that it
+    starts asks them at once, without a process of its own that imports Ray first.
 
     Args:
         stages: Each one imports what the one before it has imported, and more.
@@ -76,6 +79,7 @@ def fork_servers(stages: Sequence[Stage]) -> Iterator[dict[str, str]]:
         stack.callback(server.kill)
         for listener in listeners:  # a worker that asks a dead server is to hear so
             listener.close()
+        stack.enter_context(workers_set_up_by(str(_WORKER)))
         yield {"py_executable": _executable(folder, stages[0].name)}
 
 
