@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from ray_apr.compat.forked.environment import have_threads
 from ray_apr.compat.forked.servers import Stage
 from ray_apr.compat.forked.servers import fork_servers as begin_servers
 from ray_apr.compat.ray import workers_set_up_by
+from ray_apr.run import forking
 
 _LIMIT_S = 30.0
 _TELL = """
@@ -238,6 +240,33 @@ def test_torch_of_a_server_has_the_threads_of_its_worker(
         assert torch.get_num_threads() == after
     finally:
         torch.set_num_threads(own)
+
+
+_IMPORT_COMPILER = """
+import sys
+import torch.cuda
+asked = []
+torch.cuda.is_available = before = lambda: asked.append(1)
+import ray_apr.compat.forked.compiler
+assert torch.cuda.is_available is before and not asked
+assert "torch._inductor.compile_fx" in sys.modules and "ray" not in sys.modules
+"""
+
+
+def test_the_compiler_is_imported_without_a_question_to_the_device() -> None:
+    done = subprocess.run([sys.executable, "-c", _IMPORT_COMPILER], timeout=120, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_servers_import_is_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[Stage] = []
+    monkeypatch.setattr(forking, "fork_servers", stages.extend)
+    forking.run_fork_servers(device)
+    names = {name for stage in stages for name in (*stage.modules, *stage.later_modules)}
+    missing = {name for name in names if importlib.util.find_spec(name) is None}
+    assert not missing
+    assert ("ray_apr.compat.forked.compiler" in names) == (device == "cuda")
 
 
 @pytest.mark.parametrize(
