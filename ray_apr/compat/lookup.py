@@ -8,13 +8,26 @@ what is installed; ``make check-versions`` against other versions.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.core.exceptions import PrivateNameError
+
+
+@contextlib.contextmanager
+def replaced(module: str, name: str, value: object) -> Iterator[None]:
+    """Have a name of a module mean this in the block."""
+    names = vars(importlib.import_module(module))
+    before = names[name]
+    names[name] = value
+    try:
+        yield
+    finally:
+        names[name] = before
 
 
 @dataclass(frozen=True, kw_only=True)

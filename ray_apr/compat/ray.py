@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from ray_apr.compat.lookup import PrivateNames
+from ray_apr.compat.lookup import PrivateNames, replaced
 
 _COLLECTIVE = "ray.util.collective"
 _STORAGE = "ray.train.v2._internal.execution.storage"
@@ -82,18 +82,13 @@ def hand_on_blocks_at_once() -> None:
         vars(sys.modules[_METADATA])["_PREFETCH_ON_THREAD"] = False
 
 
-@contextlib.contextmanager
-def workers_set_up_by(script: str) -> Iterator[None]:
+def workers_set_up_by(script: str) -> AbstractContextManager[None]:
     """Have a cluster that starts in this block set its workers up by a script, in place of Ray's
     `setup_worker.py`, with the arguments of that one."""
     name = "SETUP_WORKER_FILENAME"
-    before = RAY.get(name)
-    constants = vars(sys.modules[RAY.names[name]])
-    constants[name] = script  # Ray joins it to its folder, which an absolute path leaves out
-    try:
-        yield
-    finally:
-        constants[name] = before
+    RAY.get(name)
+    # Ray joins it to its folder, which an absolute path leaves out
+    return replaced(RAY.names[name], name, script)
 
 
 def begin_actors_of_train() -> None:

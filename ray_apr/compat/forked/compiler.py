@@ -7,12 +7,12 @@ refuses to run in a fork. Here the answer is known.
 from __future__ import annotations
 
 import importlib
-import unittest.mock
 
-import torch.cuda
 from triton.runtime.cache import triton_key
 
-with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
+from ray_apr.compat.lookup import replaced
+
+with replaced("torch.cuda", "is_available", lambda: True):
     importlib.import_module("torch._inductor.compile_fx")
 
 triton_key()  # a hash of Triton's files, which it keeps

@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from multiprocessing import context, forkserver, resource_tracker, util
+from multiprocessing import context, forkserver, resource_tracker
 from typing import Any
 
 from ray_apr.compat.forked.environment import have_environment
+from ray_apr.compat.lookup import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +84,8 @@ def fork_imports() -> None:
         finally:
             os._exit(0)
 
-    of_util = vars(util)
-    spawn = of_util["spawnv_passfds"]
-    of_util["spawnv_passfds"] = fork
-    try:
+    with replaced("multiprocessing.util", "spawnv_passfds", fork):
         begin_imports()
-    finally:
-        of_util["spawnv_passfds"] = spawn
 
 
 def _open_files() -> set[int]:
