@@ -151,5 +151,6 @@ class PromptRows:
 
         if isinstance(self._rows, pa.Table):
             begins = range(0, max(1, len(self)), _BLOCK_ROWS)
-            return ray.data.from_arrow([self._rows.slice(begin, _BLOCK_ROWS) for begin in begins])
+            blocks = [self._rows.slice(begin, _BLOCK_ROWS) for begin in begins]
+            return ray.data.from_blocks(blocks)  # `from_arrow` waits for a task of each
         return ray.data.from_items(list(self._rows))

@@ -100,7 +100,7 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_large_tables_are_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("ray.data.from_arrow", given.append)
+    monkeypatch.setattr("ray.data.from_blocks", given.append)
     PromptRows(pa.table({"prompt": range(140_000)})).to_dataset()
     PromptRows(pa.table({"prompt": [1]})).to_dataset()
     assert [[len(part) for part in parts] for parts in given] == [[65_536, 65_536, 8_928], [1]]
