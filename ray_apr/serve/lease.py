@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from ray_apr.core.exceptions import ResourceError
-from ray_apr.serve.builder import stop_rollout_servers
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,10 @@ class RunLease:
             "the driver of %s or the run's recorder is gone; its servers are taken away",
             self._app_name,
         )
+        from ray_apr.serve import builder  # rarely needed: it imports Serve
+
         try:
-            stop_rollout_servers(self._app_name)
+            builder.stop_rollout_servers(self._app_name)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 

@@ -27,7 +27,7 @@ def test_a_lease_ends_with_its_holder_and_takes_the_servers_away(monkeypatch):
     answers = [None, GetTimeoutError(), ActorUnavailableError("network", None), ActorDiedError()]
     done: list[str] = []
     lease = lease_of(monkeypatch, answers, done)
-    monkeypatch.setattr(lease_module, "stop_rollout_servers", done.append)
+    monkeypatch.setattr(builder, "stop_rollout_servers", done.append)
     lease._watch()
     assert (answers, done) == ([], ["app", "the lease"])
 
@@ -36,7 +36,7 @@ def test_a_lease_goes_on_after_an_error_that_says_nothing_of_its_holder(monkeypa
     answers = [RaySystemError("the object store is full"), ActorDiedError()]
     done: list[str] = []
     lease = lease_of(monkeypatch, answers, done)
-    monkeypatch.setattr(lease_module, "stop_rollout_servers", done.append)
+    monkeypatch.setattr(builder, "stop_rollout_servers", done.append)
     lease._watch()
     assert (answers, done) == ([], ["app", "the lease"])
     assert "the object store is full" in caplog.text
@@ -50,7 +50,7 @@ def test_a_lease_whose_servers_cannot_be_stopped_ends_all_the_same(monkeypatch):
     def stop(name):
         raise KeyError(name)
 
-    monkeypatch.setattr(lease_module, "stop_rollout_servers", stop)
+    monkeypatch.setattr(builder, "stop_rollout_servers", stop)
     with pytest.raises(KeyError):
         lease._watch()
     assert done == ["the lease"]
