@@ -7,19 +7,23 @@ one place of the command line that starts Ray.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.prompt_files import read_prompts
+from ray_apr.cli.quiet import ray_lines_in
 from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
-from ray_apr.compat.ray import STATE_TRACKING
-from ray_apr.core.exceptions import ConfigError, ResourceError
+from ray_apr.compat.ray import STATE_TRACKING, init_beside_dashboard
+from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.room import cpus_of_this_machine
@@ -37,6 +41,10 @@ _PREVIEW_LIMIT_S = 60.0
 """Longest time that a dry run encodes prompts of one file."""
 _REACH_LIMIT_S = 10.0
 _STARTS = 3
+_DASHBOARD_S = 60.0
+_OBJECTS = 100_000
+"""More than these begin a collection of garbage; modules that are imported make millions that stay,
+and by Python's 700 a fifth of the time goes to looking through them."""
 _NO_START = "timed out during startup"
 """What Ray says of a start for which this machine is too busy."""
 JOB_METADATA = "ray_apr_run"
@@ -115,7 +123,12 @@ def _preview(
     return warnings
 
 
-def run_training(settings: RunSettings, *, progress: Callable[[str], None] | None = None) -> Path:
+def run_training(
+    settings: RunSettings,
+    *,
+    progress: Callable[[str], None] | None = None,
+    ray_log: Path | None = None,
+) -> Path:
     """Check, start or join Ray, train, and leave Ray again.
 
     Waits for: the run. Unblocked by: its end; its parts have limits of their own, and Ctrl-C and
@@ -124,6 +137,7 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
     Args:
         settings: Of the run.
         progress: Gets one line a step; None logs them.
+        ray_log: Gets what Ray says; None: the terminal does.
 
     Returns:
         The run folder.
@@ -133,36 +147,56 @@ def run_training(settings: RunSettings, *, progress: Callable[[str], None] | Non
         APRError: If the run fails; what it wrote until then stays in the run folder.
         Stopped: Somebody ended it, with Ctrl-C or SIGTERM.
     """
+    gc.set_threshold(_OBJECTS)
     held_out = settings.evaluation_prompts
-    trainer = make_trainer(
-        settings,
-        read_prompts(settings.prompts),
-        None if held_out is None else read_prompts(held_out),
-    )
+    quiet = nullcontext() if ray_log is None else ray_lines_in(ray_log)
+    with _fork_servers(settings) as runtime_env, quiet:  # which imports while the servers do
+        trainer = make_trainer(
+            settings,
+            read_prompts(settings.prompts),
+            None if held_out is None else read_prompts(held_out),
+        )
+        _start_and_train(settings, trainer, runtime_env, progress)
+    return settings.run_dir
+
+
+def _start_and_train(
+    settings: RunSettings,
+    trainer: APRTrainer,
+    runtime_env: Callable[[], dict[str, str]],
+    progress: Callable[[str], None] | None,
+) -> None:
     import ray
 
-    from ray_apr.run.training import imported_meanwhile
+    from ray_apr.run.imports import imported_meanwhile
 
     os.environ.setdefault(STATE_TRACKING, "1")
     signals = StopSignals()
-    with signals.listen(), _fork_servers(settings) as runtime_env:
-        with imported_meanwhile():
-            dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env)
-        if progress is not None and dashboard:
-            progress(f"dashboard: http://{dashboard}")
+    with signals.listen(), imported_meanwhile():
+        dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env())
+        dashboard.add_done_callback(functools.partial(_tell_of_dashboard, progress or logger.info))
         try:
             with signals.listen():  # `ray.init` has set a handler of its own
                 trainer.fit(progress=progress)
         finally:
+            wait([dashboard], _DASHBOARD_S)  # so that Ray ends it, too
             ray.shutdown()
-    return settings.run_dir
 
 
-def _fork_servers(settings: RunSettings) -> AbstractContextManager[dict[str, str]]:
+def _tell_of_dashboard(tell: Callable[[str], None], dashboard: Future[str | None]) -> None:
+    if error := dashboard.exception():
+        logger.warning("the run has no Ray dashboard: %s", one_line(error))
+    elif address := dashboard.result():
+        tell(f"dashboard: http://{address}")
+
+
+def _fork_servers(
+    settings: RunSettings,
+) -> AbstractContextManager[Callable[[], dict[str, str]]]:
     """What the workers of a run are forked from that starts its own Ray with vLLM."""
     engine = settings.rollout.engine
     if engine.factory != "vllm" or joined_address(settings.ray) is not None:
-        return nullcontext({})
+        return nullcontext(dict)
     from ray_apr.run.forking import run_fork_servers
 
     return run_fork_servers(engine.device)
@@ -270,8 +304,8 @@ def joined_address(settings: RaySettings) -> str | None:
 
 def _init_ray(
     settings: RaySettings, run: str = "", runtime_env: dict[str, str] | None = None
-) -> str | None:
-    """Start a cluster, or join one; returns where its dashboard is, if it has one.
+) -> Future[str | None]:
+    """Start a cluster, or join one; returns where its dashboard will be, if it has one.
 
     A start that this machine is too busy for is tried again.
 
@@ -307,8 +341,7 @@ def _init_ray(
 
 def _init_once(
     settings: RaySettings, joined: str | None, run: str, runtime_env: dict[str, str] | None
-) -> str | None:
-    import ray
+) -> Future[str | None]:
     from ray.job_config import JobConfig
 
     metadata = {JOB_METADATA: run} if run else {}
@@ -318,14 +351,13 @@ def _init_once(
     if runtime_env:  # else one worker per CPU begins at once, for tasks without any
         local["_system_config"] = {"prestart_worker_first_driver": False}
     _reach(joined)
-    context = ray.init(
+    return init_beside_dashboard(
         address=joined or "local",
         namespace=settings.namespace,
         log_to_driver=False,
         job_config=JobConfig(metadata=metadata, runtime_env=runtime_env or None),
         **local,
     )
-    return context.dashboard_url or None
 
 
 def _reach(address: str | None) -> None:

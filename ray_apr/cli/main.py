@@ -253,22 +253,21 @@ def _run(settings: RunSettings) -> int:
     from ray_apr.cli.launch import run_training
     from ray_apr.cli.plan import make_plan
     from ray_apr.cli.push import push_at_end
-    from ray_apr.cli.quiet import RAY_LOG, ray_lines_in
+    from ray_apr.cli.quiet import RAY_LOG
     from ray_apr.run.final import FINAL_FILE
 
     _check_push(settings)
-    began_at, log = time.monotonic(), settings.run_dir / RAY_LOG
-    show(_plan_text(make_plan(settings)) + "\n")
     is_verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
-    ray_lines = contextlib.nullcontext() if is_verbose else ray_lines_in(log)
+    began_at, log = time.monotonic(), None if is_verbose else settings.run_dir / RAY_LOG
+    show(_plan_text(make_plan(settings)) + "\n")
     try:
-        with _report_at_end(settings.run_dir), ray_lines:
-            run_training(settings, progress=show)
+        with _report_at_end(settings.run_dir):
+            run_training(settings, progress=show, ray_log=log)
     except KeyboardInterrupt:
         if (settings.run_dir / FINAL_FILE).is_file():
             show(f"go on:   ray-apr resume {shlex.quote(str(settings.run_dir))}")
         raise
-    if not is_verbose:
+    if log is not None:
         show(f"ray:     {log}")
     if settings.run.push_to_hub is not None:
         private = settings.run.hub_private

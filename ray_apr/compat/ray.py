@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ray_apr.compat.lookup import PrivateNames, replaced
+from ray_apr.core.threads import in_thread
 
 _COLLECTIVE = "ray.util.collective"
 _STORAGE = "ray.train.v2._internal.execution.storage"
@@ -44,6 +46,7 @@ RAY = PrivateNames(
         "get_nccl_unique_id": _NCCL,
         "create_nccl_communicator": _NCCL,
         "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
+        "Node": "ray._private.node",
     },
     members={
         "Deployment": "options(name,version,_internal)",
@@ -62,6 +65,7 @@ RAY = PrivateNames(
         "NCCLGroup": "_get_nccl_collective_communicator(comm_key,device_list) _used_gpu_indices "
         "_dev_comm_map _dev_streams_map _dev_event_map broadcast destroy_group",
         "create_nccl_communicator": "(world_size,nccl_unique_id,rank)",
+        "Node": "start_api_server(include_dashboard,raise_on_failure) webui_url",
     },
 )
 
@@ -89,6 +93,40 @@ def workers_set_up_by(script: str) -> AbstractContextManager[None]:
     RAY.get(name)
     # Ray joins it to its folder, which an absolute path leaves out
     return replaced(RAY.names[name], name, script)
+
+
+def init_beside_dashboard(**options: Any) -> Future[str | None]:
+    """`ray.init`; where that starts a node, it does not wait for the dashboard, as Ray does first.
+
+    Args:
+        options: Of `ray.init`.
+
+    Returns:
+        The future of the dashboard's address, None where there is none; its error is Ray's, of a
+        dashboard that has not started. `ray.shutdown` ends one that has.
+
+    Raises:
+        Exception: What `ray.init` raises of all the rest.
+    """
+    import ray
+
+    starts: list[Future[str | None]] = []
+    node_class: Any = RAY.get("Node")
+
+    class NodeBesideDashboard(node_class):  # type: ignore[misc]
+        def start_api_server(self, **options: Any) -> None:
+            def start() -> str | None:
+                node_class.start_api_server(self, **options)
+                return self.webui_url or None
+
+            starts.append(in_thread(start, "start-dashboard"))
+
+    with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
+        context = ray.init(**options)
+    if not starts:  # it has joined a cluster
+        starts.append(Future())
+        starts[0].set_result(context.dashboard_url or None)
+    return starts[0]
 
 
 def begin_actors_of_train() -> None:

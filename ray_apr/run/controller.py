@@ -31,6 +31,7 @@ import ray
 import ray.train
 from ray.exceptions import RayError
 
+from ray_apr.compat.ray import init_beside_dashboard
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, Stopped, one_line
 from ray_apr.data.resumption import Begin, RolloutSummary
@@ -50,6 +51,7 @@ from ray_apr.run.final import (
     write_json,
     write_outcome,
 )
+from ray_apr.run.imports import imported_meanwhile
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.run.progress import follow_progress, starts
@@ -68,7 +70,7 @@ from ray_apr.run.side import RolloutSide
 from ray_apr.run.spec import RunSpec
 from ray_apr.run.stopping import StopSignals
 from ray_apr.run.tidying import tidy_folder
-from ray_apr.run.training import begin_train, imported_meanwhile, make_torch_trainer
+from ray_apr.run.training import begin_train, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
 from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers, wait_until_placed
 from ray_apr.serve.lease import start_lease, wait_for_lease
@@ -109,11 +111,10 @@ def run(
         Stopped: Somebody ended it, by Ctrl-C or SIGTERM; its final figures are written.
     """
     signals = StopSignals()
-    with signals.listen():
+    with signals.listen(), imported_meanwhile():
         check_hub_model(spec.model)
         if not ray.is_initialized():
-            with imported_meanwhile():
-                ray.init()
+            init_beside_dashboard()
             check_resources(spec, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         make_run_folder(spec)

@@ -6,6 +6,7 @@ its core for 10 each; forked, they share what was imported once, while Ray start
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -39,7 +40,7 @@ _COMPILER = ("ray_apr.compat.forked.compiler",)
 _NVIDIA = Path("/dev/nvidiactl")
 
 
-def run_fork_servers(device: str) -> AbstractContextManager[dict[str, str]]:
+def run_fork_servers(device: str) -> AbstractContextManager[Callable[[], dict[str, str]]]:
     """The fork servers of a run; see `fork_servers`.
 
     Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ray_apr.core.architectures import check_config, read_config
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError, all_lines
+from ray_apr.run.imports import finish_imports
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """``owner/name``."""
@@ -90,6 +91,7 @@ def check_hub_model(model: str, *, is_here: bool = False) -> None:
     """
     if Path(model).is_dir():
         return
+    finish_imports()
     from transformers import PretrainedConfig
 
     try:

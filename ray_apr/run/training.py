@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +15,7 @@ from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.config.common import dtype_on
 from ray_apr.data.datasource import sample_stream
 from ray_apr.run.forking import TRAIN_WORKERS
+from ray_apr.run.imports import begin_imports
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.spec import WorkerSpec
 
@@ -28,43 +26,13 @@ _COLLECTIVE_TIMEOUT_S = 600
 """Limit of a collective of the train workers, beside what a weight sync of rank 0 may take. No rank
 is in one while it waits for its batch: all get theirs together, however long that takes."""
 
-_IMPORTS_S = 60.0
-
-
-@contextlib.contextmanager
-def imported_meanwhile() -> Iterator[None]:
-    """Import torch and what loads a tokenizer, while Ray starts in this block. Nothing else may be
-    imported from transformers there, whose modules are not for two threads at once.
-
-    Waits for: the imports. Unblocked by: their end, or `_IMPORTS_S`.
-    """
-    imports = begin_imports("transformers.models.auto.tokenization_auto")
-    try:
-        yield
-    finally:
-        imports.join(timeout=_IMPORTS_S)  # a process that ends in the midst crashes
-
-
-def begin_imports(module: str = "ray.train.torch") -> threading.Thread:
-    """Import a module, by default what `make_torch_trainer` needs, while the prompts are read;
-    returns the thread that does so. An error is raised where it is used."""
-
-    def run() -> None:
-        """Waits for: nothing. Unblocked by: its end. Produces: modules."""
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-
-    thread = threading.Thread(target=run, name="import-torch", daemon=True)
-    thread.start()
-    return thread
-
 
 def begin_train() -> threading.Thread:
     """Begin what Ray Train needs: its actors, then the imports of `make_torch_trainer`, in the
     thread that is returned. Not at the same time: both import modules of Ray Data that import each
     other, and of two threads there one ends with an error, and the other may, too."""
     begin_actors_of_train()
-    return begin_imports()
+    return begin_imports("ray.train.torch")
 
 
 def _train(worker: WorkerSpec) -> None:

@@ -282,8 +282,9 @@ def test_a_failed_run_keeps_its_error_and_gets_its_report(
 def test_training_ends_with_the_report(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def succeed(settings: Any, *, progress: Any) -> Path:
+    def succeed(settings: Any, *, progress: Any, ray_log: Path) -> Path:
         progress("step 1/3")
+        assert ray_log == settings.run_dir / "ray.log"
         return run_folder(settings.run_dir)
 
     monkeypatch.setattr(launch, "run_training", succeed)

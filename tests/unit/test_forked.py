@@ -53,7 +53,7 @@ def fork_servers(stages: list[Stage]) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("PYTEST_CURRENT_TEST", raising=False)
-            servers = stack.enter_context(begin_servers(stages))
+            servers = stack.enter_context(begin_servers(stages))()
         yield servers
 
 
@@ -288,7 +288,28 @@ def test_what_servers_import_is_there(device: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_which_variables_are_refused(wanted: dict[str, str], read: set[str]) -> None:
-    assert server._read_before(wanted, {"A": "1", "OMP_NUM_THREADS": "1"}) == read
+    assert server.read_before(wanted, {"A": "1", "OMP_NUM_THREADS": "1"}) == read
+
+
+def test_servers_begin_anew_with_variables_that_are_set_meanwhile(script: Path) -> None:
+    """As a user's module sets some, which is imported after the servers have begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")
+        with begin_servers([Stage(name="first", modules=[])]) as runtime_env:
+            before = runtime_env()
+            assert runtime_env() == before
+            patch.setenv("TOKENIZERS_PARALLELISM", "no")
+            assert not _is_forked(_run(before, script))
+            after = runtime_env()
+            told = _run(after, script)
+    assert _is_forked(told)
+    assert told["variables"]["TOKENIZERS_PARALLELISM"] == "no"
+    assert not _folder_of(before).exists()
+    assert not _folder_of(after).exists()
+
+
+def _folder_of(servers: dict[str, str]) -> Path:
+    return Path(servers["py_executable"].split()[-1]).parent
 
 
 def test_without_a_server_python_runs_the_script(script: Path, tmp_path: Path) -> None:
@@ -315,7 +336,7 @@ def test_servers_end_with_the_block(script: Path) -> None:
         assert len(all_servers) >= 2
     _, alive = psutil.wait_procs(all_servers, timeout=_LIMIT_S)
     assert not alive
-    assert not Path(runtime_env["py_executable"].split()[-1]).parent.exists()
+    assert not _folder_of(runtime_env).exists()
 
 
 def test_a_server_that_still_imports_ends_with_the_block(
@@ -338,7 +359,7 @@ def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:
         "from ray_apr.compat.forked.servers import Stage, fork_servers\n"
         "stages = [Stage(name=name, modules=[]) for name in ('first', 'second')]\n"
         "with fork_servers(stages) as runtime_env:\n"
-        "    print(runtime_env['py_executable'], flush=True)\n"
+        "    print(runtime_env()['py_executable'], flush=True)\n"
         "    time.sleep(600)\n"
     )
     process = subprocess.Popen(

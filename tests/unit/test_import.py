@@ -38,13 +38,16 @@ def test_what_is_imported_while_ray_starts_is_there_before_anything_else_is():
     process that ends in the midst of an import of torch crashes."""
     code = (
         "import sys, threading\n"
-        "from ray_apr.run.training import imported_meanwhile\n"
+        "from ray_apr.run.imports import finish_imports, imported_meanwhile\n"
         "with imported_meanwhile():\n"
         "    print('transformers.models.auto.tokenization_auto' in sys.modules)\n"
+        "    with imported_meanwhile():\n"
+        "        print(len(threading.enumerate()))\n"
+        "    finish_imports()\n"
         "print([t.name for t in threading.enumerate()])\n"
         "print('AutoTokenizer' in dir(sys.modules['transformers.models.auto.tokenization_auto']))"
     )
-    assert python(code).splitlines() == ["False", "['MainThread']", "True"]
+    assert python(code).splitlines() == ["False", "2", "['MainThread']", "True"]
 
 
 def test_every_public_name_has_a_home():

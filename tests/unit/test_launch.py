@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import threading
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +43,8 @@ def inits(monkeypatch):
 
 @pytest.mark.parametrize("address", [None, "local"])
 def test_a_run_starts_its_own_cluster_although_one_runs_here(inits, address):
-    url = launch._init_ray(RaySettings(address=address, num_cpus=5))
-    assert url == "127.0.0.1:8265"
+    dashboard = launch._init_ray(RaySettings(address=address, num_cpus=5))
+    assert dashboard.result(timeout=0) == "127.0.0.1:8265"
     assert (inits[0]["address"], inits[0]["num_cpus"]) == ("local", 5)
 
 
@@ -70,7 +72,7 @@ def test_a_start_of_ray_that_times_out_is_tried_again(monkeypatch, num_failures)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if num_failures < 3:
-        assert launch._init_ray(RaySettings()) is None
+        assert launch._init_ray(RaySettings()).result(timeout=0) is None
         return
     with pytest.raises(ResourceError, match=r"not start .* 3 tries.*too busy \(load .*try again"):
         launch._init_ray(RaySettings())
@@ -275,12 +277,47 @@ def test_a_run_that_we_start_is_in_the_dashboards_table_of_ray_train(monkeypatch
         def fit(self, progress):
             seen.append(os.environ[name])
 
-    for part in ("_init_ray", "read_prompts"):
-        monkeypatch.setattr(launch, part, lambda *_: None)
-    monkeypatch.setattr(launch, "make_trainer", lambda *_: Trainer())
-    monkeypatch.setattr(launch, "_fork_servers", lambda *_: nullcontext({}))
+    none = Future()
+    none.set_result(None)
+    begin(monkeypatch, Trainer(), none)
+    assert seen == [expected]
+
+
+def test_a_run_goes_on_while_its_dashboard_starts(monkeypatch):
+    dashboard, said = Future(), []
+
+    class Trainer:
+        def fit(self, progress):
+            progress("trained")
+            threading.Timer(0.1, dashboard.set_result, ["127.0.0.1:8265"]).start()
+
+    begin(monkeypatch, Trainer(), dashboard, said.append)
+    assert said == ["trained", "dashboard: http://127.0.0.1:8265", "Ray has ended"]
+
+
+def test_a_run_without_a_dashboard_says_so(monkeypatch, caplog):
+    """It was an error, by which Ray's busy machine ended a run that needs no dashboard."""
+    dashboard, said = Future(), []
+    dashboard.set_exception(Exception("Failed to start the dashboard\nits log"))
+
+    class Trainer:
+        def fit(self, progress):
+            progress("trained")
+
+    begin(monkeypatch, Trainer(), dashboard, said.append)
+    assert said == ["trained", "Ray has ended"]
+    assert "no Ray dashboard: Failed to start the dashboard" in caplog.text
+
+
+def begin(monkeypatch, trainer, dashboard, say=lambda _: None):
+    """A run of which nothing is real."""
+    monkeypatch.setattr(launch, "_init_ray", lambda *_: dashboard)
+    monkeypatch.setattr(launch, "read_prompts", lambda *_: None)
+    monkeypatch.setattr(launch, "make_trainer", lambda *_: trainer)
+    monkeypatch.setattr(launch, "_fork_servers", lambda *_: nullcontext(dict))
+    monkeypatch.setattr(ray, "shutdown", lambda: say("Ray has ended"))
+    monkeypatch.setattr("ray_apr.run.imports._TOKENIZERS", "json")
     settings = SimpleNamespace(
         evaluation_prompts=None, prompts=None, ray=None, run_dir=Path("runs/a-run")
     )
-    launch.run_training(settings)
-    assert seen == [expected]
+    launch.run_training(settings, progress=say)

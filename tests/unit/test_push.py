@@ -162,7 +162,7 @@ def test_the_hubs_own_client_sends_the_model_and_its_card(run_dir, tmp_path, mon
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_run_that_has_ended_pushes_its_model(run_dir, hub, monkeypatch, capsys, private):
-    monkeypatch.setattr(launch, "run_training", lambda settings, progress: None)
+    monkeypatch.setattr(launch, "run_training", lambda settings, **_: None)
     name = f"run={{name: my-run, storage_path: '{run_dir.parent}', push_to_hub: org/name"
     overrides = [f"{name}, resume: true, hub_private: {str(private).lower()}}}"]
     assert main(["train", str(QUICKSTART), "--set", overrides[0]]) == 0

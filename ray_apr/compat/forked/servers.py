@@ -10,14 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import ray
-
 from ray_apr.compat.forked.environment import THREADS
-from ray_apr.compat.forked.server import FIRST_VARIABLE
+from ray_apr.compat.forked.server import FIRST_VARIABLE, read_before
 from ray_apr.compat.ray import workers_set_up_by
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -45,7 +43,7 @@ class Stage:
 
 
 @contextlib.contextmanager
-def fork_servers(stages: Sequence[Stage]) -> Iterator[dict[str, str]]:
+def fork_servers(stages: Sequence[Stage]) -> Iterator[Callable[[], dict[str, str]]]:
     """Servers that live as long as this block, and no longer than this process. A cluster that it
     starts asks them at once, without a process of its own that imports Ray first.
 
@@ -53,8 +51,28 @@ def fork_servers(stages: Sequence[Stage]) -> Iterator[dict[str, str]]:
         stages: Each one imports what the one before it has imported, and more.
 
     Yields:
-        Ray's runtime environment for the workers that the first one forks.
+        What gives Ray's runtime environment for the workers that the first one forks. Where
+        variables have changed meanwhile, as a user's module may do, the servers begin anew with
+        them: those that began before would refuse each worker.
     """
+    began = dict(os.environ)
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as servers:
+        folder = servers.enter_context(_begun(stages))
+        stack.enter_context(workers_set_up_by(str(_WORKER)))
+
+        def of_workers() -> dict[str, str]:
+            nonlocal folder
+            if read_before(os.environ, began):
+                servers.close()
+                folder = servers.enter_context(_begun(stages))
+            return {"py_executable": _executable(folder, stages[0].name)}
+
+        yield of_workers
+
+
+@contextlib.contextmanager
+def _begun(stages: Sequence[Stage]) -> Iterator[str]:
+    """Servers that began with the variables of now; yields the folder of their sockets."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-apr-"))
         listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in stages]
@@ -79,8 +97,7 @@ def fork_servers(stages: Sequence[Stage]) -> Iterator[dict[str, str]]:
         stack.callback(server.kill)
         for listener in listeners:  # a worker that asks a dead server is to hear so
             listener.close()
-        stack.enter_context(workers_set_up_by(str(_WORKER)))
-        yield {"py_executable": _executable(folder, stages[0].name)}
+        yield folder
 
 
 def _executable(folder: str, stage: str) -> str:
@@ -93,6 +110,8 @@ def runtime_env(stage: str) -> dict[str, str]:
     Args:
         stage: Name of the server.
     """
+    import ray  # servers begin before this is imported
+
     if not ray.is_initialized():
         return {}
     given = ray.get_runtime_context().runtime_env.get("py_executable", "")

@@ -1,0 +1,75 @@
+"""How a node of Ray starts beside its dashboard (compat/ray.py), without one."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray._private.node
+
+from ray_apr.compat.ray import init_beside_dashboard
+
+_LIMIT_S = 10.0
+
+
+class Node:
+    """What is used of Ray's."""
+
+    def __init__(self) -> None:
+        self.webui_url = ""
+        self.is_asked = threading.Event()
+        self.error: Exception | None = None
+        self.options: dict[str, Any] = {}
+
+    def start_api_server(self, **options: Any) -> None:
+        """Wait until the test asks."""
+        assert self.is_asked.wait(_LIMIT_S)
+        self.options = options
+        if self.error is not None:
+            raise self.error
+        self.webui_url = "127.0.0.1:8265"
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Those that `ray.init` makes here."""
+    made: list[Node] = []
+
+    def init(address: str) -> SimpleNamespace:
+        if address == "local":
+            node = ray._private.node.Node()
+            made.append(node)
+            node.start_api_server(include_dashboard=True, raise_on_failure=True)
+        return SimpleNamespace(dashboard_url="10.0.0.1:8265" if address == "auto" else "")
+
+    monkeypatch.setattr(ray._private.node, "Node", Node)
+    monkeypatch.setattr(ray, "init", init)
+    return made
+
+
+def test_ray_starts_while_its_dashboard_does(nodes: list[Node]) -> None:
+    dashboard = init_beside_dashboard(address="local")
+    assert not dashboard.done()
+    nodes[0].is_asked.set()
+    assert dashboard.result(_LIMIT_S) == "127.0.0.1:8265"
+    assert nodes[0].options == {"include_dashboard": True, "raise_on_failure": True}
+    assert ray._private.node.Node is Node
+
+
+def test_a_dashboard_that_does_not_start_is_an_error_of_its_own(nodes: list[Node]) -> None:
+    dashboard = init_beside_dashboard(address="local")
+    nodes[0].error = OSError("no port")
+    nodes[0].is_asked.set()
+    with pytest.raises(OSError, match="no port"):
+        dashboard.result(_LIMIT_S)
+
+
+@pytest.mark.parametrize(("address", "where"), [("auto", "10.0.0.1:8265"), ("other", None)])
+def test_a_cluster_that_is_joined_has_its_dashboard(
+    nodes: list[Node], address: str, where: str | None
+) -> None:
+    assert init_beside_dashboard(address=address).result(timeout=0) == where
+    assert nodes == []
