@@ -6,6 +6,7 @@ one place of the command line that starts Ray.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -13,7 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,37 +157,29 @@ def run_training(
             read_prompts(settings.prompts),
             None if held_out is None else read_prompts(held_out),
         )
-        _start_and_train(settings, trainer, runtime_env, progress)
+        import ray
+
+        from ray_apr.run.imports import imported_meanwhile
+
+        os.environ.setdefault(STATE_TRACKING, "1")
+        signals = StopSignals()
+        with signals.listen(), imported_meanwhile():
+            dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env())
+            tell = functools.partial(_tell_of_dashboard, progress or logger.info)
+            dashboard.add_done_callback(tell)
+            try:
+                with signals.listen():  # `ray.init` has set a handler of its own
+                    trainer.fit(progress=progress)
+            finally:
+                concurrent.futures.wait([dashboard], _DASHBOARD_S)  # so that Ray ends it, too
+                ray.shutdown()
     return settings.run_dir
-
-
-def _start_and_train(
-    settings: RunSettings,
-    trainer: APRTrainer,
-    runtime_env: Callable[[], dict[str, str]],
-    progress: Callable[[str], None] | None,
-) -> None:
-    import ray
-
-    from ray_apr.run.imports import imported_meanwhile
-
-    os.environ.setdefault(STATE_TRACKING, "1")
-    signals = StopSignals()
-    with signals.listen(), imported_meanwhile():
-        dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env())
-        dashboard.add_done_callback(functools.partial(_tell_of_dashboard, progress or logger.info))
-        try:
-            with signals.listen():  # `ray.init` has set a handler of its own
-                trainer.fit(progress=progress)
-        finally:
-            wait([dashboard], _DASHBOARD_S)  # so that Ray ends it, too
-            ray.shutdown()
 
 
 def _tell_of_dashboard(tell: Callable[[str], None], dashboard: Future[str | None]) -> None:
     if error := dashboard.exception():
         logger.warning("the run has no Ray dashboard: %s", one_line(error))
-    elif address := dashboard.result():
+    elif address := dashboard.result(timeout=0):
         tell(f"dashboard: http://{address}")
 
 
