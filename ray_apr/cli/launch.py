@@ -159,7 +159,7 @@ def run_training(
         )
         import ray
 
-        from ray_apr.run.imports import imported_meanwhile
+        from ray_apr.core.imports import imported_meanwhile
 
         os.environ.setdefault(STATE_TRACKING, "1")
         signals = StopSignals()

@@ -14,6 +14,7 @@ import numpy as np
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.imports import finish_imports
 
 _MOST_TOKEN_IDS = 2**31
 """As int32 holds them, which Arrow has them as."""
@@ -42,6 +43,7 @@ def load_tokenizer(
 
 @functools.lru_cache(maxsize=4)
 def _load(model: str, is_here: bool) -> Any:
+    finish_imports()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
@@ -74,6 +76,7 @@ def with_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> An
 
 def end_token_ids(model: str) -> tuple[int, ...]:
     """Ids that end a response of this model by themselves, as vLLM finds them."""
+    finish_imports()
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -89,6 +92,7 @@ def end_token_ids(model: str) -> tuple[int, ...]:
 def num_token_ids(model: str, tokenizer: Any) -> int:
     """How many token ids a prompt may have, from 0 on: as many as the model or its tokenizer has,
     whichever are more; any, where the model's config is not on this machine."""
+    finish_imports()
     from transformers import AutoConfig
 
     try:

@@ -27,7 +27,6 @@ from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.suites import check_suites, reward_of_suites
 from ray_apr.rollout.turns import turn_rules
 from ray_apr.rollout.worker import RolloutWorker
-from ray_apr.run.imports import finish_imports
 from ray_apr.run.journals import header_of, journal_of
 from ray_apr.run.preflight import wait_for_cpu
 from ray_apr.run.recorder import RunRecorder
@@ -173,7 +172,6 @@ class Actors:
         return dataclasses.replace(self._spec.rollout, num_replicas=self.num_replicas)
 
     def _tokenizer(self) -> Any:
-        finish_imports()
         return load_tokenizer(self._spec.model, self._spec.rollout.chat_template_kwargs)
 
     def _encode(self, prompts: ray.data.Dataset, what: str, **expected: Any) -> EncodedPrompts:

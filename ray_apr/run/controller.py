@@ -34,6 +34,7 @@ from ray.exceptions import RayError
 from ray_apr.compat.ray import init_beside_dashboard
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, Stopped, one_line
+from ray_apr.core.imports import imported_meanwhile
 from ray_apr.data.resumption import Begin, RolloutSummary
 from ray_apr.run.actors import Actors
 from ray_apr.run.autoscaling import make_autoscaler
@@ -51,7 +52,6 @@ from ray_apr.run.final import (
     write_json,
     write_outcome,
 )
-from ray_apr.run.imports import imported_meanwhile
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
 from ray_apr.run.progress import follow_progress, starts

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ray_apr.data.encoding import count_fitting
-from ray_apr.run.imports import finish_imports
 from ray_apr.run.preflight import wait_for_cpu
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ def with_counted_steps(
     passes = spec.train.passes
     if passes is None:
         return spec
-    finish_imports()
     wait_for_cpu(spec.rollout.engine.start_timeout_s)
     if spec.prompts.on_too_long == "drop":
         num_prompts = count_fitting(

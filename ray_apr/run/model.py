@@ -10,7 +10,7 @@ from pathlib import Path
 from ray_apr.core.architectures import check_config, read_config
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError, all_lines
-from ray_apr.run.imports import finish_imports
+from ray_apr.core.imports import finish_imports
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """``owner/name``."""

@@ -22,6 +22,7 @@ from ray_apr.config.common import TRAINER_GPU_SHARE, dtype_on
 from ray_apr.config.engine import Device
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, FolderTakenError
+from ray_apr.core.imports import finish_imports
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.fence import Fence
 from ray_apr.run.command import Command
@@ -206,6 +207,7 @@ class RunSpec(Sections):
         """
         context = self.max_model_len
         if context is None:
+            finish_imports()
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(self.model, local_files_only=is_here)

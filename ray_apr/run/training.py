@@ -13,9 +13,9 @@ import ray.train
 from ray_apr.compat.forked.servers import runtime_env as forked_by
 from ray_apr.compat.ray import begin_actors_of_train
 from ray_apr.config.common import dtype_on
+from ray_apr.core.imports import begin_imports
 from ray_apr.data.datasource import sample_stream
 from ray_apr.run.forking import TRAIN_WORKERS
-from ray_apr.run.imports import begin_imports
 from ray_apr.train.control import sync_limit_s
 from ray_apr.train.spec import WorkerSpec
 

@@ -316,7 +316,7 @@ def begin(monkeypatch, trainer, dashboard, say=lambda _: None):
     monkeypatch.setattr(launch, "make_trainer", lambda *_: trainer)
     monkeypatch.setattr(launch, "_fork_servers", lambda *_: nullcontext(dict))
     monkeypatch.setattr(ray, "shutdown", lambda: say("Ray has ended"))
-    monkeypatch.setattr("ray_apr.run.imports._TOKENIZERS", "json")
+    monkeypatch.setattr("ray_apr.core.imports._TOKENIZERS", "json")
     settings = SimpleNamespace(
         evaluation_prompts=None, prompts=None, ray=None, run_dir=Path("runs/a-run")
     )

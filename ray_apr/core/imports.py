@@ -14,8 +14,8 @@ _THREADS: dict[str, threading.Thread] = {}
 
 @contextlib.contextmanager
 def imported_meanwhile() -> Iterator[None]:
-    """Import torch and what loads a tokenizer beside this block. Nothing else may be imported from
-    transformers before `finish_imports`: its modules are not for two threads at once.
+    """Import torch and what loads a tokenizer beside this block. Whoever imports from transformers
+    calls `finish_imports` before: its modules are not for two threads at once.
 
     Waits for: the imports, at its end. Unblocked by: their end, or `_IMPORTS_S`.
     """
@@ -27,11 +27,12 @@ def imported_meanwhile() -> Iterator[None]:
 
 
 def finish_imports() -> None:
-    """Have imported what `imported_meanwhile` imports.
+    """Have imported what `imported_meanwhile` imports, if it has begun here.
 
     Waits for: the imports. Unblocked by: their end, or `_IMPORTS_S`.
     """
-    begin_imports(_TOKENIZERS).join(timeout=_IMPORTS_S)
+    if thread := _THREADS.get(_TOKENIZERS):
+        thread.join(timeout=_IMPORTS_S)
 
 
 def begin_imports(module: str) -> threading.Thread:
