@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ray_apr.core import imports
+from ray_apr.data import tokenizers
+from ray_apr.run.model import check_hub_model
+from tests.run_specs import run_spec
 
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "arithmetic" / "base_model"
 HEAVY = ("torch", "vllm", "ray", "transformers", "numpy", "pyarrow")
@@ -51,6 +60,36 @@ def test_what_is_imported_while_ray_starts_is_there_before_anything_else_is():
         "print('AutoTokenizer' in dir(sys.modules['transformers.models.auto.tokenization_auto']))"
     )
     assert python(code).splitlines() == ["False", "True", "1", "['MainThread']", "True"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: tokenizers._load.__wrapped__("a/b", True),
+        lambda: tokenizers.end_token_ids("a/b"),
+        lambda: tokenizers.num_token_ids("a/b", None),
+        lambda: check_hub_model("a/b"),
+        lambda: replace(run_spec(), model="a/b").max_prompt_tokens(),
+    ],
+    ids=["tokenizer", "ends", "ids", "hub", "context"],
+)
+def test_who_imports_from_transformers_waits_for_the_thread_that_does(use, tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.3)\ndone = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports, "_TOKENIZERS", "slow_module")
+    monkeypatch.delitem(imports._THREADS, "slow_module", raising=False)
+    monkeypatch.delitem(sys.modules, "slow_module", raising=False)
+    seen = []
+
+    class Transformers(ModuleType):
+        def __getattr__(self, name):
+            seen.append(getattr(sys.modules.get("slow_module"), "done", False))
+            raise AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "transformers", Transformers("transformers"))
+    with imports.imported_meanwhile(), pytest.raises(ImportError):
+        use()
+    assert seen[0]
 
 
 def test_every_public_name_has_a_home():
