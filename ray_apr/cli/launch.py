@@ -44,8 +44,8 @@ _REACH_LIMIT_S = 10.0
 _STARTS = 3
 _DASHBOARD_S = 60.0
 _OBJECTS = 100_000
-"""More than these begin a collection of garbage; modules that are imported make millions that stay,
-and by Python's 700 a fifth of the time goes to looking through them."""
+"""So many new ones begin a collection of garbage. What is imported stays, and with Python's 700 a
+fifth of the time goes to looking through it."""
 _NO_START = "timed out during startup"
 """What Ray says of a start for which this machine is too busy."""
 JOB_METADATA = "ray_apr_run"

@@ -302,6 +302,7 @@ def test_servers_begin_anew_with_variables_that_are_set_meanwhile(script: Path) 
             assert not _is_forked(_run(before, script))
             after = runtime_env()
             told = _run(after, script)
+            assert runtime_env() == after
     assert _is_forked(told)
     assert told["variables"]["TOKENIZERS_PARALLELISM"] == "no"
     assert not _folder_of(before).exists()

@@ -61,9 +61,10 @@ def fork_servers(stages: Sequence[Stage]) -> Iterator[Callable[[], dict[str, str
         stack.enter_context(workers_set_up_by(str(_WORKER)))
 
         def of_workers() -> dict[str, str]:
-            nonlocal folder
+            nonlocal began, folder
             if read_before(os.environ, began):
                 servers.close()
+                began = dict(os.environ)
                 folder = servers.enter_context(_begun(stages))
             return {"py_executable": _executable(folder, stages[0].name)}
 
