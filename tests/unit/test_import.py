@@ -62,6 +62,17 @@ def test_what_is_imported_while_ray_starts_is_there_before_anything_else_is():
     assert python(code).splitlines() == ["False", "True", "1", "['MainThread']", "True"]
 
 
+@pytest.fixture
+def slow_module(tmp_path, monkeypatch):
+    """Whether it is imported that stands for what loads a tokenizer."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.3)\ndone = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports, "_TOKENIZERS", "slow_module")
+    monkeypatch.delitem(imports._THREADS, "slow_module", raising=False)
+    monkeypatch.delitem(sys.modules, "slow_module", raising=False)
+    return lambda: getattr(sys.modules.get("slow_module"), "done", False)
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -73,23 +84,26 @@ def test_what_is_imported_while_ray_starts_is_there_before_anything_else_is():
     ],
     ids=["tokenizer", "ends", "ids", "hub", "context"],
 )
-def test_who_imports_from_transformers_waits_for_the_thread_that_does(use, tmp_path, monkeypatch):
-    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.3)\ndone = True\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(imports, "_TOKENIZERS", "slow_module")
-    monkeypatch.delitem(imports._THREADS, "slow_module", raising=False)
-    monkeypatch.delitem(sys.modules, "slow_module", raising=False)
+def test_who_imports_from_transformers_waits_for_the_thread_that_does(
+    use, slow_module, monkeypatch
+):
     seen = []
 
     class Transformers(ModuleType):
         def __getattr__(self, name):
-            seen.append(getattr(sys.modules.get("slow_module"), "done", False))
+            seen.append(slow_module())
             raise AttributeError(name)
 
     monkeypatch.setitem(sys.modules, "transformers", Transformers("transformers"))
     with imports.imported_meanwhile(), pytest.raises(ImportError):
         use()
     assert seen[0]
+
+
+def test_what_is_imported_meanwhile_is_there_after_the_block(slow_module):
+    with imports.imported_meanwhile():
+        assert not slow_module()
+    assert slow_module()
 
 
 def test_every_public_name_has_a_home():
