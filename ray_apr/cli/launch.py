@@ -150,8 +150,9 @@ def run_training(
     """
     gc.set_threshold(_OBJECTS)
     held_out = settings.evaluation_prompts
-    quiet = nullcontext() if ray_log is None else ray_lines_in(ray_log)
-    with _fork_servers(settings) as runtime_env, quiet:  # which imports while the servers do
+    quiet = nullcontext() if ray_log is None else ray_lines_in(ray_log)  # imports Ray
+    signals = StopSignals()
+    with signals.listen(), _fork_servers(settings) as runtime_env, quiet:
         trainer = make_trainer(
             settings,
             read_prompts(settings.prompts),
@@ -162,8 +163,7 @@ def run_training(
         from ray_apr.core.imports import imported_meanwhile
 
         os.environ.setdefault(STATE_TRACKING, "1")
-        signals = StopSignals()
-        with signals.listen(), imported_meanwhile():
+        with imported_meanwhile():
             dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env())
             tell = functools.partial(_tell_of_dashboard, progress or logger.info)
             dashboard.add_done_callback(tell)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ import ray
 from ray_apr.cli import launch
 from ray_apr.cli.settings import RaySettings
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
-from ray_apr.core.exceptions import ConfigError, ResourceError
+from ray_apr.core.exceptions import ConfigError, ResourceError, Stopped
 from ray_apr.data.encoding import LengthLimit
 from ray_apr.data.preview import lost_characters, preview
 from ray_apr.data.rows import PromptRows
@@ -307,6 +309,29 @@ def test_a_run_without_a_dashboard_says_so(monkeypatch, caplog):
     begin(monkeypatch, Trainer(), dashboard, said.append)
     assert said == ["trained", "Ray has ended"]
     assert "no Ray dashboard: Failed to start the dashboard" in caplog.text
+
+
+def test_a_signal_ends_a_run_that_is_still_checked(monkeypatch):
+    """It killed the process: servers that workers are forked from outlived it for seconds."""
+    ended = []
+
+    @contextmanager
+    def servers(_):
+        try:
+            yield dict
+        finally:
+            ended.append("servers")
+
+    def check(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(launch, "_fork_servers", servers)
+    monkeypatch.setattr(launch, "read_prompts", lambda *_: None)
+    monkeypatch.setattr(launch, "make_trainer", check)
+    with pytest.raises(Stopped):
+        launch.run_training(SimpleNamespace(evaluation_prompts=None, prompts=None))
+    assert ended == ["servers"]
 
 
 def begin(monkeypatch, trainer, dashboard, say=lambda _: None):
