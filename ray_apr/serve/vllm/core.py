@@ -22,7 +22,7 @@ from ray_apr.core.protocols import PauseMode
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import engine_arguments, has_worker_actors
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
-from ray_apr.serve.vllm.core_process import begin_imports, fork_core
+from ray_apr.serve.vllm.core_process import begin_imports, use_fork_server
 from ray_apr.serve.vllm.names import PARKING_SCHEDULER, SCHEDULER
 from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
 from ray_apr.serve.vllm.stall import StallWatch
@@ -121,7 +121,7 @@ class Core:
         if self._spec.needs_attestation and not self.attests:
             raise ConfigError("partial_rollout.interrupt", "never", NEEDS_ATTESTATION)
         if is_forked:
-            fork_core()
+            use_fork_server()
         try:
             args = AsyncEngineArgs(
                 model=self._spec.model,

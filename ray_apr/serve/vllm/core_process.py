@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Sequence
-from multiprocessing import context, forkserver, resource_tracker
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, context, forkserver, resource_tracker
 from typing import Any
 
 from ray_apr.compat.forked.environment import have_environment
@@ -35,6 +36,7 @@ WITHOUT_RAY = (
     "vllm.v1.structured_output",
 )
 """Most of what a server and its core import of vLLM; none of it imports Ray."""
+_ANSWER_S = 60.0
 
 
 class _Process(context.ForkServerProcess):
@@ -92,10 +94,64 @@ def _open_files() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
-def fork_core() -> None:
-    """Have vLLM take its core from the fork server."""
-    from ray_apr.serve.vllm.private import CoreEngineProcManager
+def use_fork_server() -> None:
+    """Have vLLM take its core from the fork server, and the process that looks at a model's class.
+
+    Where vLLM has other names for these it spawns them, which takes longer.
+    """
+    from ray_apr.serve.vllm.private import CoreEngineProcManager, ModelRegistry
 
     of_manager: Any = sys.modules[CoreEngineProcManager.__module__]
-    if hasattr(of_manager, "get_mp_context"):  # else vLLM spawns it, which takes longer
+    of_models: Any = sys.modules[ModelRegistry.__module__]
+    if hasattr(of_manager, "get_mp_context"):
         of_manager.get_mp_context = lambda: _CONTEXT
+    if hasattr(of_models, "_run_in_subprocess"):
+        of_models._run_in_subprocess = _call_in_fork
+
+
+def _call_in_fork(fn: Callable[[], Any]) -> Any:
+    """What `fn` gives, called in a process of its own, forked from the fork server.
+
+    In place of vLLM's `_run_in_subprocess`, whose process imports vLLM first. By it vLLM looks at a
+    model's class that its cache does not know.
+
+    Args:
+        fn: What cloudpickle takes; its result has to be one that pickle takes.
+
+    Waits for: the process. Unblocked by: its answer, its end, or `_ANSWER_S`.
+
+    Raises:
+        TimeoutError: If it does not answer.
+        EOFError: If it has ended without an answer.
+        Exception: What `fn` raises.
+    """
+    import cloudpickle  # vLLM needs it
+
+    mine, theirs = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_answer, args=(theirs, cloudpickle.dumps(fn)), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not mine.poll(_ANSWER_S):
+            raise TimeoutError(f"a forked process has not answered within {_ANSWER_S:g} s")
+        result, error = mine.recv()
+    except EOFError:
+        raise EOFError("a forked process has ended without an answer") from None
+    finally:
+        process.kill()
+        mine.close()
+    if error is not None:
+        raise error
+    return result
+
+
+def _answer(asker: connection.Connection, pickled: bytes) -> None:
+    from ray_apr.serve.vllm.private import load_general_plugins
+
+    answer: tuple[Any, Exception | None]
+    try:
+        load_general_plugins()  # which may register models
+        answer = (pickle.loads(pickled)(), None)
+    except Exception as error:  # noqa: BLE001  (it is raised by who asks)
+        answer = (None, error)
+    asker.send(answer)

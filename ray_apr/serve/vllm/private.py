@@ -37,6 +37,8 @@ VLLM = PrivateNames(
         "MultiprocExecutor": "vllm.v1.executor.multiproc_executor",
         "RayExecutorV2": "vllm.v1.executor.ray_executor_v2",
         "CoreEngineProcManager": f"{_ENGINE}.utils",
+        "ModelRegistry": "vllm.model_executor.models.registry",
+        "load_general_plugins": "vllm.plugins",
         "KVCacheSpec": "vllm.v1.kv_cache_interface",
         "get_open_port": "vllm.utils.network_utils",
         "init_logger": "vllm.logger",
