@@ -113,6 +113,16 @@ def trained_logprobs(model, sample, sampling):
     return logprobs[0].tolist()
 
 
+def test_the_class_of_a_model_is_looked_at_in_a_fork(parts, tmp_path, monkeypatch):
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # which knows no class yet
+    monkeypatch.setattr("subprocess.run", None)
+    found = ModelRegistry.models["Qwen3MoeForCausalLM"].inspect_model_cls()
+    assert found.is_text_generation_model
+    assert list(tmp_path.rglob("*Qwen3MoeForCausalLM.json"))
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_log_probs_are_those_that_the_trainer_computes(parts, temperature, seed):
