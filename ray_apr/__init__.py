@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ray_apr.core.exceptions import APRError, ConfigError
     from ray_apr.core.sample import Sample
     from ray_apr.core.user import Environment, RewardResult, RunCallback, RunInfo, Step
+    from ray_apr.run.forking import init
     from ray_apr.session import TrainingSession
     from ray_apr.trainer import APRTrainer
 
@@ -58,6 +59,7 @@ _HOMES = {
     "RunInfo": "ray_apr.core.user",
     "Step": "ray_apr.core.user",
     "TrainingSession": "ray_apr.session",
+    "init": "ray_apr.run.forking",
 }
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "TrackersConfig",
     "TrainConfig",
     "TrainingSession",
+    "init",
 ]
 
 

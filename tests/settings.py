@@ -51,7 +51,7 @@ ARGUMENTS = {
     ),
     "scaling": ("`ray.train.ScalingConfig`", "`scaling_config`"),
     "run": ("`ray.train.RunConfig`", "`run_config`"),
-    "ray": ("", 'none: call `ray.init(namespace="ray_apr")` before'),
+    "ray": ("", "none: call `ray_apr.init()` before"),
     "mode": ("", "`partial_rollout_config=PartialRolloutConfig.preset(mode, ...)`"),
 }
 MODES = ", ".join(f"`{name}`" for name in get_args(settings.Mode))

@@ -23,7 +23,7 @@ from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.quiet import ray_lines_in
 from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
-from ray_apr.compat.ray import STATE_TRACKING, init_beside_dashboard
+from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -341,8 +341,8 @@ def _init_once(
     local: dict[str, Any] = {}
     if not joined:
         local |= {"include_dashboard": True, "num_cpus": settings.num_cpus}
-    if runtime_env:  # else one worker per CPU begins at once, for tasks without any
-        local["_system_config"] = {"prestart_worker_first_driver": False}
+    if runtime_env:
+        local["_system_config"] = NONE_AHEAD
     _reach(joined)
     return init_beside_dashboard(
         address=joined or "local",

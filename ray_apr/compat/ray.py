@@ -20,6 +20,10 @@ _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordi
 STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
+NONE_AHEAD = {"prestart_worker_first_driver": False}
+"""Ray's `_system_config` of a cluster whose workers begin when somebody asks for them; else one per
+CPU begins at once, for tasks without a runtime environment."""
+
 RAY = PrivateNames(
     distributions=("ray",),
     tested="2.58 to 2.60",
@@ -47,8 +51,10 @@ RAY = PrivateNames(
         "create_nccl_communicator": _NCCL,
         "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
         "Node": "ray._private.node",
+        "find_bootstrap_address": "ray._private.services",
     },
     members={
+        "find_bootstrap_address": "(temp_dir)",
         "Deployment": "options(name,version,_internal)",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
@@ -127,6 +133,12 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
         starts.append(Future())
         starts[0].set_result(context.dashboard_url or None)
     return starts[0]
+
+
+def cluster_of_this_machine() -> str | None:
+    """Address of the cluster that `ray start` has last begun or joined here; None: of none."""
+    address: str | None = RAY.get("find_bootstrap_address")(None)
+    return address
 
 
 def begin_actors_of_train() -> None:

@@ -1,4 +1,4 @@
-"""Which workers of a run are forked from what, where the run starts its own Ray.
+"""Which workers of a run are forked from what, where Ray is started for it.
 
 A process of Ray's imports for 1 to 2 s of processor time, a train worker for 7, and a server and
 its core for 10 each; forked, they share what was imported once, while Ray started.
@@ -6,14 +6,29 @@ its core for 10 each; forked, they share what was imported once, while Ray start
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 from ray_apr.compat.forked.servers import Stage, fork_servers
+from ray_apr.compat.ray import (
+    NONE_AHEAD,
+    STATE_TRACKING,
+    cluster_of_this_machine,
+    init_beside_dashboard,
+)
+from ray_apr.config.engine import Device
+from ray_apr.core.exceptions import one_line
 from ray_apr.serve.vllm.arguments import environment_on
 from ray_apr.serve.vllm.core_process import WITHOUT_RAY, fork_imports
 from ray_apr.serve.vllm.names import ENGINES
+
+logger = logging.getLogger(__name__)
 
 ACTORS, TRAIN_WORKERS = "actors", "train-workers"
 """Names of fork servers, by what they fork."""
@@ -65,3 +80,49 @@ def run_fork_servers(device: str) -> AbstractContextManager[Callable[[], dict[st
             ),
         ]
     )
+
+
+def init(address: str | None = None, *, device: Device = "auto", **options: Any) -> str | None:
+    """`ray.init` for runs in Python: a Ray that starts here forks their workers.
+
+    Where it joins no cluster, Ray starts as `ray-apr train` has it: processes begin beside it that
+    import once what a run's workers need, and all workers of this driver, those of its own tasks,
+    too, are forked from them. They end with this process. A worker that wants other variables than
+    this process has now is started as ever; so is each one where a `runtime_env` is given.
+
+    Args:
+        address: Of the cluster to join. Without one, as `ray.init`: that of RAY_ADDRESS, which is
+            set inside of a Ray job, or of `ray start` on this machine; where there is none, and
+            with "local", Ray is started.
+        device: Of engines, as `rollout.engine.device`.
+        options: Of `ray.init`. By default the namespace is "ray_apr", and what workers print stays
+            in the logs of Ray's session (`log_to_driver=False`).
+
+    Waits for: Ray and its dashboard. Unblocked by: their start, or Ray's own limits.
+
+    Returns:
+        The dashboard's address as ``host:port``; None where there is none.
+
+    Raises:
+        Exception: What `ray.init` raises, but for what its dashboard fails of, which is logged.
+    """
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS") or cluster_of_this_machine() or "local"
+    given: dict[str, Any] = {"namespace": "ray_apr", "log_to_driver": False} | options
+    if address == "local" and not given.get("runtime_env") and not ray.is_initialized():
+        os.environ.setdefault(STATE_TRACKING, "1")
+        given["runtime_env"] = _servers_of_this_process(device)()
+        given["_system_config"] = NONE_AHEAD | given.get("_system_config", {})
+    dashboard = init_beside_dashboard(address=address, **given)
+    if error := dashboard.exception():
+        logger.warning("this Ray has no dashboard: %s", one_line(error))
+        return None
+    return dashboard.result()
+
+
+@functools.cache
+def _servers_of_this_process(device: str) -> Callable[[], dict[str, str]]:
+    servers = ExitStack()
+    atexit.register(servers.close)
+    return servers.enter_context(run_fork_servers(device))

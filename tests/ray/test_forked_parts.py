@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import psutil
 import pytest
 
@@ -13,6 +16,26 @@ from tests.whole_runs import ONE_OF_EACH
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(420)]
 
+_SCRIPT = """
+import os, sys
+import ray, ray_apr
+
+@ray.remote
+class Worker:
+    def seen(self):
+        return os.environ.get("RAY_APR_IS_FORKED"), "torch" in sys.modules, os.environ["MINE"]
+
+os.environ["MINE"] = "set before"
+print(ray_apr.init(num_cpus=1, include_dashboard=False))
+print(*ray.get(Worker.remote().seen.remote()))
+ray.shutdown()
+os.environ["MINE"] = "changed"
+ray_apr.init(num_cpus=1, include_dashboard=False)
+print(*ray.get(Worker.remote().seen.remote()))
+ray.shutdown()
+ray.init(num_cpus=1, include_dashboard=False)
+print(*ray.get(Worker.remote().seen.remote()))
+"""
 _FORKED = ("replica", "engine core", "train worker", "rollout worker", "buffer", "recorder")
 
 
@@ -38,3 +61,15 @@ def test_parts_are_forked_and_begin_again_once_their_servers_are_dead(tmp_path, 
     assert run.end(300) == 0, run.tail
     checks = verify(tmp_path / "run")
     assert all(check.ok for check in checks), checks
+
+
+def test_workers_of_a_script_are_forked_where_it_asks_for_it(tmp_path, marked):
+    _, env = marked
+    ended = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=env, cwd=tmp_path, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "None", "1 True set before", "1 True changed", "None False changed",
+    ]  # fmt: skip
