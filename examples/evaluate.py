@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.train import RunConfig, ScalingConfig
 
+import ray_apr
 from ray_apr import (
     APRTrainer,
     EvaluationConfig,
@@ -58,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if (Path(args.storage) / args.name).exists():
         parser.error(f"there is a run {args.name} in {args.storage}; choose another --name")
-    ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
+    ray_apr.init(num_cpus=4, ignore_reinit_error=True)
     rows = ray.data.read_parquet(str(args.prompts.resolve()))
     trainer = APRTrainer(
         model=args.model,

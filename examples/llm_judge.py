@@ -23,6 +23,7 @@ import ray
 from ray import serve
 from ray.train import RunConfig, ScalingConfig
 
+import ray_apr
 from ray_apr import APRTrainer, RolloutConfig, Sample, TrainConfig
 from ray_apr.rewards import llm_judge, weighted_sum
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
-    ray.init(num_cpus=5, log_to_driver=False, ignore_reinit_error=True)
+    ray_apr.init(num_cpus=5, ignore_reinit_error=True)
     serve.start(http_options={"location": "NoServer"})  # only the run's rewards ask it
     judge = serve.run(Judge.bind(str(TINY)), name="judge", route_prefix=None)
     judged = llm_judge("{row[prompt]}{response}", handle=judge, timeout_s=20)

@@ -19,6 +19,7 @@ from pathlib import Path
 import ray
 from ray.train import RunConfig, ScalingConfig
 
+import ray_apr
 from ray_apr import APRTrainer, RewardResult, RolloutConfig, Sample, TrainConfig
 from ray_apr.rewards import math_equal
 
@@ -49,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     if importlib.util.find_spec("math_verify") is None:
         raise SystemExit("this example needs math-verify: pip install 'ray_apr[rewards]'")
-    ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
+    ray_apr.init(num_cpus=4, ignore_reinit_error=True)
     trainer = APRTrainer(
         model=str(TINY),
         prompts=prompts(1000),

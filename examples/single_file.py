@@ -16,6 +16,7 @@ from pathlib import Path
 import ray
 from ray.train import RunConfig, ScalingConfig
 
+import ray_apr
 from ray_apr import (
     APRTrainer,
     PartialRolloutConfig,
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--storage", default="runs")
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
-    ray.init(namespace="ray_apr", num_cpus=None if args.gpu else 4, log_to_driver=False)
+    ray_apr.init(num_cpus=None if args.gpu else 4)
     engine = {"num_cpus_per_replica": 1, "kwargs": {} if args.gpu else {"max_num_seqs": 64}}
     best = Best()
     trainer = APRTrainer(

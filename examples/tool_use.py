@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 from ray.train import RunConfig, ScalingConfig
 
+import ray_apr
 from ray_apr import APRTrainer, Environment, RewardResult, RolloutConfig, Sample, Step, TrainConfig
 
 TINY = Path(__file__).parent / "arithmetic" / "base_model"
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
-    ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
+    ray_apr.init(num_cpus=4, ignore_reinit_error=True)
     trainer = APRTrainer(
         model=str(TINY),
         prompts=prompts(1000),

@@ -21,6 +21,7 @@ from ray import tune
 from ray.train import RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 
+import ray_apr
 from ray_apr import APRTrainer, RolloutConfig, Sample, TrainConfig
 
 TINY = Path(__file__).parent / "arithmetic" / "base_model"
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
     storage = str(Path(args.storage).resolve())
-    ray.init(num_cpus=4, log_to_driver=False, ignore_reinit_error=True)
+    ray_apr.init(num_cpus=4, ignore_reinit_error=True)
     results = tune.Tuner(
         trial,
         param_space={

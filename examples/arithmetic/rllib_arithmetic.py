@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import ray
 import task
 
+import ray_apr
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib import APR, APRConfig
 
@@ -52,10 +52,7 @@ def main() -> None:
     parser.add_argument("--reward", type=float, default=0.8, help="mean reward to stop at")
     parser.add_argument("--iterations", type=int, default=30, help="most iterations of this call")
     args = parser.parse_args()
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
-        ignore_reinit_error=True,
-    )  # fmt: skip
+    ray_apr.init("local", num_cpus=4, include_dashboard=False, ignore_reinit_error=True)
     algo = make_config().build_algo() if args.restore is None else APR.from_checkpoint(args.restore)
     try:
         for _ in range(args.iterations):

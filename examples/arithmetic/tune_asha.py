@@ -13,6 +13,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from rllib_arithmetic import make_config
 
+import ray_apr
 from ray_apr.rllib import APR, APRConfig
 
 REWARD = "env_runners/episode_return_mean"
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=9, help="of the best trials")
     parser.add_argument("--storage", type=Path, default=Path("runs/tune"))
     args = parser.parse_args()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray_apr.init("local", num_cpus=4, include_dashboard=False)
     results = tune.Tuner(
         "APR",
         param_space=make_small_config().training(lr=tune.grid_search([1e-4, 1e-5, 1e-6, 3e-4])),

@@ -13,6 +13,8 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 from tune_asha import REWARD, make_small_config
 
+import ray_apr
+
 ROOM = "room_for_a_run"
 """Resource of which a trial needs one: the cluster has as many as it holds runs. With
 ``max_concurrent_trials`` instead, Tune would not make the trials that wait for the others."""
@@ -24,13 +26,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=8, help="of each trial")
     parser.add_argument("--storage", type=Path, default=Path("runs/tune"))
     args = parser.parse_args()
-    ray.init(
-        address="local",
-        num_cpus=4,
-        resources={ROOM: 1},
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    ray_apr.init("local", num_cpus=4, resources={ROOM: 1}, include_dashboard=False)
     config = make_small_config().resources(custom_resources_for_main_process={ROOM: 1})
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
