@@ -18,6 +18,8 @@ from pathlib import Path
 
 import ray
 
+import ray_apr
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENDED = "=== ended"
 _LIMIT_S = 600.0
@@ -46,13 +48,11 @@ def run(call: str, address: str) -> bool:
 
 def main() -> None:
     """Run what the input says."""
-    context = ray.init(
-        address="local", num_cpus=6, namespace="examples", include_dashboard=False,
-        log_to_driver=False,
-    )  # fmt: skip
+    ray_apr.init("local", num_cpus=6, namespace="examples", include_dashboard=False)
+    address = ray.get_runtime_context().gcs_address
     for call in sys.stdin:
         began_at = time.monotonic()
-        outcome = "well" if run(call, context.address_info["address"]) else "badly"
+        outcome = "well" if run(call, address) else "badly"
         took_s = time.monotonic() - began_at
         sys.stdout.write(f"{ENDED} {outcome} after {took_s:.0f} s: {call.strip()}\n")
         sys.stdout.flush()

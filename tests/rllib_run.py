@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import ray
 from ray.rllib.utils.test_utils import check_train_results_new_api_stack
 
+import ray_apr
 from ray_apr.cli.user_files import load_function
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib import APR, APRConfig
@@ -45,7 +46,7 @@ def make_config(folder: Path) -> APRConfig:
 
 def main() -> None:
     folder, num_iterations, *checkpoint = sys.argv[1:]
-    ray.init(address="local", num_cpus=4, log_to_driver=False)
+    ray_apr.init("local", num_cpus=4)
     if checkpoint:
         algo = APR.from_checkpoint(checkpoint[0])
     else:

@@ -22,7 +22,8 @@ from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.data.rows import PromptRows
 from ray_apr.tools.verify import verify
-from tests.processes import MARK, kill_all, marked_environment, processes_of, wait_until_none
+from tests.marked_ray import marked_ray
+from tests.processes import processes_of
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import RAYS_OWN
 
@@ -32,20 +33,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 @pytest.fixture(scope="module")
 def mark() -> Iterator[str]:
     """Of all processes that this module starts; fails if one is left."""
-    mark, env = marked_environment()
-    patch = pytest.MonkeyPatch()
-    for name in (MARK, "PYTHONUNBUFFERED"):
-        patch.setenv(name, env[name])
-    try:
-        ray.init(address="local", num_cpus=6, namespace="tuned", log_to_driver=False)
+    with marked_ray(num_cpus=6, namespace="tuned") as mark:
         yield mark
-        ray.shutdown()
-        left = wait_until_none(mark, 30)
-        assert not left, f"processes left behind: {left}"
-    finally:
-        ray.shutdown()
-        kill_all(mark)
-        patch.undo()
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.sync import WeightSync
 from ray_apr.weights.transports.gloo import GlooSender
 from tests.fakes import generate_request
-from tests.processes import MARK, marked_environment, processes_of, wait_until_none
+from tests.marked_ray import marked_ray
+from tests.processes import MARK, processes_of
 from tests.tiny_model import make_tiny_model
 from tests.whole_runs import free_port
 
@@ -49,16 +50,8 @@ SAMPLING = SamplingParams(ignore_eos=True)
 @pytest.fixture(scope="module")
 def mark():
     """A cluster whose processes all carry a mark; none of them outlives the module."""
-    mark, env = marked_environment()
-    os.environ[MARK] = env[MARK]
-    try:
-        ray.init(address="local", num_cpus=4, namespace="ray_apr_test", log_to_driver=False)
+    with marked_ray(num_cpus=4, namespace="ray_apr_test") as mark:
         yield mark
-        ray.shutdown()
-    finally:
-        os.environ.pop(MARK, None)
-    left = wait_until_none(mark, 20)
-    assert not left, f"processes left behind: {left}"
 
 
 @pytest.fixture(scope="module")
