@@ -55,16 +55,23 @@ def measure(checkout: Path, *settings: str) -> dict[str, float]:
             kill_all(mark)
 
 
-def measure_script(init: str) -> dict[str, float]:
-    """One run of `examples/single_file.py` with another call in place of `ray_apr.init`."""
+def measure_script(init: str, on_gpu: bool) -> dict[str, float]:
+    """One run of `examples/single_file.py` with another call in place of `ray_apr.init`; on a GPU
+    engine and train worker share it."""
     mark, env = marked_environment()
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     example = ROOT / "examples" / "single_file.py"
     with tempfile.TemporaryDirectory(prefix="start-", ignore_cleanup_errors=True) as name:
         script = Path(name, "script.py")
-        script.write_text(example.read_text().replace("ray_apr.init(", init))
+        code = example.read_text().replace("ray_apr.init(", init).replace("tensorboard={}", "")
+        if on_gpu:
+            code = code.replace(
+                "engine=engine", 'engine={"placement": "colocated", "sleep": False}'
+            )
+        script.write_text(code)
         command = [sys.executable, str(script), "--steps=2", "--name=run", f"--storage={name}"]
         command += ["--model", str(example.parent / "arithmetic" / "base_model")]
+        command += ["--gpu"] if on_gpu else []
         began = time.monotonic()
         try:
             with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
@@ -108,12 +115,16 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="of each checkout")
     parser.add_argument("--beside", type=Path, help="another checkout")
     parser.add_argument("--in-python", action="store_true", help="as a script")
+    parser.add_argument("--gpu", action="store_true", help="that the script uses")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/start-2cpu.json"))
     options = parser.parse_args()
     starts: dict[str, Callable[[], dict[str, float]]]
     if options.in_python:
-        starts = {name: functools.partial(measure_script, call) for name, call in CALLS.items()}
+        starts = {
+            name: functools.partial(measure_script, call, options.gpu)
+            for name, call in CALLS.items()
+        }
     else:
         starts = {"this": functools.partial(measure, ROOT, *options.settings)}
         if options.beside:
