@@ -11,7 +11,7 @@ import pytest
 
 from tests.whole_runs import CONFIG
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(480)]
 
 _KERNEL = """
 import asyncio, json, sys
