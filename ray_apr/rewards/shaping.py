@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.core.checks import is_number, of_type, require, whole, whole_or_none
-from ray_apr.core.exceptions import RewardError
+from ray_apr.core.exceptions import RewardError, one_line
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import as_result, compiled, response_of
+
+logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 64
 """Parts of weighted sums that are plain functions, at once in one process."""
@@ -152,21 +155,26 @@ class WeightedSum:
     async def __call__(self, sample: Sample) -> RewardResult:
         """The sum, with each part's value in the metrics.
 
-        Waits for: all parts; where it is cancelled, for those that run in threads. Unblocked by:
-        their ends, or that of the process, which the caller kills where one does not return.
+        Waits for: all parts; where it fails or is cancelled, for those that run in threads.
+        Unblocked by: their ends, or that of the process, which the caller kills where one does not
+        return.
         """
         tasks: dict[str, asyncio.Task[RewardResult]] = {}
         threads: list[Future[Any]] = []
         try:
-            async with asyncio.TaskGroup() as group:
-                for name, (_, function) in self.parts.items():
-                    part = _value_of(name, function, sample, threads)
-                    tasks[name] = group.create_task(part, name=f"reward-part-{name}")
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        except asyncio.CancelledError:  # a thread that hangs would be there for good
-            begun = [asyncio.wrap_future(thread) for thread in threads if thread.running()]
-            await asyncio.gather(*begun, return_exceptions=True)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for name, (_, function) in self.parts.items():
+                        part = _value_of(name, function, sample, threads)
+                        tasks[name] = group.create_task(part, name=f"reward-part-{name}")
+            except ExceptionGroup as errors:
+                error = errors.exceptions[0]
+                if any(thread.running() for thread in threads):  # one may never end
+                    logger.warning("a part of weighted_sum failed: %s", one_line(error))
+                    await _have_ended(threads)
+                raise error from errors
+        except asyncio.CancelledError:
+            await _have_ended(threads)
             raise
         results = {name: task.result() for name, task in tasks.items()}
         metrics: dict[str, float] = {}
@@ -175,6 +183,15 @@ class WeightedSum:
         metrics |= {name: result.reward for name, result in results.items()}
         total = sum(self.parts[name][0] * result.reward for name, result in results.items())
         return as_result(sample, RewardResult(reward=total, metrics=metrics), "weighted_sum")
+
+
+async def _have_ended(threads: Sequence[Future[Any]]) -> None:
+    """Let nothing go on behind the call: of threads that hang there would soon be none left.
+
+    Waits for: those that run. Unblocked by: their ends, or that of the process.
+    """
+    begun = [asyncio.wrap_future(thread) for thread in threads if thread.running()]
+    await asyncio.gather(*begun, return_exceptions=True)
 
 
 async def _value_of(
@@ -186,14 +203,18 @@ async def _value_of(
     whole call.
     """
     value: Any
-    if inspect.iscoroutinefunction(function):
-        value = await function(sample)
-    else:
-        thread = _threads().submit(function, sample)
-        threads.append(thread)
-        value = await asyncio.wrap_future(thread)
-        if inspect.isawaitable(value):
-            value = await value
+    try:
+        if inspect.iscoroutinefunction(function):
+            value = await function(sample)
+        else:
+            thread = _threads().submit(function, sample)
+            threads.append(thread)
+            value = await asyncio.wrap_future(thread)
+            if inspect.isawaitable(value):
+                value = await value
+    except (SystemExit, KeyboardInterrupt) as error:  # out of a task it would end the event loop
+        detail = f"part {name!r} of weighted_sum: {type(error).__name__}: {error}"
+        raise RewardError(sample.sample_id, "raised", detail) from error
     return as_result(sample, value, f"part {name!r} of weighted_sum")
 
 
@@ -201,8 +222,8 @@ def weighted_sum(parts: Mapping[str, tuple[float, RewardFunction]]) -> RewardFun
     """Make a reward that is the sum of weight x value over named rewards.
 
     The parts run concurrently, plain functions in threads. The first one that fails fails the sum:
-    the others are cancelled, and what a thread still does is not waited for. A plain function that
-    takes longer than ``rollout.reward.timeout_s`` costs the worker process, as it does alone.
+    the others are cancelled, plain functions once they return. One that takes longer than
+    ``rollout.reward.timeout_s`` costs the worker process, as it does alone.
 
     Args:
         parts: Name -> (weight, reward function ``def`` or ``async def``). A weight of 0 records a

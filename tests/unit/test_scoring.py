@@ -94,14 +94,17 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
 
 @pytest.mark.parametrize("end", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
 @pytest.mark.parametrize("awaits", [False, True])
-def test_code_that_ends_its_process_or_its_task_ends_neither(score, end, awaits):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_code_that_ends_its_process_or_its_task_ends_neither(score, end, awaits, is_part):
     def plain(sample):
         raise end
 
     async def awaited(sample):
         raise end
 
-    error, workers = score(awaited if awaits else plain, retries=1)
+    reward = awaited if awaits else plain
+    reward = weighted_sum({"ends": (1.0, reward)}) if is_part else reward
+    error, workers = score(reward, retries=1)
     assert (error.kind, workers) == ("raised", 1)
     assert type(end).__name__ in str(error)
 
@@ -134,8 +137,13 @@ def test_an_async_call_over_its_limit_is_cancelled_in_place(score):
     assert (error.kind, workers) == ("timeout", 1)
 
 
-@pytest.mark.parametrize("is_part", [False, True])
-def test_a_call_that_does_not_return_costs_its_worker(score, is_part):
+def raises(sample):
+    raise OSError("no judge")
+
+
+@pytest.mark.parametrize("others", [None, {}, {"raises": (1.0, raises)}])
+def test_a_call_that_does_not_return_costs_its_worker(score, others):
+    """Alone, as a part of a sum, and beside a part that has failed."""
     release = threading.Event()
 
     def never(sample):
@@ -143,7 +151,7 @@ def test_a_call_that_does_not_return_costs_its_worker(score, is_part):
 
     begin = time.monotonic()
     threading.Timer(3.0, release.set).start()  # lets the pool's threads end with the test
-    reward = weighted_sum({"never": (1.0, never)}) if is_part else never
+    reward = never if others is None else weighted_sum({"never": (1.0, never), **others})
     error, workers = score(reward, timeout_s=0.05, retries=1)
     assert (error.kind, workers) == ("timeout", 3)
     assert time.monotonic() - begin < 10
