@@ -13,13 +13,23 @@ from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.rewards.answers import column_of, optional_package, response_of
+from ray_apr.rewards.math_sizes import is_small
 
 _BOXED = "\\boxed{"
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 _EMPHASIS = re.compile(r"(?<![\w^{)\]}])(\*{1,3}|`)([^\s*`](?:[^*`\n]*[^\s*`])?)\1(?!\w)")
 """Of Markdown: **42**, but neither 2*3*4 nor x^*."""
-_DOLLAR_OR_SPACE = re.compile(r"\\\$|(?<=\d)\\[,!;:](?=\d{3}(?!\d))")
-"""What LaTeX writes for a sum of money, and for thousands: \\$12\\,500."""
+_DOLLAR_OR_SPACE = re.compile(r"\\\$|(?<=\d)(?:\\[,!;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+"""What LaTeX writes for a sum of money, and for thousands: \\$12\\,500; and spaces that hold these
+together."""
+_STOP = re.compile(r"(?<=[\w)}\]])(?<!\\right)[.,;](?=\$|\s*\Z)")
+"""At the end of a formula."""
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])\d{1,15}(?:\.\d{1,15})?[eE][-+]?\d{1,3}(?![\w^{]|\.\d)", re.ASCII
+)
+"""A number as programs write it, which in LaTeX is a product with Euler's number: 1.5e-3."""
+_NESTED = re.compile(r"(?:[({\[]\s*){7}")
+"""Brackets for which the parser of LaTeX takes hours, as twice as long for each more."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,15}) (\d{1,15})/(\d{1,15})(?![\w/^])")
 """A whole number and a fraction: 3 1/2."""
@@ -52,12 +62,18 @@ class MathEqual:
         math_verify: Any = optional_package("math_verify", "math-verify", "rewards")
         text, reference = _plain(response_of(sample)), _plain(self._text_of(sample))
         expected = self._expected(math_verify, sample, reference)
+        given = sample.row[self.column]
+        if isinstance(given, str) and _SCIENTIFIC.fullmatch(given.strip()):  # 2e-1 may be 2·e − 1
+            expected += self._expected(math_verify, sample, given.strip())
         answers = self._answers(math_verify, text)
         # Without time limits: math-verify keeps them by SIGALRM, which only the main thread may
         # set, and rewards run in threads. Scoring has a limit of its own.
-        equal = bool(answers) and math_verify.verify(
-            expected, answers, float_rounding=self.float_digits, timeout_seconds=None
-        )
+        if all(map(is_small, (*expected, *answers))):
+            equal = bool(answers) and math_verify.verify(
+                expected, answers, float_rounding=self.float_digits, timeout_seconds=None
+            )
+        else:
+            equal = any(answer in expected for answer in answers)
         if equal:  # math-verify takes no notice of bases
             bases = _last_base(reference), _last_base(last_boxed(text) or text)
             equal = None in bases or bases[0] == bases[1]
@@ -94,8 +110,16 @@ class MathEqual:
         """The response's answer as SymPy expressions; empty if there is none."""
         latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
         content = last_boxed(text)
-        given = [] if content is None else [(f"${content}$", [latex])]
+        if content is not None and _NESTED.search(content):
+            return []
+        given = []
+        if content is not None:  # 2e-1 may be either
+            content = _STOP.sub("", content)
+            for formula in dict.fromkeys((content, _SCIENTIFIC.sub(_decimal, content))):
+                given.append((f"${formula}$", [latex]))
         if not self.boxed_only:  # several boxes may be one answer: 1 and 2
+            if not any(mark in text for mark in _LATEX_MARKS):
+                text = _SCIENTIFIC.sub(_decimal, text)
             given.append((text, [latex, math_verify.ExprExtractionConfig()]))
         answers: list[Any] = []
         for one, kinds in given:
@@ -112,9 +136,13 @@ class MathEqual:
 def _plain(text: str) -> str:
     """A text without what math-verify does not know to surround a number, or to be its sign."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{DEGREE SIGN}", "")
-    text = _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text))
+    text = _STOP.sub("", _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text)))
     text = _BARE_BASE.sub(r"_{\1}", _BOX.sub(lambda _: _BOXED, text))
     return _REPEATING.sub(_fraction_of_repeating, _MIXED.sub(_fraction_of_mixed, text))
+
+
+def _decimal(found: re.Match[str]) -> str:
+    return format(Decimal(found[0]), "f")
 
 
 def _fraction_of_mixed(found: re.Match[str]) -> str:
@@ -156,9 +184,10 @@ def math_equal(
     r"""Make a reward that is 1.0 if the response's final answer equals a column mathematically.
 
     It needs the package math-verify: ``pip install 'ray_apr[rewards]'``. What math-verify can
-    neither parse nor compare counts as not equal. Its time limits are off, as they need the main
-    thread; ``rollout.reward.timeout_s`` bounds the call, and a call that hangs in SymPy costs its
-    worker process.
+    neither parse nor compare counts as not equal. Numbers of more than 20,000 digits, such as
+    9^(9^9), are not worked out: they have to be written alike. Its time limits are off, as they
+    need the main thread; ``rollout.reward.timeout_s`` bounds the call, and a call that hangs in
+    SymPy costs its worker process.
 
     Args:
         column: Holds the right answer: a number, or LaTeX with or without dollar signs.

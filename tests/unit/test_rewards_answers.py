@@ -173,6 +173,19 @@ def test_what_is_no_number_is_no_reference_of_math_equal(math_verify, answer):
         (f"first {BOX}{{7}}, but it is {BOX}{{8}}", "8", 1.0),
         (f"first {BOX}{{7}}, but it is {BOX}{{8}}", "7", 0.0),
         (f"It is {BOX}{{1}} or {BOX}{{2}}.", "\\{1, 2\\}", 1.0),
+        (f"{BOX}{{42.}}", "42", 1.0),
+        ("It is $\\frac12.$", "0.5", 1.0),
+        (f"{BOX}{{1e3}}", "1000", 1.0),
+        (f"{BOX}{{1.5e-3}}", 0.0015, 1.0),
+        ("The answer is 1e3.", "1000", 1.0),
+        ("The answer is 1e3.", "1", 0.0),
+        (f"{BOX}{{2e-1}}", "0.2", 1.0),
+        (f"{BOX}{{2e-1}}", "2e-1", 1.0),
+        (f"{BOX}{{2e - 1}}", "2e-1", 1.0),
+        (f"{BOX}{{2e-1}}", "-1+2e", 1.0),
+        (f"{BOX}{{12\N{NARROW NO-BREAK SPACE}500}}", "12500", 1.0),
+        (f"{BOX}{{12\N{NO-BREAK SPACE}50}}", "1250", 0.0),
+        (f"{BOX}{{2^{{3^4}}}}", "2^{81}", 1.0),
         ("I do not know.", "42", 0.0),
         ("", "42", 0.0),
     ],
@@ -180,6 +193,36 @@ def test_what_is_no_number_is_no_reference_of_math_equal(math_verify, answer):
 def test_math_equal(math_verify, response, answer, expected):
     result = round_trip(math_equal())(sample_of(response, answer=answer))
     assert result.reward == expected
+
+
+HUGE = "9^{9^9}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (f"It is ${HUGE}$", "5", 0.0),
+        (f"{BOX}{{{HUGE}}}", HUGE, 1.0),
+        (f"{BOX}{{{HUGE}}}", "9^{9^8}", 0.0),
+        (f"{BOX}{{\\frac{{1}}{{{HUGE}}}}}", "5", 0.0),
+        (f"{BOX}{{\\{{1, {HUGE}\\}}}}", "\\{1, 2\\}", 0.0),
+        (f"{BOX}{{\\begin{{pmatrix}}1 & {HUGE}\\end{{pmatrix}}}}", "5", 0.0),
+        (f"{BOX}{{((9!)!)!}}", "5", 0.0),
+        (f"{BOX}{{(x+1)^{{100000}}}}", "x^5", 0.0),
+        (f"{BOX}{{\\sum_{{i=1}}^{{1000000000}} \\frac{{1}}{{i}}}}", "5", 0.0),
+        (f"{BOX}{{{'(' * 60}1{')' * 60}}}", "1", 0.0),
+        (f"{BOX}{{{'{' * 60}1{'}' * 60}}}", "1", 0.0),
+    ],
+)
+def test_what_would_take_hours_is_not_worked_out(math_verify, response, answer, expected):
+    assert math_equal()(sample_of(response, answer=answer)).reward == expected
+
+
+@pytest.mark.parametrize("formula", ["2024^{2024}", "2024!", "2^{2^{2^2}}", "\\sum_{i=1}^{100} i"])
+def test_numbers_of_some_thousand_digits_are_worked_out(math_verify, formula):
+    reward = math_equal()
+    assert reward(sample_of(f"{BOX}{{{formula} + 1}}", answer=f"1 + {formula}")).reward == 1.0
 
 
 def test_math_equal_works_in_a_thread(math_verify):
