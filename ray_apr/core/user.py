@@ -60,11 +60,15 @@ def _finite(name: str, value: Any) -> float:
 
 
 def _token_id(value: Any) -> int:
-    """A plain number, also of NumPy's or torch's: an engine ends where it gets these."""
+    """A plain number, also of NumPy's or torch's: an engine ends where it gets these, or a negative
+    one."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError as error:
         raise ValueError(f"token_ids of a step are whole numbers, not {value!r}") from error
+    if number < 0:
+        raise ValueError(f"token_ids of a step are at least 0, not {number}")
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,13 @@ class Step:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(map(_token_id, self.token_ids)))
         object.__setattr__(self, "messages", tuple(self.messages))
+        if not isinstance(self.text, str):  # a tokenizer makes several responses of a list
+            raise ValueError(f"text of a step is a str, not {self.text!r}; join a list of them")
+        if self.done not in (True, False):  # "no" would end the sample
+            raise ValueError(f"done of a step is True or False, not {self.done!r}")
+        object.__setattr__(self, "done", bool(self.done))
+        if not isinstance(self.state, Mapping | None):
+            raise ValueError(f"state of a step is a mapping or None, not {self.state!r}")
         wrong = [message for message in self.messages if not isinstance(message, Mapping)]
         if wrong:  # a template may take it for a message without a role, and say nothing
             raise ValueError(f"messages of a step are mappings with a role, not {wrong[0]!r}")
@@ -101,7 +112,7 @@ class Step:
             if not self.done:
                 raise ValueError("a reward belongs to the step that is done")
             if not isinstance(self.reward, RewardResult):
-                object.__setattr__(self, "reward", RewardResult(reward=float(self.reward)))
+                object.__setattr__(self, "reward", RewardResult(reward=self.reward))
 
     @property
     def result(self) -> RewardResult | None:
@@ -143,9 +154,11 @@ class Environment(Protocol):
     def step(self, sample: Sample) -> Step | Awaitable[Step]:
         """Answer the last turn of `sample`.
 
-        In a run without a reward function it is also called for a sample that ended by itself
-        (``sample.finish_reason`` is LENGTH: its budget or its turns are spent), and must then give
-        the reward, in a step that is done.
+        The last turn of ``rollout.max_turns`` is answered, too, as it may be done; otherwise what
+        is said is not read, and the state kept. In a run without a reward function it is also
+        called for a sample that ended by itself (``sample.finish_reason`` is LENGTH: its budget or
+        its turns are spent), so about that turn once more, and must then give the reward, in a
+        step that is done.
         """
         ...
 

@@ -13,6 +13,9 @@ from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardResult
 
+_MOST_SHOWN = 200
+"""Characters."""
+
 Extract = Callable[[str], str | None]
 """Finds the answer in a response; None where there is none."""
 
@@ -114,6 +117,12 @@ def optional_package(module: str, package: str, extra: str) -> ModuleType:
         raise ImportError(f"{package} is missing ({error}); {remedy}") from error
 
 
+def shown(value: object) -> str:
+    """A value for a message; of a long one its begin."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
 def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
     """Take what a reward function returned.
 
@@ -130,6 +139,6 @@ def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
     try:
         return RewardResult(reward=value)
     except ValueError as error:
-        detail = f"returned {value!r}; must be a finite number, or a RewardResult"
+        detail = f"returned {shown(value)}; must be a finite number, or a RewardResult"
         detail = f"{who} {detail}" if who else detail
         raise RewardError(sample.sample_id, "invalid", detail) from error

@@ -29,7 +29,7 @@ from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import StepError, UserCodeError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
-from ray_apr.rewards.answers import as_result
+from ray_apr.rewards.answers import as_result, shown
 from ray_apr.rollout.calls import ERRORS, Call, Calls, Outcomes
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _checked_step(sample: Sample, value: Any) -> Step:
     if value is None and before_first_turn:
         return Step()
     if not isinstance(value, Step):
-        raise StepError(sample.sample_id, "invalid", f"returned {value!r}; must be a Step")
+        raise StepError(sample.sample_id, "invalid", f"returned {shown(value)}; must be a Step")
     if value.done and before_first_turn:
         raise StepError(sample.sample_id, "invalid", "is done before the first turn")
     says = value.done or value.token_ids or value.text or value.messages

@@ -80,6 +80,13 @@ def test_what_is_no_finite_number_is_invalid(score, value):
     assert repr(value) in str(error)
 
 
+def test_of_a_long_answer_the_begin_is_told(score):
+    error, _ = score(lambda s: list(range(100_000)))
+    assert len(str(error)) < 500
+    error = ask("step", list(range(100_000)), after_a_turn())
+    assert len(str(error)) < 500
+
+
 def test_an_exception_is_retried_and_then_raised_with_its_text(score):
     calls = []
 

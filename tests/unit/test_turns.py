@@ -273,6 +273,28 @@ def test_ids_of_a_step_are_plain_numbers_and_messages_are_mappings():
             Step(messages=messages)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"token_ids": (7, -1)}, "at least 0, not -1"),
+        ({"text": ["one", "two"]}, "text of a step is a str"),
+        ({"text": b"4"}, "text of a step is a str"),
+        ({"text": "4", "done": "no"}, "True or False, not 'no'"),
+        ({"text": "4", "done": None}, "True or False, not None"),
+        ({"text": "4", "state": [1]}, "state of a step is a mapping"),
+        ({"done": True, "reward": "1"}, "finite number, got '1'"),
+        ({"done": True, "reward": [1.0]}, "finite number"),
+    ],
+)
+def test_what_a_step_cannot_have_is_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Step(**fields)
+
+
+def test_numpys_truth_is_taken_as_that():
+    assert Step(done=np.bool_(True), reward=np.float32(0.5)).done is True
+
+
 def test_messages_continue_the_conversation_as_the_template_does():
     step = Step(messages=({"role": "tool", "content": "4"},))
     assert said(step, 65, 0) == "\n<tool>4\n<assistant>", "the turn ended with <eos> itself"
