@@ -78,9 +78,16 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 def extracted(
     text: str, pattern: re.Pattern[str] | None = None, extract: Extract | None = None
 ) -> str | None:
-    """The answer inside a text: by a function, by a pattern's last match, or all of the text."""
+    """The answer inside a text: by a function, by a pattern's last match, or all of the text.
+
+    Raises:
+        TypeError: If the function gives something else than a text or None.
+    """
     if extract is not None:
-        return extract(text)
+        answer = extract(text)
+        if not isinstance(answer, str | None):
+            raise TypeError(f"extract returned {shown(answer)}; must be a text, or None")
+        return answer
     return text if pattern is None else last_match(pattern, text)
 
 

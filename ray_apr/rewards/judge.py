@@ -26,7 +26,7 @@ SCORE = (
 )
 """A verdict such as ``Score: 0.7``, in bold face, too; no part of ``0,7`` or ``1e-1``."""
 
-_SCALE = re.compile(r"[\s*_]*(?:/[\s*_]*(\d+(?:\.\d+)?)|%)")
+_SCALE = re.compile(r"(?i)[\s*_]*(?:(?:/|out\s+of\s)[\s*_]*(\d+(?:\.\d+)?)|%)")
 """What may follow the number: the greatest one that there is; 100 of a percentage."""
 
 ASKS = "ray_apr.llm_judge"
@@ -302,8 +302,8 @@ def llm_judge(
         handle: Instead of an endpoint, a Ray Serve handle; ``handle.remote(prompt)`` must answer
             with the verdict's text.
         pattern: Group 1 of its last match in the verdict is the number. A text is compiled with
-            ``re.DOTALL``. ``/`` and a number may follow, which must be `maximum`, or ``%`` where
-            that is 100.
+            ``re.DOTALL``. ``/`` or ``out of`` and a number may follow, which must be `maximum`, or
+            ``%`` where that is 100.
         minimum: Least number of a verdict.
         maximum: Greatest number of a verdict.
         timeout_s: Limit of one try, in seconds.

@@ -17,7 +17,7 @@ from ray_apr.core.checks import of_type, one_of, positive, require, whole
 from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.rewards.answers import Extract, column_of, response_of
+from ray_apr.rewards.answers import Extract, column_of, extracted, response_of, shown
 from ray_apr.rewards.sandbox import (
     Command,
     Isolation,
@@ -131,7 +131,7 @@ class CodeTests:
     def __call__(self, sample: Sample) -> RewardResult:
         """The score, with `code_tests_passed`, `code_timeouts` and `code_namespaces`."""
         tests = tests_of(sample, self.column)
-        program = self.extract(response_of(sample))
+        program = extracted(response_of(sample), extract=self.extract)
         sandbox = find_sandbox(
             self.isolation,
             allow_unsandboxed_writes=self.allow_unsandboxed_writes,
@@ -179,7 +179,10 @@ class CodeTests:
     def _has_passed(self, outcome: Outcome, case: Case) -> bool:
         if (outcome.ended, outcome.code) != ("exit", 0):
             return False
-        return self.compare(outcome.output.decode(errors="replace"), case.expected)
+        is_same = self.compare(outcome.output.decode(errors="replace"), case.expected)
+        if is_same not in (True, False):  # a forgotten return would be a wrong answer
+            raise TypeError(f"compare returned {shown(is_same)}; must be True or False")
+        return bool(is_same)
 
     def _run_asserts(self, sandbox: Sandbox, program: str, tests: Sequence[str]) -> tuple[int, int]:
         """Numbers of tests passed, and 1 if they ran out of time."""

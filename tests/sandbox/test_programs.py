@@ -125,6 +125,11 @@ def test_a_program_passes_its_pairs(isolated):
     }
 
 
+def test_a_comparison_that_returns_nothing_is_no_zero(namespaces):
+    with pytest.raises(TypeError, match="compare returned None"):
+        result_of(code_tests(compare=lambda output, expected: None), "print('ok')")
+
+
 def test_some_failures_are_a_fraction_or_nothing(namespaces):
     tests = pairs(("1", "2"), ("2", "5"), ("x", ""), ("4", "8"))
     fraction = result_of(code_tests(score="fraction"), DOUBLES, tests)

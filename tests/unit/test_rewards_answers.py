@@ -85,6 +85,11 @@ def test_a_row_without_an_answer_is_no_zero(answer):
     assert (caught.value.sample_id, caught.value.kind) == ("g0-0", "invalid")
 
 
+def test_an_extract_that_gives_no_text_is_no_zero():
+    with pytest.raises(TypeError, match="extract returned 42; must be a text"):
+        exact_match(extract=int, strip=False)(sample_of("42", answer="42"))
+
+
 def test_a_missing_column_is_named_with_those_that_are_there():
     with pytest.raises(RewardError, match=r"'answer'.*gold, task"):
         exact_match()(sample_of("42", gold="42", task="t"))

@@ -201,6 +201,8 @@ async def test_a_serve_handle_is_asked_with_the_prompt():
         ("Score: 1 / 2 of it is right. Score: 9/10", 10, 9.0),
         ("Score: 1/10", 1, None),
         ("Score: 3 /5", 10, None),
+        ("Score: 1 out of 10", 1, None),
+        ("**Score: 8** out of **10**", 10, 8.0),
         ("Score: **85** %", 100, 85.0),
         ("Score: 1% of it is right", 1, None),
     ],
