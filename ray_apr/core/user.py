@@ -61,13 +61,13 @@ def _finite(name: str, value: Any) -> float:
 
 def _token_id(value: Any) -> int:
     """A plain number, also of NumPy's or torch's: an engine ends where it gets these, or a negative
-    one."""
+    one; and the run where it keeps one of more than 31 bits."""
     try:
         number = operator.index(value)
     except TypeError as error:
         raise ValueError(f"token_ids of a step are whole numbers, not {value!r}") from error
-    if number < 0:
-        raise ValueError(f"token_ids of a step are at least 0, not {number}")
+    if not 0 <= number < 2**31:
+        raise ValueError(f"token_ids of a step are at least 0 and below 2^31, not {number}")
     return number
 
 

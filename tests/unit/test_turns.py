@@ -276,7 +276,8 @@ def test_ids_of_a_step_are_plain_numbers_and_messages_are_mappings():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"token_ids": (7, -1)}, "at least 0, not -1"),
+        ({"token_ids": (7, -1)}, "at least 0 .* not -1"),
+        ({"token_ids": (7, 2**31)}, "below 2.31, not 2147483648"),
         ({"text": ["one", "two"]}, "text of a step is a str"),
         ({"text": b"4"}, "text of a step is a str"),
         ({"text": "4", "done": "no"}, "True or False, not 'no'"),
