@@ -3,7 +3,8 @@
 Invariants, kept by `Followed`:
     * Each row is told in order, and once, whatever rows the run folder loses when the run begins
       again: a row is told by its step or version, and the last one that was is in the folder. Only
-      the row at which a process was killed is told again by the next one.
+      the row at which a process was killed is told again by the next one; all are where that file
+      was damaged, with a warning.
     * A callback that raises is heard of in the log, once for each of its methods; neither the run
       nor the other callbacks notice it.
     * The run waits for callbacks at its end alone, and there only for `_END_S`.
@@ -58,9 +59,7 @@ class Followed:
         self._callbacks = callbacks
         self._checkpoints = checkpoints
         self._file = folder / CALLBACKS_FILE
-        told = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
-        self._notes: dict[str, dict[str, Any]] = told.get("notes", {})
-        self._told = {name: int(told.get(name, -1)) for name in _TOLD}
+        self._told, self._notes = _read(self._file)
         """The last of each that all callbacks were told."""
         self._steps = NewRows(folder / "metrics.jsonl", "step", self._told["step"])
         self._evaluations = NewRows(
@@ -134,6 +133,21 @@ class Followed:
             if not self._is_unsaved:
                 self._is_unsaved = True
                 logger.error("%s is not written: %s", self._file, one_line(error))
+
+
+def _read(file: Path) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
+    """The last of each that all callbacks were told, and their notes; nothing of a file that cannot
+    be read, so that they are told all again."""
+    if file.exists():
+        try:
+            told = json.loads(file.read_bytes())
+            notes = {str(name): {**of_one} for name, of_one in told.get("notes", {}).items()}
+            return {name: int(told.get(name, -1)) for name in _TOLD}, notes
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            logger.warning(
+                "%s cannot be read, so that callbacks are told all again: %s", file, one_line(error)
+            )
+    return dict.fromkeys(_TOLD, -1), {}
 
 
 def name_of(callback: RunCallback) -> str:

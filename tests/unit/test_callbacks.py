@@ -159,6 +159,19 @@ def test_a_full_disk_and_notes_that_are_no_json_cost_the_notes_alone(tmp_path, c
     assert [call[0] for call in other.calls] == ["start", "step", "step", "end"]
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"step": null}', '{"step": 1, "notes": {"told": 1}}'])
+def test_notes_that_were_damaged_by_hand_cost_the_notes_alone(tmp_path, caplog, text):
+    """known fault: the thread of the callbacks died, and none of them heard of anything."""
+    steps(tmp_path, 0, 1)
+    file = tmp_path / "callbacks.json"
+    file.write_text(text, encoding="utf-8")
+    told = Told()
+    follow(tmp_path, told).look()
+    assert told.calls == [("start", False, {}), ("step", 0), ("step", 1)]
+    assert f"{file} cannot be read, so that callbacks are told all again" in caplog.text
+    assert json.loads(file.read_text(encoding="utf-8"))["step"] == 1
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
 def test_a_callback_that_exits_ends_itself_alone(tmp_path, caplog, error):
     class Exits(RunCallback):
