@@ -54,6 +54,7 @@ class APRConfig(RLlibConfig):
 
             algo_class = APR
         super().__init__(algo_class=algo_class)
+        self._said: tuple[str, ...] = ()  # of RLlib's: they may have been given their defaults
         train = TrainConfig()
         # what a run has where nobody says anything
         self.lr = train.learning_rate
@@ -121,6 +122,7 @@ class APRConfig(RLlibConfig):
         """
         refuse_unknown(kwargs, RLlibConfig.training)
         super().training(**kwargs)
+        self._note(kwargs)
         # Tune moves its workers into other folders
         self._take(model=_absolute(model), prompts=prompts, reward=reward, train=train)
         self._take(prompts_settings=prompts_settings)
@@ -195,6 +197,26 @@ class APRConfig(RLlibConfig):
             storage_path = os.path.abspath(storage_path)
         return self._take(storage_path=storage_path)
 
+    def learners(self, **kwargs: Any) -> APRConfig:
+        """As of RLlib: num_learners, num_gpus_per_learner and others (docs/rllib.md)."""
+        super().learners(**kwargs)
+        return self._note(kwargs)
+
+    def env_runners(self, **kwargs: Any) -> APRConfig:
+        """As of RLlib: num_env_runners, num_gpus_per_env_runner and others (docs/rllib.md)."""
+        super().env_runners(**kwargs)
+        return self._note(kwargs)
+
+    def debugging(self, **kwargs: Any) -> APRConfig:
+        """As of RLlib: seed, log_level, log_sys_usage."""
+        super().debugging(**kwargs)
+        return self._note(kwargs)
+
+    def update_from_dict(self, config_dict: dict[str, Any]) -> APRConfig:
+        """As of RLlib; what `to_dict` gave has all settings, whoever has said them."""
+        super().update_from_dict(config_dict)
+        return self if "_train_batch_size_per_learner" in config_dict else self._note(config_dict)
+
     def validate(self) -> None:
         """Check all settings.
 
@@ -202,6 +224,12 @@ class APRConfig(RLlibConfig):
             ConfigError: For one that is wrong, or has no meaning here.
         """
         resolve(self)
+
+    def _note(self, given: Mapping[str, Any]) -> APRConfig:
+        """Keep which of RLlib's settings somebody has said."""
+        names = {name for name, value in given.items() if value is not NotProvided}
+        self._said = tuple(sorted({*self._said, *names}))
+        return self
 
     def _take(self, **given: Any) -> APRConfig:
         for name, value in given.items():

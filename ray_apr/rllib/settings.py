@@ -58,7 +58,7 @@ _OBEYED = frozenset(
     | {"callbacks_class", "num_cpus_for_main_process", "custom_resources_for_main_process"}
     | {f"callbacks_{name}" for name in CALLBACKS}
 )
-_NOT_SETTINGS = frozenset({"algo_class", "class", "_is_frozen"})
+_NOT_SETTINGS = frozenset({"algo_class", "class", "_is_frozen", "_said"})
 _OF_TUNE = frozenset({STDOUT_FILE, STDERR_FILE, TRIAL_INFO})
 
 _REMEDIES = {
@@ -184,8 +184,9 @@ def _plain(config: APRConfig) -> dict[str, Any]:
 
 
 def _is_set(config: APRConfig, name: str) -> bool:
-    """Whether somebody has said something else than the default."""
-    return bool(getattr(config, name) != _defaults()[name])
+    """Whether somebody has said something, if it is no None, or has set what is not the default."""
+    value = getattr(config, name)
+    return bool(value != _defaults()[name]) or (name in config._said and value is not None)
 
 
 def _refuse_others(config: APRConfig) -> None:

@@ -272,9 +272,8 @@ def test_callbacks_are_called(model, tmp_path):
 
 
 def test_a_text_environment_gives_prompts_and_rewards(model, tmp_path):
-    given = build(model, tmp_path, prompts=None, reward=None)
-    given.train_batch_size = 128
-    given.training(train={"batch_size": 4}).environment(Guess, num_env_seeds=6)
+    given = config(model, prompts=None, reward=None, train={"batch_size": 4})
+    given.checkpointing(storage_path=str(tmp_path / "runs")).environment(Guess, num_env_seeds=6)
     given.evaluation(evaluation_interval=1, evaluation_duration=3)
     algo = given.build_algo()
     algo.train()
@@ -288,7 +287,7 @@ def test_a_text_environment_gives_prompts_and_rewards(model, tmp_path):
 
 
 def test_what_a_run_refuses_is_said_when_it_is_built(model, tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.batch_size = 3"):
-        build(model, tmp_path, train={"batch_size": 3}).training(train_batch_size=128).build_algo()
+    with pytest.raises(ConfigError, match=r"train\.batch_size = 3: must be a multiple"):
+        config(model, train={"batch_size": 3}).build_algo()
     with pytest.raises(ConfigError, match="model = '/none': there is no folder /none"):
         build("/none", tmp_path).build_algo()

@@ -213,6 +213,37 @@ def test_a_setting_that_is_given_twice_has_one_value():
     assert resolve(config(train=TrainConfig(), lr=2 * default)).train.learning_rate == 2 * default
 
 
+@pytest.mark.parametrize(
+    ("said", "name", "train"),
+    [
+        ({"lr": 1e-6}, "lr", {"learning_rate": 1e-4}),
+        ({"lr": 1e-6}, "lr", TrainConfig(learning_rate=1e-4)),
+        ({"grad_clip": 1.0}, "grad_clip", {"max_grad_norm": 0.5}),
+        ({"num_epochs": 1}, "num_epochs", {"epochs": 3}),
+        ({"train_batch_size": 128}, "train_batch_size", {"batch_size": 64}),
+    ],
+)
+def test_a_default_that_was_said_counts_as_said(said, name, train):
+    """known fault: RLlib's setting was ignored where it had the value of its default."""
+    given = config(train=train, **said)
+    copies = [given, given.copy(copy_frozen=False), APRConfig.from_state(given.get_state())]
+    copies += [APRConfig().update_from_dict(given.to_dict()), config(train=train)]
+    copies[-1].update_from_dict(said)
+    for copied in copies:
+        with pytest.raises(ConfigError, match=f"is also said by {name}, to be"):
+            resolve(copied)
+    resolve(config(train=train)), resolve(APRConfig().update_from_dict(config().to_dict()))
+
+
+def test_a_default_number_of_servers_that_was_said_counts_as_said():
+    given = config().rollouts(rollout={"num_replicas": 3}).env_runners(num_env_runners=1)
+    with pytest.raises(ConfigError, match=r"rollout.num_replicas = 3: is also said by num_env_run"):
+        resolve(given)
+    given.env_runners(num_env_runners=0)
+    with pytest.raises(ConfigError, match=r"rollout.num_replicas = 3: is also said by num_env_run"):
+        resolve(given)
+
+
 def test_a_batch_is_no_number_of_turns():
     given = APRConfig().environment(Guess).training(model="a/b", train_batch_size=8)
     with pytest.raises(ConfigError, match="train_batch_size = 8: counts steps of the env"):
