@@ -31,7 +31,7 @@ from ray.tune import PlacementGroupFactory
 from ray.tune.result import DONE, TRAINING_ITERATION
 
 from ray_apr.compat.rllib import TRIAL_INFO, Checkpointable, make_callback
-from ray_apr.core.checks import require
+from ray_apr.core.checks import is_number, require
 from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib.config import APRConfig, as_rows
@@ -71,7 +71,7 @@ class APR(Algorithm):
         checked.validate()
         cpus = checked.num_cpus_for_main_process
         remedy = "must be above 0: Ray has no placement group without resources"
-        require(cpus > 0, "num_cpus_for_main_process", cpus, remedy)
+        require(is_number(cpus) and cpus > 0, "num_cpus_for_main_process", cpus, remedy)
         return PlacementGroupFactory([{"CPU": cpus, **checked.custom_resources_for_main_process}])
 
     @staticmethod

@@ -25,6 +25,7 @@ from ray_apr.config import (
     RolloutConfig,
     TrainConfig,
 )
+from ray_apr.core.checks import require
 from ray_apr.core.user import GroupFilter, RewardFunction
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib.settings import refuse_unknown, resolve
@@ -162,6 +163,9 @@ class APRConfig(RLlibConfig):
             observations: What observations are: plain text, or messages of a chat's user.
             kwargs: As of RLlib: env_config, observation_space, action_space.
         """
+        given = kwargs.get("env_config", {})
+        remedy = "must be a mapping: it is given to the environment"
+        require(isinstance(given, Mapping) or given is NotProvided, "env_config", given, remedy)
         super().environment(env, **kwargs)
         return self._take(num_env_seeds=num_env_seeds, observations=observations)
 
@@ -193,7 +197,9 @@ class APRConfig(RLlibConfig):
             kwargs: As of RLlib; all are refused.
         """
         super().checkpointing(**kwargs)
-        if isinstance(storage_path, str) and "://" not in storage_path:
+        if isinstance(storage_path, os.PathLike) or (
+            isinstance(storage_path, str) and "://" not in storage_path
+        ):
             storage_path = os.path.abspath(storage_path)
         return self._take(storage_path=storage_path)
 

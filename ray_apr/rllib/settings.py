@@ -123,6 +123,12 @@ def resolve(config: APRConfig) -> Settings:
     _require_whole("steps_per_iteration", config.steps_per_iteration, 1)
     _require_whole("num_learners", config.num_learners, 0)
     _require_whole("num_env_runners", config.num_env_runners, 0)
+    for name in CALLBACKS:
+        given = getattr(config, f"callbacks_{name}")
+        are_functions = given is None or all(map(callable, force_list(given)))
+        require(are_functions, f"callbacks_{name}", given, "must be a function, or a list of them")
+    remedy, path = "must be a text: the path or URI of a folder", config.storage_path
+    require(isinstance(path, str | None), "storage_path", path, remedy)
     return Settings(
         prompts=section(PromptsConfig, "prompts_settings", config.prompts_settings),
         rollout=section(RolloutConfig, "rollout", config.rollout, _rollout(config)),
@@ -232,6 +238,11 @@ def _check_environment(config: APRConfig) -> None:
     require(config.prompts is not None, "prompts", None, "is missing; give rows with a prompt each")
 
 
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and is_number(value) and value >= 1
+
+
 def _require_whole(name: str, value: Any, least: int) -> None:
     is_whole = isinstance(value, int) and is_number(value) and value >= least
     require(is_whole, name, value, f"must be a whole number of at least {least}")
@@ -255,8 +266,12 @@ def _train(config: APRConfig) -> dict[str, tuple[str, Any]]:
         raise ConfigError("grad_clip", None, remedy)
     learners = config.num_learners or 1
     size = config.train_batch_size
+    if _is_set(config, "train_batch_size"):
+        _require_whole("train_batch_size", size, 1)
     if config._train_batch_size_per_learner is not None:
-        total = config._train_batch_size_per_learner * learners
+        own = config._train_batch_size_per_learner
+        _require_whole("train_batch_size_per_learner", own, 1)
+        total = own * learners
         if _is_set(config, "train_batch_size") and size != total:
             remedy = f"train_batch_size_per_learner x num_learners is {total}; give one of them"
             raise ConfigError("train_batch_size", size, remedy)
@@ -285,7 +300,7 @@ def _mini_batches(config: APRConfig, batch_size: int, learners: int) -> int:
         remedy = "counts steps of the environment; set mini_batches with .training(train=...)"
     elif "batch_size" in (config.train if isinstance(config.train, Mapping) else {}):
         remedy = "needs train_batch_size; or set mini_batches with .training(train=...)"
-    elif isinstance(size, int) and size > 0 and batch_size % (size * learners) == 0:
+    elif _is_count(size) and batch_size % (size * learners) == 0:
         return batch_size // (size * learners)
     raise ConfigError("minibatch_size", size, remedy)
 
@@ -300,7 +315,8 @@ def _rollout(config: APRConfig) -> dict[str, tuple[str, Any]]:
     gpus = config.num_gpus_per_env_runner
     if gpus:
         remedy = "must be a whole number: the GPUs of one rollout server"
-        require(gpus == int(gpus), "num_gpus_per_env_runner", gpus, remedy)
+        is_whole = is_number(gpus) and gpus == int(gpus)
+        require(is_whole, "num_gpus_per_env_runner", gpus, remedy)
         found["engine.tensor_parallel_size"] = ("num_gpus_per_env_runner", int(gpus))
         found["engine.device"] = ("num_gpus_per_env_runner", "cuda")
     return found
@@ -308,8 +324,19 @@ def _rollout(config: APRConfig) -> dict[str, tuple[str, Any]]:
 
 def _scaling(config: APRConfig) -> ray.train.ScalingConfig:
     gpus, cpus = config.num_gpus_per_learner, config.num_cpus_per_learner
-    require(gpus in (0, 1), "num_gpus_per_learner", gpus, "must be 0 or 1: a train worker has one")
-    resources = dict(config.custom_resources_per_learner)
+    require(
+        is_number(gpus) and gpus in (0, 1),
+        "num_gpus_per_learner",
+        gpus,
+        "must be 0 or 1: a train worker has one",
+    )
+    custom = config.custom_resources_per_learner
+    is_custom = isinstance(custom, Mapping) and all(
+        is_number(n) and n >= 0 for n in custom.values()
+    )
+    remedy = "must be a mapping from names of resources to numbers of at least 0"
+    require(is_custom, "custom_resources_per_learner", custom, remedy)
+    resources = dict(custom)
     if cpus != "auto":
         remedy = 'must be a number of at least 0, or "auto"'
         require(is_number(cpus) and cpus >= 0, "num_cpus_per_learner", cpus, remedy)
@@ -336,8 +363,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     found: dict[str, tuple[str, Any]] = {}
     if interval is not None:
         remedy = "must be a whole number of iterations, at least 1, or None"
-        is_whole = isinstance(interval, int) and is_number(interval) and interval >= 1
-        require(is_whole, "evaluation_interval", interval, remedy)
+        require(_is_count(interval), "evaluation_interval", interval, remedy)
         found["every"] = ("evaluation_interval", interval * config.steps_per_iteration)
         if given is None:  # as in RLlib, which begins with a training iteration
             found["at_start"] = ("evaluation_interval", False)
@@ -351,8 +377,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     if is_env:
         duration = num_held_out(config)
         remedy = f"must be a multiple of evaluation_settings.samples = {evaluation.samples}"
-        is_multiple = isinstance(duration, int) and duration > 0
-        is_multiple = is_multiple and duration % evaluation.samples == 0
+        is_multiple = _is_count(duration) and duration % evaluation.samples == 0
         require(is_multiple, "evaluation_duration", duration, remedy)
     return evaluation
 
@@ -369,6 +394,6 @@ def _samples(config: APRConfig) -> int:
         remedy = "needs rows as evaluation_prompts; or set evaluation_settings.samples"
         raise ConfigError("evaluation_duration", episodes, remedy)
     remedy = f"must be a multiple of the {len(prompts)} evaluation prompts: all are evaluated"
-    is_whole = isinstance(episodes, int) and episodes > 0 and episodes % len(prompts) == 0
+    is_whole = _is_count(episodes) and episodes % len(prompts) == 0
     require(is_whole, "evaluation_duration", episodes, remedy)
     return int(episodes // len(prompts))

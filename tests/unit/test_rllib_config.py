@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+from pathlib import Path
 
 import gymnasium
 import pytest
@@ -165,6 +166,40 @@ class WithEpisodes(RLlibCallback):
         (lambda c: c.training(optimizer={"eps": 1}), "optimizer = .*train="),
         (lambda c: c.training(steps_per_iteration=0), "steps_per_iteration = 0: must be"),
         (lambda c: c.training(minibatch_size=3), "minibatch_size = 3: must divide"),
+        (lambda c: c.training(minibatch_size=True), "minibatch_size = True: must divide"),
+        (
+            lambda c: c.training(train_batch_size=None, minibatch_size=4),
+            "train_batch_size = None: must be a whole number of at least 1",
+        ),
+        (
+            lambda c: c.training(train_batch_size="128", minibatch_size=4),
+            "train_batch_size = '128'",
+        ),
+        (
+            lambda c: c.training(train_batch_size_per_learner="3").learners(num_learners=2),
+            "train_batch_size_per_learner = '3': must be a whole number of at least 1",
+        ),
+        (lambda c: c.training(train_batch_size_per_learner=True), "per_learner = True: must be a"),
+        (lambda c: c.training(grad_clip=True), "train.max_grad_norm = True"),
+        (lambda c: c.env_runners(num_gpus_per_env_runner=float("nan")), "runner = nan: must be a"),
+        (lambda c: c.env_runners(num_gpus_per_env_runner=float("inf")), "runner = inf: must be a"),
+        (lambda c: c.env_runners(num_gpus_per_env_runner=True), "runner = True: must be a whole"),
+        (lambda c: c.learners(num_gpus_per_learner=True), "num_gpus_per_learner = True: must be 0"),
+        (lambda c: c.learners(custom_resources_per_learner={"a": "b"}), "custom_resources_per_l"),
+        (lambda c: c.learners(custom_resources_per_learner={"a": -1}), "custom_resources_per_l"),
+        (lambda c: c.update_from_dict({"custom_resources_per_learner": "a"}), "must be a mapping"),
+        (lambda c: c.callbacks(on_train_result=3), "callbacks_on_train_result = 3: must be a func"),
+        (lambda c: c.callbacks(on_evaluate_end=[print, 3]), "callbacks_on_evaluate_end = .*must"),
+        (lambda c: c.checkpointing(storage_path=3), "storage_path = 3: must be a text"),
+        (lambda c: c.environment(env_config=[1]), r"env_config = \[1\]: must be a mapping"),
+        (
+            lambda c: c.evaluation(
+                evaluation_prompts=[{"prompt": "1"}],
+                evaluation_interval=1,
+                evaluation_duration=True,
+            ),
+            "evaluation_duration = True: must be a multiple",
+        ),
         (lambda c: c.framework("tf2"), "framework_str = 'tf2'"),
         (lambda c: c.env_runners(explore=False), "explore = False: .*temperature"),
         (lambda c: c.env_runners(num_envs_per_env_runner=2), "num_envs_per_env_runner = 2"),
@@ -290,8 +325,18 @@ def test_a_trial_has_a_small_place_of_its_own():
     given = config().resources(num_cpus_for_main_process=0)
     with pytest.raises(ConfigError, match="num_cpus_for_main_process = 0: must be above 0"):
         APR.default_resource_request(given.to_dict())
+    given = config().resources(num_cpus_for_main_process="1")
+    with pytest.raises(ConfigError, match="num_cpus_for_main_process = '1': must be above 0"):
+        APR.default_resource_request(given.to_dict())
     with pytest.raises(ConfigError, match="gamma"):
         APR.default_resource_request(config(gamma=0.5).to_dict())
+
+
+def test_a_storage_path_may_be_a_path(tmp_path, monkeypatch):
+    """known fault: a relative one led elsewhere, in each process that took it."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("runs", Path("runs")):
+        assert config().checkpointing(storage_path=given).storage_path == str(tmp_path / "runs")
 
 
 def test_apr_is_known_to_tune():
