@@ -98,7 +98,7 @@ def test_the_end_of_an_earlier_part_is_not_that_of_a_session(run, monkeypatch):
     assert session.stop() == session.stop() == {}
 
 
-@pytest.mark.parametrize("num_steps", [0, -1, 1.0])
+@pytest.mark.parametrize("num_steps", [0, -1, 1.0, True])
 def test_what_is_no_number_of_steps_is_refused(session, num_steps):
     with pytest.raises(ConfigError, match="num_steps"):
         session.train(num_steps)
