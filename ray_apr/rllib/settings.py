@@ -238,14 +238,13 @@ def _check_environment(config: APRConfig) -> None:
     require(config.prompts is not None, "prompts", None, "is missing; give rows with a prompt each")
 
 
-def _is_count(value: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
-    return isinstance(value, int) and is_number(value) and value >= 1
+def _is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number of at least this."""
+    return isinstance(value, int) and is_number(value) and value >= least
 
 
 def _require_whole(name: str, value: Any, least: int) -> None:
-    is_whole = isinstance(value, int) and is_number(value) and value >= least
-    require(is_whole, name, value, f"must be a whole number of at least {least}")
+    require(_is_count(value, least), name, value, f"must be a whole number of at least {least}")
 
 
 def _train(config: APRConfig) -> dict[str, tuple[str, Any]]:
