@@ -100,6 +100,8 @@ class WeightSync:
             self._run(policy_version, notice, self._listening, holds_device=holds_device),
             name=f"weight-sync-{policy_version}",
         )
+        # its error is logged; nobody may be left for `finish`
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await self._until(self._task, self._listening)
 
     @property
@@ -184,7 +186,7 @@ class WeightSync:
             if must_resume:
                 errors += await self._resume()
         if errors:
-            logger.error("%s", _error(policy_version, errors))  # nobody may be left for `finish`
+            logger.error("%s", _error(policy_version, errors))
             raise _error(policy_version, errors) from errors[0]
         end = time.monotonic()
         return SyncTimes(

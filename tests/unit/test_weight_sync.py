@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -105,7 +106,7 @@ async def test_shared_weights_that_cannot_be_read_or_are_never_released_end_the_
 
 
 @pytest.mark.parametrize("then", ["finish", "begin", "nothing"])
-async def test_after_an_error_engines_go_on_once_shared_weights_are_freed(then):
+async def test_after_an_error_engines_go_on_once_shared_weights_are_freed(then, caplog):
     """known fault: those that had theirs took the memory of weights that were still there."""
     engine, sync = make(timeout_s=0.2)
     engine.sent.set()
@@ -125,6 +126,9 @@ async def test_after_an_error_engines_go_on_once_shared_weights_are_freed(then):
     else:  # the trainer has died
         await asyncio.sleep(0.3)
     assert not engine.is_paused
+    del sync
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_syncs_follow_one_another():
