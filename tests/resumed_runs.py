@@ -30,7 +30,7 @@ _END_S = 500.0
 _BY_THE_CLOCK = (
     "inflight", "held", "buffered", "tokens_generated", "tokens_discarded", "samples_interrupted",
     "samples_resumed", "unscored", "stepping", "limited_by", "waiting_for", "engines_version",
-    "weight_check_gap", "weight_check_k3",
+    "engines_tokens", "weight_check_gap", "weight_check_k3",
 )  # fmt: skip
 """Figures of a step, beside durations, that depend on when somebody looked: at the rollout side,
 which tells its state once in a while, and at the weights."""

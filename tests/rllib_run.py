@@ -77,7 +77,8 @@ def living_actors() -> list[str]:
     """Classes of actors that are left and not Ray's own."""
     from ray.util.state import list_actors
 
-    actors = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
+    here = ray.get_runtime_context().gcs_address  # others may be on this machine, too
+    actors = list_actors(here, filters=[("state", "!=", "DEAD")], limit=1000)
     return [a.class_name for a in actors if a.class_name not in RAYS_OWN]
 
 
