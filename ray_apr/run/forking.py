@@ -88,7 +88,8 @@ def init(address: str | None = None, *, device: Device = "auto", **options: Any)
     Where it joins no cluster, Ray starts as `ray-apr train` has it: processes begin beside it that
     import once what a run's workers need, and all workers of this driver, those of its own tasks,
     too, are forked from them. They end with this process. A worker that wants other variables than
-    this process has now is started as ever; so is each one where a `runtime_env` is given.
+    this process has now is started as ever; so is each one where a `runtime_env` or `job_config` is
+    given.
 
     Args:
         address: Of the cluster to join. Without one, as `ray.init`: that of RAY_ADDRESS, which is
@@ -110,7 +111,8 @@ def init(address: str | None = None, *, device: Device = "auto", **options: Any)
 
     address = address or os.environ.get("RAY_ADDRESS") or cluster_of_this_machine() or "local"
     given: dict[str, Any] = {"namespace": "ray_apr", "log_to_driver": False} | options
-    if address == "local" and not given.get("runtime_env") and not ray.is_initialized():
+    is_plain = not (given.get("runtime_env") or given.get("job_config"))
+    if address == "local" and is_plain and not ray.is_initialized():
         os.environ.setdefault(STATE_TRACKING, "1")
         given["runtime_env"] = _servers_of_this_process(device)()
         given["_system_config"] = NONE_AHEAD | given.get("_system_config", {})

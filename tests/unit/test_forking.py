@@ -57,7 +57,9 @@ def test_workers_of_a_ray_that_starts_here_are_forked_from_the_same_servers_each
     assert devices == ["auto", "cpu"]
 
 
-@pytest.mark.parametrize("how", ["address", "variable", "machine", "runtime_env", "runs"])
+@pytest.mark.parametrize(
+    "how", ["address", "variable", "machine", "runtime_env", "job_config", "runs"]
+)
 def test_workers_are_not_forked_where_ray_has_been_started_or_is_to_set_them_up(
     started, monkeypatch, how
 ):
@@ -73,6 +75,8 @@ def test_workers_are_not_forked_where_ray_has_been_started_or_is_to_set_them_up(
         address = "local"
     if how == "runtime_env":
         given = {"runtime_env": {"pip": ["emoji"]}}
+    if how == "job_config":
+        given = {"job_config": object()}
     if how == "runs":
         monkeypatch.setattr("ray.is_initialized", lambda: True)
         given = {"ignore_reinit_error": True}
