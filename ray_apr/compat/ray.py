@@ -71,7 +71,7 @@ RAY = PrivateNames(
         "NCCLGroup": "_get_nccl_collective_communicator(comm_key,device_list) _used_gpu_indices "
         "_dev_comm_map _dev_streams_map _dev_event_map broadcast destroy_group",
         "create_nccl_communicator": "(world_size,nccl_unique_id,rank)",
-        "Node": "start_api_server(include_dashboard,raise_on_failure) webui_url",
+        "Node": "start_api_server(include_dashboard,raise_on_failure) webui_url all_processes",
     },
 )
 
@@ -121,11 +121,22 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
 
     class NodeBesideDashboard(node_class):  # type: ignore[misc]
         def start_api_server(self, **options: Any) -> None:
-            def start() -> str | None:
-                node_class.start_api_server(self, **options)
-                return self.webui_url or None
+            address: Future[str | None] = Future()
+            starts.append(address)
 
-            starts.append(in_thread(start, "start-dashboard"))
+            def hold() -> None:
+                """Waits for: the dashboard, which dies with the thread that has started it.
+                Unblocked by: its end, or that of this process."""
+                try:
+                    node_class.start_api_server(self, **options)
+                except BaseException as error:  # noqa: BLE001  (it goes to who asks)
+                    address.set_exception(error)
+                    return
+                address.set_result(self.webui_url or None)
+                for started in self.all_processes.get("dashboard", ()):
+                    started.process.wait()
+
+            in_thread(hold, "hold-dashboard")
 
     with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
         context = ray.init(**options)
