@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.train import Checkpoint
 
-from ray_apr.core.checks import is_number, require
+from ray_apr.core.checks import is_whole, require
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import read_object
@@ -114,8 +114,9 @@ class TrainingSession:
             ConfigError: If it is no number of steps.
             APRError: What the run failed of, or that it was stopped.
         """
-        is_count = isinstance(num_steps, int) and is_number(num_steps) and num_steps >= 1
-        require(is_count, "num_steps", num_steps, "must be a whole number of at least 1")
+        require(
+            is_whole(num_steps, 1), "num_steps", num_steps, "must be a whole number of at least 1"
+        )
         goal = min(self._step + num_steps, self.num_steps)
         missing = max(0, goal - self._ordered)  # a call that was interrupted has ordered its own
         self._ordered += missing

@@ -12,23 +12,21 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ray_apr.core.checks import is_number, require
+from ray_apr.core.checks import is_number, is_whole, require
 from ray_apr.core.names import did_you_mean, nearest
 
 _FIELD = "rollout.engine.kwargs"
 Check = tuple[Callable[[Any], bool], str]
 
 
-def _is_whole(minimum: int, value: Any) -> bool:
-    return isinstance(value, int) and is_number(value) and value >= minimum
-
-
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(functools.partial(_is_whole, 1), value))
+    return isinstance(value, list | tuple) and all(
+        map(functools.partial(is_whole, minimum=1), value)
+    )
 
 
-_COUNT: Check = (functools.partial(_is_whole, 1), "must be a whole number of at least 1")
-_LEVEL: Check = (functools.partial(_is_whole, 0), "must be a whole number of at least 0")
+_COUNT: Check = (functools.partial(is_whole, minimum=1), "must be a whole number of at least 1")
+_LEVEL: Check = (functools.partial(is_whole, minimum=0), "must be a whole number of at least 0")
 _FLAG: Check = (lambda value: isinstance(value, bool), "must be true or false")
 _SHARE: Check = (lambda v: is_number(v) and 0 < v <= 1, "must be a number in (0, 1]")
 _PART: Check = (lambda v: is_number(v) and 0 <= v < 1, "must be a number in [0, 1)")

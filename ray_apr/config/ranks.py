@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.config.train import TrainConfig
-from ray_apr.core.checks import is_number, require
+from ray_apr.core.checks import is_whole, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,7 @@ class RankRange:
         """
         pair = tuple(num_workers) if isinstance(num_workers, list | tuple) else (num_workers,) * 2
         require(
-            len(pair) == 2
-            and all(isinstance(n, int) and is_number(n) for n in pair)
-            and 1 <= pair[0] <= pair[1],
+            len(pair) == 2 and all(map(is_whole, pair)) and 1 <= pair[0] <= pair[1],
             "scaling.num_workers",
             num_workers,
             "must be a whole number of at least 1, or least and most of them as [1, 2]",

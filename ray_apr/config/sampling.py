@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ray_apr.config.common import LEAST_TEMPERATURE
 from ray_apr.core.checks import (
     at_least,
-    is_number,
+    is_whole,
     of_type,
     positive,
     require,
@@ -81,7 +81,7 @@ class SamplingConfig:
         for name in ("stop_token_ids", "stop_strings"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         require(
-            all(isinstance(i, int) and is_number(i) and i >= 0 for i in self.stop_token_ids),
+            all(is_whole(i, 0) for i in self.stop_token_ids),
             f"{s}.stop_token_ids",
             self.stop_token_ids,
             "must be a list of whole numbers of at least 0",

@@ -30,6 +30,11 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def is_whole(value: Any, minimum: float = -math.inf) -> bool:
+    """Whether it is a whole number of at least `minimum`; bool is none."""
+    return isinstance(value, int) and is_number(value) and value >= minimum
+
+
 def at_least(section: str, config: Any, minimum: float, *names: str) -> None:
     """Check that fields are finite numbers of at least `minimum`."""
     for name in names:
@@ -70,7 +75,7 @@ def whole(section: str, config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            isinstance(value, int) and is_number(value),
+            is_whole(value),
             f"{section}.{name}",
             value,
             "must be a whole number",

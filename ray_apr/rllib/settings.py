@@ -24,7 +24,7 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
-from ray_apr.core.checks import is_number, require
+from ray_apr.core.checks import is_number, is_whole, require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.names import did_you_mean, nearest
 from ray_apr.rllib.environment import check_spaces, is_text_environment
@@ -238,13 +238,8 @@ def _check_environment(config: APRConfig) -> None:
     require(config.prompts is not None, "prompts", None, "is missing; give rows with a prompt each")
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
-    """Whether it is a whole number of at least this."""
-    return isinstance(value, int) and is_number(value) and value >= least
-
-
 def _require_whole(name: str, value: Any, least: int) -> None:
-    require(_is_count(value, least), name, value, f"must be a whole number of at least {least}")
+    require(is_whole(value, least), name, value, f"must be a whole number of at least {least}")
 
 
 def _train(config: APRConfig) -> dict[str, tuple[str, Any]]:
@@ -299,7 +294,7 @@ def _mini_batches(config: APRConfig, batch_size: int, learners: int) -> int:
         remedy = "counts steps of the environment; set mini_batches with .training(train=...)"
     elif "batch_size" in (config.train if isinstance(config.train, Mapping) else {}):
         remedy = "needs train_batch_size; or set mini_batches with .training(train=...)"
-    elif _is_count(size) and batch_size % (size * learners) == 0:
+    elif is_whole(size, 1) and batch_size % (size * learners) == 0:
         return batch_size // (size * learners)
     raise ConfigError("minibatch_size", size, remedy)
 
@@ -314,8 +309,8 @@ def _rollout(config: APRConfig) -> dict[str, tuple[str, Any]]:
     gpus = config.num_gpus_per_env_runner
     if gpus:
         remedy = "must be a whole number: the GPUs of one rollout server"
-        is_whole = is_number(gpus) and gpus == int(gpus)
-        require(is_whole, "num_gpus_per_env_runner", gpus, remedy)
+        are_whole = is_number(gpus) and gpus == int(gpus)
+        require(are_whole, "num_gpus_per_env_runner", gpus, remedy)
         found["engine.tensor_parallel_size"] = ("num_gpus_per_env_runner", int(gpus))
         found["engine.device"] = ("num_gpus_per_env_runner", "cuda")
     return found
@@ -362,7 +357,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     found: dict[str, tuple[str, Any]] = {}
     if interval is not None:
         remedy = "must be a whole number of iterations, at least 1, or None"
-        require(_is_count(interval), "evaluation_interval", interval, remedy)
+        require(is_whole(interval, 1), "evaluation_interval", interval, remedy)
         found["every"] = ("evaluation_interval", interval * config.steps_per_iteration)
         if given is None:  # as in RLlib, which begins with a training iteration
             found["at_start"] = ("evaluation_interval", False)
@@ -376,7 +371,7 @@ def _evaluation(config: APRConfig) -> EvaluationConfig | None:
     if is_env:
         duration = num_held_out(config)
         remedy = f"must be a multiple of evaluation_settings.samples = {evaluation.samples}"
-        is_multiple = _is_count(duration) and duration % evaluation.samples == 0
+        is_multiple = is_whole(duration, 1) and duration % evaluation.samples == 0
         require(is_multiple, "evaluation_duration", duration, remedy)
     return evaluation
 
@@ -393,6 +388,6 @@ def _samples(config: APRConfig) -> int:
         remedy = "needs rows as evaluation_prompts; or set evaluation_settings.samples"
         raise ConfigError("evaluation_duration", episodes, remedy)
     remedy = f"must be a multiple of the {len(prompts)} evaluation prompts: all are evaluated"
-    is_whole = _is_count(episodes) and episodes % len(prompts) == 0
-    require(is_whole, "evaluation_duration", episodes, remedy)
+    is_multiple = is_whole(episodes, 1) and episodes % len(prompts) == 0
+    require(is_multiple, "evaluation_duration", episodes, remedy)
     return int(episodes // len(prompts))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_apr.core.checks import is_number
+from ray_apr.core.checks import is_number, is_whole
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.scheduling.order import prompt_order
 
@@ -137,8 +137,7 @@ def _checked(number: int, row: Any) -> tuple[str, int, int, TraceSample]:
         raise ConfigError(name, dict(row), f"lacks {', '.join(missing)}")
     for column, minimum in (("sample_index", 0), ("prompt_tokens", 0), ("response_tokens", 1)):
         value = row[column]
-        is_whole = isinstance(value, int) and is_number(value)
-        if not is_whole or not minimum <= value <= _MOST:
+        if not is_whole(value, minimum) or value > _MOST:
             remedy = f"must be a whole number of at least {minimum}, and at most {_MOST:,}"
             raise ConfigError(f"{name}.{column}", value, remedy)
     reward_s = row.get("reward_s", 0.0)
