@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from ray_apr.run.forking import run_fork_servers
-from tests.processes import MARK, kill_all, marked_environment, wait_until_none
+from tests.processes import MARK, marked_processes
 
 
 @contextmanager
@@ -20,18 +20,13 @@ def marked_ray(**options: Any) -> Iterator[str]:
     Raises:
         AssertionError: If one is left behind after the block.
     """
-    mark, env = marked_environment()
-    with pytest.MonkeyPatch.context() as patch:
+    with marked_processes() as (mark, env), pytest.MonkeyPatch.context() as patch:
         for name in (MARK, "PYTHONUNBUFFERED"):
             patch.setenv(name, env[name])
-        try:
-            with run_fork_servers("cpu") as runtime_env:
-                options |= {"address": "local", "runtime_env": runtime_env()}
-                ray.init(log_to_driver=False, **options)
+        with run_fork_servers("cpu") as runtime_env:
+            options |= {"address": "local", "runtime_env": runtime_env()}
+            ray.init(log_to_driver=False, **options)
+            try:
                 yield mark
+            finally:
                 ray.shutdown()
-            left = wait_until_none(mark, 30)
-            assert not left, f"processes left behind: {left}"
-        finally:
-            ray.shutdown()
-            kill_all(mark)
