@@ -40,8 +40,7 @@ CALLS = {
 
 def measure(checkout: Path, *settings: str) -> dict[str, float]:
     """One run of a checkout's code; see `figures`."""
-    mark, env = marked_environment()
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), env.get("PYTHONPATH"))))
+    mark, env = environment_of(checkout)
     with tempfile.TemporaryDirectory(prefix="start-", ignore_cleanup_errors=True) as name:
         run = KilledRun(Path(name), mark, env, ("train.steps=2", *settings))
         began = time.monotonic()
@@ -58,8 +57,7 @@ def measure(checkout: Path, *settings: str) -> dict[str, float]:
 def measure_script(init: str, on_gpu: bool) -> dict[str, float]:
     """One run of `examples/single_file.py` with another call in place of `ray_apr.init`; on a GPU
     engine and train worker share it."""
-    mark, env = marked_environment()
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    mark, env = environment_of(ROOT)
     example = ROOT / "examples" / "single_file.py"
     with tempfile.TemporaryDirectory(prefix="start-", ignore_cleanup_errors=True) as name:
         script = Path(name, "script.py")
@@ -84,6 +82,13 @@ def measure_script(init: str, on_gpu: bool) -> dict[str, float]:
             return figures(Path(name, "run"), first_step, time.monotonic() - began)
         finally:
             kill_all(mark)
+
+
+def environment_of(checkout: Path) -> tuple[str, dict[str, str]]:
+    """Mark of a run's processes, and their variables, by which they find a checkout's code."""
+    mark, env = marked_environment()
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), env.get("PYTHONPATH"))))
+    return mark, env
 
 
 def figures(folder: Path, first_step: float, end: float) -> dict[str, float]:
@@ -119,6 +124,10 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/start-2cpu.json"))
     options = parser.parse_args()
+    if options.in_python and (options.beside or options.settings):
+        parser.error("--beside and --set are not for --in-python")
+    if options.gpu and not options.in_python:
+        parser.error("--gpu is for --in-python; say it with --set otherwise")
     starts: dict[str, Callable[[], dict[str, float]]]
     if options.in_python:
         starts = {
