@@ -72,6 +72,9 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
             for n in g.graph.find_nodes(op="placeholder")
         ]
         assert torch.float64 not in {getattr(given, "dtype", None) for given in inputs}, "constants"
+        wide = [x.shape for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 1]
+        wide = [shape for shape in wide if isinstance(shape[-2], torch.SymInt)]
+        assert len(wide) >= 2 and {type(shape[-1]) for shape in wide} == {int}, "no variables"
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
             empty = logprobs._empty_micro_batch(True, sampling)
