@@ -89,6 +89,7 @@ class Learner:
         spec: What is trained.
         device: Of this rank.
         span: Shows how long a part of the start takes, by its name.
+        is_compiled: Whether this process has called `compile_ahead`.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Learner:
         spec: LearnerSpec,
         device: torch.device,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         train = spec.train
         self._spec = spec
@@ -103,7 +106,7 @@ class Learner:
         with span("load"):
             self.model, self.reference = _build_models(spec, device)
             self.optimizer = build_optimizer(self.model, train)
-        if train.compiles(device.type):
+        if train.compiles(device.type) and not is_compiled:
             with span("compile"):
                 _compile_passes(
                     spec, self.model, self.reference,

@@ -92,9 +92,9 @@ class _TrainLoop:
         limit = datetime.timedelta(seconds=_wait_limit_s(spec))
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         device = ray.train.torch.get_device()
-        if spec.shares_device:  # an engine measures what is free when it starts
-            self._prepare_beside_engines(device)
-        self._learner = Learner(spec, device, self._starting)
+        # an engine measures what is free when it starts
+        is_compiled = spec.shares_device and self._prepare_beside_engines(device)
+        self._learner = Learner(spec, device, self._starting, is_compiled=is_compiled)
         self._residency = self._make_residency()
         self._publisher = self._make_publisher()
         self._writer = CheckpointWriter(
@@ -104,15 +104,17 @@ class _TrainLoop:
         )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
 
-    def _prepare_beside_engines(self, device: torch.device) -> None:
+    def _prepare_beside_engines(self, device: torch.device) -> bool:
         """Return once the engines run, on all ranks. Where they leave room for what is trained, it
-        is compiled while they start."""
-        if not self._spec.takes_turns:
+        is compiled while they start; whether it was."""
+        compiles = not self._spec.takes_turns
+        if compiles:
             compile_ahead(self._spec, device, self._starting)
         if self._control is not None:
             self._say("wait for the rollout servers")
             self._control.wait_for_engines()
         dist.barrier(self._ranks)
+        return compiles
 
     def _make_residency(self) -> Residency:
         if not self._spec.takes_turns:

@@ -157,7 +157,12 @@ def test_what_was_compiled_ahead_serves_the_whole_model(
         assert len(as_on_a_gpu) == num_graphs
         assert not models, "they would have memory that the whole model needs"
         with torch._dynamo.config.patch(error_on_recompile=True):
-            Learner(spec, CPU)
+            learner = Learner(spec, CPU, is_compiled=True)
+            (row,) = make_batches(
+                make_samples(), step=0, micro_batch_tokens=96, packed=True,
+                mini_batches=train.mini_batches,
+            )  # fmt: skip
+            learner.train(row)
     assert len(as_on_a_gpu) == num_graphs
     num_models = 1 + bool(algorithm.kl_coef)
     assert built == [2] * num_models + [5] * num_models

@@ -217,8 +217,9 @@ def test_the_model_is_loaded_after_the_engines_start_on_a_device_that_they_share
     class Loaded(Exception):
         """As far as a test needs it."""
 
-    def load(*_):
+    def load(*_, is_compiled):
         done.append("load")
+        assert is_compiled == ("compile" in done)
         raise Loaded
 
     context = types.SimpleNamespace(get_world_rank=lambda: 0)
