@@ -32,8 +32,9 @@ WITH_RAY = ("tests/ray/", "tests/vllm/test_rollout_servers.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray first: it takes one process longest."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WITH_RAY))
+    """What takes longest first, so that both processes end at about the same time."""
+    order = (WITH_RAY, "tests/vllm/", "")
+    items.sort(key=lambda item: [item.nodeid.startswith(first) for first in order].index(True))
 
 
 @pytest.hookimpl(optionalhook=True)
