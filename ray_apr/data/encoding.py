@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.held import held_tables
 from ray_apr.data.kinds import of_one_kind, one_table, schema_of_all
 from ray_apr.data.prompts import ROW, TOKEN_IDS
 from ray_apr.data.rows import PromptRows, field_of
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 4096
 """Rows that are encoded together."""
-_SMALL_BYTES = 2**26
-"""Of a dataset that is encoded here."""
 _REFUSAL = "__apr_refusal"
 """Column of a table that stands for one with a prompt that was refused."""
 
@@ -356,11 +355,11 @@ def _run(
         except _RefusedError as error:  # raised here it would come out as a traceback of Ray Data
             return pa.table({_REFUSAL: [pickle.dumps((error.row, error.column, error.error))]})
 
-    if _is_small(dataset):
-        with of_one_kind():
-            tables = ray.get(dataset.to_arrow_refs())
-            table = one_table([_with_lists(table, column) for table in tables])
-        return [ray.put(encode(table))]
+    with of_one_kind():
+        tables = held_tables(dataset)
+        held = one_table([_with_lists(table, column) for table in tables]) if tables else None
+    if held is not None:
+        return [ray.put(encode(held))]
     staged = dataset.map_batches(encode, batch_format="pyarrow", batch_size=_BATCH_ROWS)
     staged.set_name(name)
     options = staged.context.execution_options  # the dataset's own ones, too
@@ -371,14 +370,6 @@ def _run(
     finally:
         options.preserve_order = as_given
     return refs
-
-
-def _is_small(dataset: ray.data.Dataset) -> bool:
-    """Whether a dataset is there already, and one batch of no great size."""
-    from ray_apr.compat.ray import MaterializedDataset
-
-    is_there = isinstance(dataset, MaterializedDataset)
-    return is_there and dataset.count() <= _BATCH_ROWS and dataset.size_bytes() <= _SMALL_BYTES
 
 
 def _checked(table: pa.Table, num_before: int) -> pa.Table:

@@ -23,6 +23,7 @@ from ray_apr.config import PromptsConfig
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.sample import Prompt
+from ray_apr.data.held import first_row
 from ray_apr.data.kinds import of_one_kind, one_table
 from ray_apr.data.rows import PromptRows
 from ray_apr.data.tokenizers import has_chat_template, is_chat
@@ -70,13 +71,14 @@ def check_dataset(
         ConfigError: If a column is missing, there are no rows, or chat messages have no template.
     """
     if isinstance(dataset, PromptRows):
-        names, first = dataset.names, dataset.slice(0, 1)
+        names, first = dataset.names, next(iter(dataset.slice(0, 1)), None)
     elif hasattr(dataset, "map_batches"):
         with of_one_kind():
-            names, first = list(getattr(dataset.schema(), "names", None) or []), dataset.take(1)
+            names = list(getattr(dataset.schema(), "names", None) or [])
+            first = first_row(dataset)
     else:
         raise ConfigError("prompts", type(dataset).__name__, "must be a ray.data.Dataset")
-    if not names or not first:
+    if not names or first is None:
         raise ConfigError("prompts", "0 rows", "the dataset is empty; give it at least one prompt")
     columns = {
         "rollout.prompt_column": column,
@@ -91,7 +93,7 @@ def check_dataset(
                 name,
                 f"the dataset has no such column, only {', '.join(names)}; name the right one",
             )
-    if is_chat(first[0].get(column)) and not has_chat_template(model):
+    if is_chat(first.get(column)) and not has_chat_template(model):
         raise ConfigError(
             f"prompts[0].{column}",
             "chat messages",

@@ -59,9 +59,9 @@ def handed_out(source, number):
 @pytest.mark.parametrize("is_small", [True, False])
 def test_token_ids_may_be_arrays_of_several_lengths(monkeypatch, is_small):
     """known fault: Ray Data has a type for each length, and the run was refused for the two."""
-    monkeypatch.setattr(encoding, "_is_small", lambda dataset: is_small)
     ids = ([[1, 2]], [[3, 4, 5], [6, 7, 8]])
     tables = [pa.table({"prompt": ArrowTensorArray.from_numpy(np.array(part))}) for part in ids]
+    monkeypatch.setattr(encoding, "held_tables", lambda _: tables if is_small else None)
     encoded = encode_dataset(ArrowDataset(tables), model="m", column="prompt", max_prompt_tokens=5)
     source = PromptSource(encoded.tables, seed=0)
     found = sorted((prompt.token_ids, prompt.row["prompt"]) for prompt in handed_out(source, 3))
