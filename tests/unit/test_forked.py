@@ -354,6 +354,18 @@ def test_a_server_that_still_imports_ends_with_the_block(
     assert not alive
 
 
+def test_a_module_that_fails_costs_none_of_the_others(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose libraries of C are not there. The server died, and each worker imported."""
+    (tmp_path / "broken_module.py").write_text("raise OSError('libcudart.so: no such file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with fork_servers([Stage(name="first", modules=["broken_module", "colorsys"])]) as runtime_env:
+        told = _run(runtime_env, script)
+    assert _is_forked(told)
+    assert "colorsys" in told["modules"] and "broken_module" not in told["modules"]
+
+
 def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:
     code = (
         "import sys, time\n"

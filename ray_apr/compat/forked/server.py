@@ -88,7 +88,8 @@ def _run_stages(alive: int, stages: list[dict[str, Any]], began: dict[str, str])
 
 def _import(modules: Iterable[str]) -> None:
     for module in modules:
-        with contextlib.suppress(ImportError):  # a worker that needs it says so itself
+        # also where a library of C is missing: a worker that needs the module says so itself
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
