@@ -220,7 +220,16 @@ class RolloutProgress:
         Raises:
             ConfigError: If the format is newer.
         """
-        values: dict[str, Any] = {"format": 0} | json.loads(text)
+        return cls.from_values(json.loads(text))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> RolloutProgress:
+        """The same, of the object that the text has.
+
+        Raises:
+            ConfigError: If the format is newer.
+        """
+        values = {"format": 0, **values}
         if values["format"] > FORMAT:
             raise ConfigError(
                 "checkpoint",
@@ -252,14 +261,34 @@ def read_file(checkpoint: Any, name: str) -> bytes:
         ) from error
 
 
+def read_json(checkpoint: Any, name: str) -> dict[str, Any]:
+    """Read a file of a checkpoint that holds a JSON object.
+
+    Args:
+        checkpoint: A `ray.train.Checkpoint`.
+        name: Of the file in it.
+
+    Raises:
+        ConfigError: If it has no such file, or a damaged one.
+        OSError: If it cannot be read.
+    """
+    text = read_file(checkpoint, name)
+    try:
+        return {**json.loads(text)}
+    except (ValueError, TypeError) as error:  # no JSON, no UTF-8, or no object
+        raise ConfigError(
+            "checkpoint", checkpoint.path, f"{name} is damaged: {error}; take another one"
+        ) from error
+
+
 def read_rollout(checkpoint: Any) -> RolloutProgress:
     """Read where the rollout side stood when a checkpoint was written.
 
     Raises:
-        ConfigError: If the checkpoint is of no run, or of a newer format.
+        ConfigError: If the checkpoint is of no run, damaged, or of a newer format.
         OSError: If it cannot be read.
     """
-    return RolloutProgress.from_json(read_file(checkpoint, ROLLOUT_FILE))
+    return RolloutProgress.from_values(read_json(checkpoint, ROLLOUT_FILE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

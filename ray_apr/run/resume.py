@@ -33,6 +33,7 @@ from ray_apr.data.resumption import (
     Counters,
     RolloutProgress,
     read_file,
+    read_json,
     read_rollout,
 )
 from ray_apr.data.saved_samples import read_samples
@@ -118,7 +119,7 @@ def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:
     Raises:
         ConfigError: If it is no checkpoint of a run.
     """
-    progress = json.loads(read_file(checkpoint, PROGRESS_FILE))
+    progress = read_json(checkpoint, PROGRESS_FILE)
     rollout = read_rollout(checkpoint)
     samples = _read_samples(checkpoint, rollout, spec)
     if samples is None:
@@ -146,7 +147,7 @@ def last_step(spec: RunSpec, *, trainer_lives: bool = False) -> int:
     checkpoint = _last_checkpoint(spec, mends=not trainer_lives) or spec.checkpoint
     if checkpoint is None:
         return 0
-    step: int = json.loads(read_file(checkpoint, PROGRESS_FILE))["step"]
+    step: int = read_json(checkpoint, PROGRESS_FILE)["step"]
     return step
 
 
@@ -215,7 +216,7 @@ def kept_checkpoints(spec: RunSpec) -> list[tuple[int, ray.train.Checkpoint]]:
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return []
     kept = [checkpoint for checkpoint, _ in result.best_checkpoints or ()]
-    return [(json.loads(read_file(c, PROGRESS_FILE))["step"], c) for c in kept]
+    return [(read_json(c, PROGRESS_FILE)["step"], c) for c in kept]
 
 
 def _mend_list(folder: ray.train.Checkpoint) -> None:

@@ -394,6 +394,16 @@ def test_a_checkpoint_with_damaged_samples_is_refused(tmp_path, with_samples):
         find_begin(plan_of(tmp_path, checkpoint=with_samples, rollout=SAMPLED))
 
 
+@pytest.mark.parametrize("name", [PROGRESS_FILE, ROLLOUT_FILE])
+@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda _: b"", lambda _: b"\0" * 40])
+def test_a_checkpoint_with_a_damaged_file_is_refused(tmp_path, checkpoint, name, damage):
+    """known fault: a power cut right after the checkpoint ended the next start in a traceback."""
+    file = Path(checkpoint.path) / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match=rf"checkpoint = .*{name} is damaged: .*; take another"):
+        find_begin(plan_of(tmp_path, checkpoint=checkpoint))
+
+
 def test_a_checkpoint_of_another_format_is_read_if_it_is_older(tmp_path, checkpoint):
     old = {k: v for k, v in dataclasses.asdict(PROGRESS).items() if k in OF_FORMAT_0}
     file = Path(checkpoint.path) / ROLLOUT_FILE
