@@ -228,6 +228,8 @@ class _Journal:
         name = values["sample_id"]
         before = self.rows.get(name) or _Row({**values, "support": []}, tokens).anew()
         self.rows[name] = row = before.follow(values, tokens)
+        if values["reward"] is None:  # of one that was handed over before it began anew
+            self.handed.discard(values["group_id"])
         if values["finish_reason"] is not None:
             num_generated, reason = row.values["num_generated"], values["finish_reason"]
             self.ended[name] = ended_row(name, max(0, row.newest_version), num_generated, reason)

@@ -66,6 +66,9 @@ class Notes:
             gather_s=WORKER_GATHER_S,
             known={s.sample_id: s.num_tokens if s.num_generated else 0 for s in live},
         )
+        for sample in live:
+            if not sample.num_generated:  # the journal may have tokens of it that were given up
+                self._journal.note_samples((), sample)
 
     def next_epoch(self) -> int:
         """Number of the epoch that a checkpoint begins. None is given twice: the buffer may have

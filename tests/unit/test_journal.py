@@ -608,6 +608,42 @@ async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(
     assert set(trained.values()) == {1}
 
 
+@pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[1], PARTIAL[3]])
+async def test_what_a_run_gave_up_does_not_come_back_when_it_goes_on_once_more(
+    folder, monkeypatch, partial
+):
+    """known fault: once its trainer had come as far as their versions again, with other batches,
+    the next run had tokens that the weights before had made."""
+    append, is_full = JournalFolder.append, [False]
+
+    def try_to(self, epoch, writer, *rest):
+        if is_full[0] and writer == "buffer":
+            raise OSError(28, "No space left on device")
+        append(self, epoch, writer, *rest)
+
+    monkeypatch.setattr(JournalFolder, "append", try_to)
+    killed = Killed(folder, trainer_lives=False, partial=partial)
+    async with killed as run:
+        await run.train(3)
+        await run.write()
+        is_full[0] = True
+        await run.train(3)
+        await run.write()
+    is_full[0] = False
+    killed.batches = {s: g for s, g in killed.batches.items() if s in killed.begin.replayed.plan}
+    given_up = {s.sample_id for s in samples_of(killed.begin) if not s.num_tokens}
+    reaches = len(killed.begin.replayed.plan)
+    killed.engine._auto = 0  # no token comes any more
+    async with killed as run:
+        await run.train(reaches)
+        await run.run.buffer.grant(reaches, reaches)
+        await run.write()
+    assert given_up and len(killed.begin.replayed.plan) > reaches, "it comes farther by a step"
+    assert not [
+        s.sample_id for s in samples_of(killed.begin) if s.num_tokens and s.sample_id in given_up
+    ]
+
+
 async def test_tokens_of_versions_that_do_not_come_again_are_given_up(folder, tmp_path):
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
     async with killed as run:
