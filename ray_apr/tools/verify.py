@@ -100,26 +100,33 @@ def verify(folder: str | Path) -> list[Check]:
 
 
 def _steps(run: Recorded) -> Check:
-    """Each step once, in order of time; each raises the version by one."""
+    """Each step once, in order of time; each raises the version by one, and none has samples
+    alone, but for the last one of a run that was ended in the weight sync before its row."""
     numbers = [row["step"] for row in run.steps]
+    without_row = sorted({row["step"] for row in run.samples} - set(numbers))
     versions = [row["policy_version"] for row in run.steps]
     times = [row["time_s"] for row in run.steps]
     first, version = run.begun["step"], run.begun["policy_version"]
+    was_ended = run.final.get("status") in ("stopped", "failed")
     ok = (
         numbers == list(range(first, first + len(numbers)))
         and versions == list(range(version + 1, version + 1 + len(versions)))
         and times == sorted(times)
         and run.final.get("steps") == len(numbers)
+        and (not without_row or (was_ended and without_row == [first + len(numbers)]))
     )
     seen = f"{len(numbers)} rows, {run.final.get('steps')} steps in final.json"
     seen += f"; begun with step {first} of another run" if first else ""
+    seen += _named("; samples without a row of their steps", without_row)
     return Check("steps", ok, seen)
 
 
 def _batches(run: Recorded) -> Check:
     """Each step trained whole batches, and no sample was trained twice."""
     size = run.final["batch_size"]
-    wrong = sorted(s for s, n in Counter(r["step"] for r in run.samples).items() if n != size)
+    sizes = Counter({row["step"]: 0 for row in run.steps})
+    sizes.update(row["step"] for row in run.samples)
+    wrong = sorted(step for step, number in sizes.items() if number != size)
     twice = [i for i, n in Counter(row["sample_id"] for row in run.samples).items() if n > 1]
     seen = f"{len(run.samples)} samples in batches of {size}"
     seen += _named("; other sizes in steps", wrong) + _named("; trained twice", twice)
