@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,12 +128,15 @@ def last_lines(file: Path, most: int) -> list[str]:
 
 
 def last_row(file: Path) -> dict[str, Any]:
-    """Last whole row of a file, read from its end; an empty one if there is none."""
+    """Last whole row of a file, read from its end; an empty one if there is none.
+
+    Raises:
+        ConfigError: If it is no JSON.
+    """
     most, size = _PIECE, file.stat().st_size if file.exists() else 0
     while not (lines := last_lines(file, most)) and most < size:
         most *= 4
-    row: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return row
+    return object_of(lines[-1].encode(), file) if lines else {}
 
 
 def end_with_a_line(file: Path) -> None:
@@ -172,7 +175,33 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return []
     with file.open("rb") as lines:
         whole = enumerate((line for line in lines if line.endswith(b"\n")), start=1)
-        return [_object_of(line, file, number) for number, line in whole]
+        return [object_of(line, file, number) for number, line in whole]
+
+
+def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
+    """Keep some rows of a file, without a last line that was cut off; returns how many stay, and
+    how many go.
+
+    Raises:
+        ConfigError: If a line is no JSON; the file stays as it is.
+    """
+    num_kept = num_dropped = 0
+    if not file.exists():
+        return 0, 0
+    new = file.with_name(f"{file.name}.new")
+    with file.open("rb") as rows, new.open("wb") as kept:
+        for line in rows:
+            if not line.endswith(b"\n"):
+                break
+            if is_kept(object_of(line, file, num_kept + num_dropped + 1)):
+                kept.write(line)
+                num_kept += 1
+            else:
+                num_dropped += 1
+        kept.flush()
+        os.fsync(kept.fileno())
+    new.replace(file)
+    return num_kept, num_dropped
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -181,13 +210,23 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If it is no JSON.
     """
-    return _object_of(file.read_bytes(), file)
+    return object_of(file.read_bytes(), file)
 
 
-def _object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
+def object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
+    """The JSON object that a text of a run folder has.
+
+    Args:
+        text: Of the whole file, or of a line.
+        file: Where it is.
+        line: Its number there, from 1; None: it is the whole file.
+
+    Raises:
+        ConfigError: If it is none.
+    """
     try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:  # no JSON, or no UTF-8
+        found: dict[str, Any] = {**json.loads(text)}
+    except (ValueError, TypeError) as error:  # no JSON, no UTF-8, or no object
         place = str(file) if line is None else f"{file}, line {line}"
         raise ConfigError("RUN_DIR", place, f"is cut off or no JSON ({error})") from error
     return found

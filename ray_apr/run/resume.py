@@ -12,9 +12,8 @@ import dataclasses
 import fcntl
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,15 @@ from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.checks import check_goes_on
 from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.failed_groups import DROPPED_FILE
-from ray_apr.run.folder import LOCK_FILE, RESUMES_FILE, add_row, holds_run, last_row, read_rows
+from ray_apr.run.folder import (
+    LOCK_FILE,
+    RESUMES_FILE,
+    add_row,
+    holds_run,
+    keep_rows,
+    last_row,
+    read_rows,
+)
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
 
@@ -281,18 +288,20 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     time_s = max(time_s, last_row(folder / "timeline.jsonl").get("end_s", 0.0))
     generated = max(row.get("tokens_generated") or 0 for row in (final, steps))
     before, lost = begin.before.lose(generated, begin.num_kept)
-    num_rows, num_dropped = _keep(folder / "metrics.jsonl", lambda row: row["step"] < begin.step)
-    _keep(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
+    num_rows, num_dropped = keep_rows(
+        folder / "metrics.jsonl", lambda row: row["step"] < begin.step
+    )
+    keep_rows(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     drop_from(folder, begin.step)
     for name in ("timeline.jsonl", ENGINE_STEPS_FILE, POISON_FILE):
-        _keep(folder / name, lambda row: True)
+        keep_rows(folder / name, lambda row: True)
     newest = -1 if begin.checkpoint is None else begin.policy_version
     ended, dropped = _known(begin)
-    _keep(
+    keep_rows(
         folder / "ended.jsonl",
         lambda row: row["policy_version"] <= newest or row["sample_id"] in ended,
     )
-    _keep(
+    keep_rows(
         folder / DROPPED_FILE,
         lambda row: row["policy_version"] <= newest or row["group_id"] in dropped,
     )
@@ -305,8 +314,8 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         evaluated.add(version)
         return True
 
-    _keep(folder / "evaluations.jsonl", was_evaluated)
-    _keep(folder / "evaluation_samples.jsonl", lambda row: row["policy_version"] in evaluated)
+    keep_rows(folder / "evaluations.jsonl", was_evaluated)
+    keep_rows(folder / "evaluation_samples.jsonl", lambda row: row["policy_version"] in evaluated)
     note = {
         "time_s": round(time_s, 4),
         "step": begin.step,
@@ -361,28 +370,6 @@ def resume_line(begin: Begin, num_steps: int) -> str:
         f"{begin.policy_version}; {begin.num_samples} samples go on with {begin.num_kept:,} "
         f"tokens, {len(begin.prompts_again)} prompts come again; tokens lost so far: {lost:,}"
     )
-
-
-def _keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
-    """Keep some rows of a file, without a last line that was cut off; returns how many stay, and
-    how many go."""
-    num_kept = num_dropped = 0
-    if not file.exists():
-        return 0, 0
-    new = file.with_name(f"{file.name}.new")
-    with file.open("rb") as rows, new.open("wb") as kept:
-        for line in rows:
-            if not line.endswith(b"\n"):
-                break
-            if is_kept(json.loads(line)):
-                kept.write(line)
-                num_kept += 1
-            else:
-                num_dropped += 1
-        kept.flush()
-        os.fsync(kept.fileno())
-    new.replace(file)
-    return num_kept, num_dropped
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -192,6 +192,19 @@ def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("line", ["\0" * 9, '{"step": 1', "3"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "dropped.jsonl"])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_damaged_row_of_a_resumed_folder_is_named(folder, name, line, is_last):
+    """known fault: it ended the start in a traceback that named neither file nor line."""
+    row = {"step": 0, "policy_version": 0, "group_id": "e0-0"}
+    write(folder, name, row, tail=f"{line}\n" + ("" if is_last else json.dumps(row) + "\n"))
+    before = (folder / name).read_bytes()
+    with pytest.raises(ConfigError, match=rf"RUN_DIR = .*{name}.*: is cut off or no JSON"):
+        resume_folder(folder, begin(), now=0.0)
+    assert (folder / name).read_bytes() == before
+
+
 def test_tokens_that_go_on_are_not_lost(folder):
     resumed, _ = resume_folder(folder, begin(samples=samples_table([GROUP])), now=1000.0)
     (note,) = read(folder, "resumes.jsonl")

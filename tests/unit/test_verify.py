@@ -75,6 +75,13 @@ def test_a_run_that_kept_everything(run, capsys):
     assert "15 handed out: 12 trained, 2 pending, 1 dropped" in said and "BROKEN" not in said
 
 
+@pytest.mark.parametrize("name", ["final.json", "samples.jsonl", "ended.jsonl"])
+def test_json_that_is_no_object_is_named(run, name, capsys):
+    (run / name).write_text("[1]\n")
+    assert cli.main(["verify", str(run)]) == 2
+    assert f"{run / name}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "place"), [("final.json", "final.json"), ("samples.jsonl", "samples.jsonl, line 2")]
 )
