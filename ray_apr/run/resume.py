@@ -216,12 +216,16 @@ def kept_checkpoints(spec: RunSpec) -> list[tuple[int, ray.train.Checkpoint]]:
 
     Raises:
         ConfigError: If one of them is none of a run.
+        ResourceError: If their list cannot be read, as while Ray Train writes it.
     """
     path = spec.checkpoints_folder
     try:
         result = ray.train.Result.from_path(path, spec.run.storage_filesystem)
     except RuntimeError:  # there is no such folder, or no checkpoint in it
         return []
+    except Exception as error:  # of the storage, or of a list that Ray Train cannot read
+        reason = f"checkpoints in {path} cannot be read: {one_line(error)}; try again, or mend it"
+        raise ResourceError(reason) from error
     kept = [checkpoint for checkpoint, _ in result.best_checkpoints or ()]
     return [(read_json(c, PROGRESS_FILE)["step"], c) for c in kept]
 

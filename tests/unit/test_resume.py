@@ -34,6 +34,7 @@ from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.resume import (
     find_begin,
     hold_folder,
+    kept_checkpoints,
     last_step,
     remove_end,
     resume_folder,
@@ -391,6 +392,17 @@ def test_a_list_of_checkpoints_that_was_damaged_is_an_error(tmp_path):
     (plan.folder / "checkpoint_manager_snapshot.json").write_text("{")
     with pytest.raises(ResourceError, match=r"cannot be read"):
         find_begin(plan)
+
+
+@pytest.mark.parametrize("text", ["", '{"checkpoint_results": ['])
+def test_a_list_that_is_being_written_is_said_to_who_asks_for_the_checkpoints(tmp_path, text):
+    """known fault: `ray-apr replay` of a run that goes on ended in an error of Ray Train's."""
+    plan = plan_of(tmp_path)
+    assert kept_checkpoints(plan) == []
+    plan.folder.mkdir()
+    (plan.folder / "checkpoint_manager_snapshot.json").write_text(text)
+    with pytest.raises(ResourceError, match=r"checkpoints in .*mine cannot be read: .*try again"):
+        kept_checkpoints(plan)
 
 
 def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path, checkpoint, monkeypatch):
