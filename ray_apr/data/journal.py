@@ -349,11 +349,11 @@ class Journal:
             except FolderTakenError as error:
                 self._failure = error
                 return
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  (a storage of fsspec has its own)
                 self._break(epoch, error)
             self._part += 1
 
-    def _break(self, epoch: int, error: OSError) -> None:
+    def _break(self, epoch: int, error: Exception) -> None:
         """Write no more of an epoch, and say so to those who read it; where that cannot be said
         either, they would take it for whole, and `flush` raises from now on."""
         assert self._folder is not None
@@ -361,14 +361,16 @@ class Journal:
         path = self._folder.path
         try:
             self._folder.mark_broken(epoch, self._writer)
-        except OSError as last:
+        except Exception as last:  # noqa: BLE001  (as above)
             self._failure = ResourceError(
                 f"the journal in {path} cannot be written: {one_line(last)}; make room there or "
                 "mend its file system, then go on with the run (--resume)"
             )
         logger.error(
             "the journal in %s stops until the next checkpoint; if rollout worker or buffer dies "
-            "before that, the run ends; make room there: %s",
+            "before that, the run ends; make room there, or mend what cannot be written: %s: %s",
             path,
-            error,
+            type(error).__name__,
+            one_line(error),
+            exc_info=None if isinstance(error, OSError) else error,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 import time
 from collections import Counter
 
@@ -179,6 +180,42 @@ async def test_a_journal_that_cannot_be_written_stops_until_the_next_epoch(
     assert folder.epochs() == [0, 1] and folder.broken_epochs() == [0]
     folder.drop_before(1)
     assert folder.epochs() == [1]
+
+
+class StorageError(Exception):
+    """Of a client of an object store, which is no `OSError`."""
+
+
+@pytest.mark.parametrize("of_storage", [True, False])
+async def test_whatever_error_lost_a_frame_its_file_is_not_taken_for_whole(
+    folder, monkeypatch, caplog, of_storage
+):
+    """known fault: what was not an `OSError` lost a frame, and nobody who read the file knew."""
+    append, refuses = JournalFolder.append, [False]
+
+    def try_to(*args):
+        if refuses[0]:
+            raise StorageError("503")
+        append(*args)
+
+    monkeypatch.setattr(JournalFolder, "append", try_to)
+    journal = Journal(folder, "worker", header=HEADER, state=_state)
+    group = (sample_of(segment(0, 10, 3)), sample_of(name="e0-0-1"))
+    journal.note_samples(group, group[0])
+    await journal.flush()
+    refuses[0] = of_storage
+    state = {} if of_storage else {"lock": threading.Lock()}
+    journal.note_samples(group, sample_of(segment(0, 10, 5), environment_state=state))
+    await journal.flush()
+    refuses[0] = False
+    journal.note_samples(group, sample_of(segment(0, 10, 9)))
+    await journal.flush()
+    assert folder.broken_epochs() == [0] and len(list(folder.frames(0, "worker"))) == 1
+    said = "StorageError: 503" if of_storage else "TypeError: cannot pickle"
+    assert said in caplog.text
+    journal.begin_epoch(1)
+    await journal.flush()
+    assert folder.epochs() == [0, 1] and folder.broken_epochs() == [0]
 
 
 async def test_a_journal_of_other_settings_is_not_used(folder):
