@@ -111,7 +111,11 @@ def take_snapshot(
             until the next one is taken. None: it has to be written before.
     """
     drop_gathered(model)
+    is_new = not optimizer.state
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    if is_new:  # torch has made its state by a step without gradients, and has counted that
+        for of_parameter in optimizer.state.values():
+            of_parameter["step"].zero_()
     state: Any = {"model": model_state, "optimizer": optimizer_state}
     return Snapshot(
         state=state if stager is None else stager.stage(state),

@@ -70,6 +70,21 @@ def test_a_restored_run_ends_with_the_same_bits(tmp_path, folder, settings):
     assert restored.lm_head.weight is restored.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("settings", [TRAIN, SHARDED])
+def test_a_checkpoint_before_the_first_step_changes_no_step(tmp_path, folder, settings):
+    """known fault: the optimizer counted a step more from then on, here and in the restored run."""
+    train(*(untouched := build(folder, settings)), range(2))
+    expected = weights_of(untouched[0])
+    going_on, restored = build(folder, settings), build(folder, settings)
+    saved = Progress(step=0, policy_version=0)
+    take_snapshot(*going_on, saved).write(tmp_path / "checkpoint")
+    load_checkpoint(tmp_path / "checkpoint", *restored)
+    for run in (going_on, restored):
+        train(*run, range(2))
+        for name, weight in weights_of(run[0]).items():
+            assert torch.equal(weight, expected[name]), name
+
+
 @pytest.mark.parametrize(("before", "after"), [(TRAIN, SHARDED), (SHARDED, TRAIN)])
 def test_a_checkpoint_does_not_depend_on_sharding(tmp_path, folder, before, after):
     model, optimizer = build(folder, before)
