@@ -121,7 +121,8 @@ class AlgorithmConfig:
     """Factor of the KL divergence from the reference policy, which is the model that `model` names;
     above 0 each train worker holds a shard of it."""
     kl: KLKind = "k3"
-    """Estimator of that divergence; see `algorithms.kl_estimate`."""
+    """Estimator of that divergence; see `algorithms.kl_estimate`. k1, whose gradient does not see
+    the reference, is refused in the loss."""
     kl_in: KLPlace = "loss"
     """loss: a term beside the policy loss, with gradients; reward: its sum over the response under
     the proximal policy is taken off the reward."""
@@ -216,6 +217,13 @@ class AlgorithmConfig:
             f"{s}.kl_in",
             self.kl_in,
             'needs proximal="forward", whose log-probs are known before the update; or "loss"',
+        )
+        require(
+            self.kl != "k1" or self.kl_coef == 0 or self.kl_in == "reward",
+            f"{s}.kl",
+            self.kl,
+            'needs kl_in="reward": in the loss its gradient does not depend on the reference; '
+            'or "k2" or "k3"',
         )
         require(
             is_forward or not self.importance_normalize,

@@ -386,6 +386,7 @@ def test_overlong_buffer_is_a_part_of_the_response():
         ({"rejection": "seq_max_k3", "rejection_bound": (0.5, 2.0)}, "rejection_bound"),
         ({"proximal": "behavior", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
         ({"proximal": "interpolated", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in"),
+        ({"kl_coef": 0.1, "kl": "k1"}, "kl"),
         ({"proximal": "interpolated", "importance_normalize": True}, "importance_normalize"),
         ({"importance": None, "importance_normalize": True}, "importance_normalize"),
         ({"proximal": "behavior", "rejection": "token_k1"}, "rejection"),
@@ -405,6 +406,11 @@ def test_objectives_that_contradict_themselves_are_refused(values, field):
     with pytest.raises(ConfigError) as caught:
         AlgorithmConfig(**values)
     assert caught.value.field == f"algorithm.{field}"
+
+
+@pytest.mark.parametrize("values", [{"kl_coef": 0.1, "kl_in": "reward"}, {"kl_coef": 0.0}])
+def test_k1_is_taken_where_no_gradient_flows_through_it(values):
+    assert AlgorithmConfig(kl="k1", **values).kl == "k1"
 
 
 @pytest.mark.parametrize("name", ["ppo", "", None, ["grpo"]])

@@ -109,6 +109,22 @@ def test_kl_equals_independent_implementation(case, kind):
     torch.testing.assert_close(estimate * tensor(case["mask"]), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(("kind", "alike"), [("k1", 0.0), ("k2", 1.0), ("k3", 0.99)])
+def test_which_estimators_have_a_gradient_towards_the_reference(kind, alike):
+    """Over all outcomes, drawn from the policy itself: why k1 is refused in the loss."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    drawn = logprobs.detach().exp()
+    terms = (drawn * kl_estimate(logprobs, reference, kind)).sum()
+    divergence = (logprobs.exp() * (logprobs - reference)).sum()
+    (found,) = torch.autograd.grad(terms, logits, retain_graph=True)
+    (true,) = torch.autograd.grad(divergence, logits)
+    assert (found.norm() < 1e-9) == (kind == "k1")
+    assert torch.cosine_similarity(found, true, dim=0) == pytest.approx(alike, abs=0.01)
+
+
 def test_unknown_names_are_told_the_known_ones():
     one = torch.ones(1, 1)
     with pytest.raises(ConfigError, match="must be one of ppo"):
