@@ -3,7 +3,8 @@
 Invariants:
     * Each optimizer step exchanges one row between the ranks, on their devices; the host waits for
       them once, at the end of the batch.
-    * What separates engines and trainer is counted once for each token, whatever the epochs.
+    * What separates engines and trainer is counted once for each token, whatever the epochs, and
+      only where the log-probs of the update's start are known.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Totals:
     """Names of what a loss of the user's tells; None: none has been called yet."""
     are_finite: torch.Tensor | None = None
     """Whether loss and gradient have been finite in all steps so far, on the device."""
+    num_steps_known: int | None = None
+    """First optimizer steps whose tokens have log-probs of the update's start; None: all."""
 
     def add(
         self, found: list[Diagnostics], squared_norm: torch.Tensor
@@ -98,11 +101,13 @@ class Totals:
         for loss, norm in zip(summed[:, _LOSS].tolist(), norms, strict=True):
             _check_finite({"loss": loss, "grad_norm": norm}, step)
         sums = dict(zip(SUMS, summed.sum(dim=0).tolist(), strict=False))
-        of_epoch = summed[: num_steps // self.num_epochs]  # the gaps are those of the first one
-        gaps = of_epoch[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
+        of_epoch = num_steps // self.num_epochs  # the gaps are those of the first one
+        num_known = of_epoch if self.num_steps_known is None else self.num_steps_known
+        tokens = _sum_of_gaps(summed[:of_epoch])[:, 0]
+        gaps = _sum_of_gaps(summed[:num_known])
         age, aged, _ = summed[0, _ENDS[2] :].tolist()
         count = max(1.0, float(gaps[:, 0].sum()))
-        trained = count * self.num_epochs
+        trained = max(1.0, float(tokens.sum())) * self.num_epochs
         figures: Figures = {
             "staleness_mean": age / max(1.0, aged),
             "staleness_max": int(exchanged[0, :, _ENDS[-1] - 1].max()),
@@ -132,19 +137,19 @@ class Totals:
             figures[f"loss/{name}"] = mean
         ratios = exchanged[:, :, _ENDS[-1] : told].reshape(num_steps, num_ranks, len(_RATIOS), -1)
         for i, (kind, name) in enumerate(_RATIOS.items()):
-            num_counted = len(of_epoch) if kind == "gap_ratios" else num_steps
+            num_counted = num_known if kind == "gap_ratios" else num_steps
             values = ratios[:num_counted, :, i].flatten()
             known = values[~values.isnan()]
             if len(known):
                 figures[name] = torch.quantile(known, known.new_tensor(_QUANTILES)).tolist()
-        ages = [a for a in range(NUM_AGES) if gaps[a, 0] > 0]
+        ages = [a for a in range(NUM_AGES) if tokens[a] > 0]
         by_age = gaps[: max(ages, default=-1) + 1]
         means = by_age / by_age[:, :1].clamp(min=1)
-        figures["tokens_by_staleness"] = by_age[:, 0].tolist()
+        figures["tokens_by_staleness"] = tokens[: len(by_age)].tolist()
         figures["kl_k3_by_staleness"] = means[:, 3].tolist()
         figures["chi2_by_staleness"] = [
-            square - 1 if tokens else 0.0
-            for square, tokens in zip(means[:, 2].tolist(), by_age[:, 0].tolist(), strict=True)
+            square - 1 if known else 0.0
+            for square, known in zip(means[:, 2].tolist(), by_age[:, 0].tolist(), strict=True)
         ]
         return figures
 
@@ -154,6 +159,11 @@ _ENDS = np.cumsum([len(SUMS), 1, NUM_AGES * len(GAPS), 3]).tolist()
 """Ends, in a row of what ranks exchange, of sums, gradient norm, gaps and ages; ratios follow, and
 what a loss of the user's tells."""
 _LOSS, _NORM = SUMS.index("loss"), _ENDS[0]
+
+
+def _sum_of_gaps(summed: torch.Tensor) -> torch.Tensor:
+    """[A, GAPS] of some optimizer steps [steps, K]."""
+    return summed[:, _ENDS[1] : _ENDS[2]].sum(dim=0).reshape(NUM_AGES, len(GAPS))
 
 
 def _some(values: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,8 @@ def train_step(
     kept_B = _kept(batch, algorithm).to(device)
     set_learning_rate(optimizer, learning_rate(train, batch.step))
     sync = StepSync(model, train, device)
-    totals = Totals(ages_of(batch), train.epochs)
+    num_known = None if algorithm.proximal == "forward" else 1
+    totals = Totals(ages_of(batch), train.epochs, num_steps_known=num_known)
     for number, (numbers, lengths) in enumerate(_mini_batches(batch) * train.epochs):
         whole = Whole(
             advantages_B=advantages_B,
