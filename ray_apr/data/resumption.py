@@ -210,21 +210,15 @@ class RolloutProgress:
         )
 
     def to_json(self) -> str:
-        """Text that `from_json` reads."""
+        """Text of an object that `from_values` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> RolloutProgress:
+    def from_values(cls, values: Mapping[str, Any]) -> RolloutProgress:
         """Read what `to_json` made, of this format or an older one.
 
-        Raises:
-            ConfigError: If the format is newer.
-        """
-        return cls.from_values(json.loads(text))
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> RolloutProgress:
-        """The same, of the object that the text has.
+        Args:
+            values: The object of its text.
 
         Raises:
             ConfigError: If the format is newer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
@@ -38,7 +39,7 @@ async def take(run, before: Counters | None = None) -> Begin:
         state=taken.state,
         epoch=taken.epoch,
     )
-    again = RolloutProgress.from_json(progress.to_json())
+    again = RolloutProgress.from_values(json.loads(progress.to_json()))
     assert again == progress
     return Begin(rollout=again, samples=taken.samples[0], before=again.counters)
 

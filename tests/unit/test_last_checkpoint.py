@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -196,7 +197,7 @@ async def test_a_side_begins_again_where_its_trainer_began_or_has_saved_since(
     """A checkpoint of an attempt before is in what the attempt began with."""
     await write_listed(tmp_path, 4)
     file = tmp_path / "run" / "checkpoint_4" / ROLLOUT_FILE
-    progress = RolloutProgress.from_json(file.read_text())
+    progress = RolloutProgress.from_values(json.loads(file.read_text()))
     file.write_text(dataclasses.replace(progress, epoch=1).to_json())
     found = find_side_begin(spec_of(tmp_path), Begin(step=2, policy_version=2, epoch=epoch))
     assert (found.step, found.of_engines, found.epoch) == (step, step, max(1, epoch))

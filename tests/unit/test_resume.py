@@ -95,7 +95,7 @@ def test_a_checkpoint_notes_what_worker_and_buffer_hold():
         samples_trained=12, tokens_trained=80, samples_interrupted=3, samples_resumed=2,
         tokens_generated=160, tokens_discarded={"failed": 5, "stale": 16},
     )  # fmt: skip
-    assert RolloutProgress.from_json(progress.to_json()) == progress
+    assert RolloutProgress.from_values(json.loads(progress.to_json())) == progress
 
 
 # -- figures ---------------------------------------------------------------------------------------
