@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [item.nodeid.startswith(first) for first in order].index(True))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that start Ray, which end last, go before those of the other process."""
+    if not item.nodeid.startswith(WITH_RAY) and os.nice(0) == 0:
+        os.nice(5)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of two processes (`make test`) one has all that starts Ray, the other one the rest.

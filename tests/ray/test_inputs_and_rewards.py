@@ -24,8 +24,9 @@ from ray.util.state import list_actors
 from ray_apr import APRTrainer, ConfigError, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Prompt, Sample
-from ray_apr.data import encoding
+from ray_apr.data import held
 from ray_apr.data.encoding import encode_dataset
+from ray_apr.data.held import first_row
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.run.host import is_captured
 from ray_apr.run.preflight import found_no_place, nodes_without, not_placed, placement_limit
@@ -178,10 +179,12 @@ def test_few_prompts_that_ray_has_start_no_process(model, monkeypatch):
     by_ray_data = encoded(few.map_batches(lambda rows: rows))
     many = ray.data.from_items([{"prompt": [1]}] * 4097)
     monkeypatch.setattr(ray.data.Dataset, "map_batches", None)
+    monkeypatch.setattr(ray.data.Dataset, "take", None)
+    assert first_row(few) == {"prompt": "0+1", "id": 0}
     assert encoded(few) == by_ray_data
     with pytest.raises(TypeError, match="not callable"):
         encoded(many)
-    monkeypatch.setattr(encoding, "_SMALL_BYTES", 1000)
+    monkeypatch.setattr(held, "_BYTES", 1000)
     with pytest.raises(TypeError, match="not callable"):
         encoded(few)
 
