@@ -32,15 +32,8 @@ WITH_RAY = ("tests/ray/", "tests/vllm/test_rollout_servers.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, so that both processes end at about the same time."""
-    order = (WITH_RAY, "tests/vllm/", "")
-    items.sort(key=lambda item: [item.nodeid.startswith(first) for first in order].index(True))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests that start Ray, which end last, go before those of the other process."""
-    if not item.nodeid.startswith(WITH_RAY) and os.nice(0) == 0:
-        os.nice(5)
+    """What starts Ray first: it takes one process longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WITH_RAY))
 
 
 @pytest.hookimpl(optionalhook=True)
