@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium
@@ -340,6 +342,10 @@ def test_a_storage_path_may_be_a_path(tmp_path, monkeypatch):
 
 
 def test_apr_is_known_to_tune():
-    from ray.tune.registry import get_trainable_cls
-
-    assert get_trainable_cls("APR") is APR
+    """In a process of its own: a Ray that ended in this one would have taken the name along."""
+    code = (
+        "from ray_apr.rllib import APR\n"
+        "from ray.tune.registry import get_trainable_cls\n"
+        "assert get_trainable_cls('APR') is APR\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
