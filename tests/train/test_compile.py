@@ -156,6 +156,7 @@ def test_what_was_compiled_ahead_serves_the_whole_model(
         compile_ahead(spec, CPU)
         assert len(as_on_a_gpu) == num_graphs
         assert not models, "they would have memory that the whole model needs"
+        monkeypatch.setattr(learner_module, "warm_up", None)  # once is enough
         with torch._dynamo.config.patch(error_on_recompile=True):
             learner = Learner(spec, CPU, is_compiled=True)
             (row,) = make_batches(
