@@ -48,6 +48,23 @@ def folder(tmp_path):
     return JournalFolder.of(str(tmp_path / "journal"))
 
 
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def refusals(monkeypatch):
+    """Errors that writing to a journal raises, by who writes; none at first."""
+    append, errors = JournalFolder.append, {}
+
+    def try_to(self, epoch, writer, *rest):
+        if writer in errors:
+            raise errors[writer]
+        append(self, epoch, writer, *rest)
+
+    monkeypatch.setattr(JournalFolder, "append", try_to)
+    return errors
+
+
 def segment(version, first, num_tokens, *, is_generated=True):
     ids = tuple(range(first, first + num_tokens))
     return Segment(
@@ -154,21 +171,14 @@ async def test_where_files_cannot_grow_each_frame_is_a_file(tmp_path):
 
 
 async def test_a_journal_that_cannot_be_written_stops_until_the_next_epoch(
-    folder, monkeypatch, caplog
+    folder, refusals, caplog
 ):
-    append, is_full = JournalFolder.append, [True]
-
-    def try_to(*args):
-        if is_full[0]:
-            raise OSError(28, "No space left on device")
-        append(*args)
-
-    monkeypatch.setattr(JournalFolder, "append", try_to)
     journal = Journal(folder, "worker", header=HEADER, state=_state)
     group = (sample_of(segment(0, 10, 3)), sample_of(name="e0-0-1"))
+    refusals["worker"] = FULL
     journal.note_samples(group, group[0])
     await journal.flush()
-    is_full[0] = False
+    refusals.clear()
     journal.note_samples(group, sample_of(segment(0, 10, 5)))
     await journal.flush()
     assert not list(folder.frames(0, "worker")), "a file with a hole says nothing true"
@@ -188,26 +198,19 @@ class StorageError(Exception):
 
 @pytest.mark.parametrize("of_storage", [True, False])
 async def test_whatever_error_lost_a_frame_its_file_is_not_taken_for_whole(
-    folder, monkeypatch, caplog, of_storage
+    folder, refusals, caplog, of_storage
 ):
     """known fault: what was not an `OSError` lost a frame, and nobody who read the file knew."""
-    append, refuses = JournalFolder.append, [False]
-
-    def try_to(*args):
-        if refuses[0]:
-            raise StorageError("503")
-        append(*args)
-
-    monkeypatch.setattr(JournalFolder, "append", try_to)
     journal = Journal(folder, "worker", header=HEADER, state=_state)
     group = (sample_of(segment(0, 10, 3)), sample_of(name="e0-0-1"))
     journal.note_samples(group, group[0])
     await journal.flush()
-    refuses[0] = of_storage
+    if of_storage:
+        refusals["worker"] = StorageError("503")
     state = {} if of_storage else {"lock": threading.Lock()}
     journal.note_samples(group, sample_of(segment(0, 10, 5), environment_state=state))
     await journal.flush()
-    refuses[0] = False
+    refusals.clear()
     journal.note_samples(group, sample_of(segment(0, 10, 9)))
     await journal.flush()
     assert folder.broken_epochs() == [0] and len(list(folder.frames(0, "worker"))) == 1
@@ -617,24 +620,14 @@ async def test_what_was_counted_between_two_tries_of_a_checkpoint_counts_once(fo
 
 
 @pytest.mark.parametrize("full", [("worker",), ("buffer",), ("worker", "buffer")])
-async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(
-    folder, monkeypatch, full
-):
-    append, is_full = JournalFolder.append, [False]
-
-    def try_to(self, epoch, writer, *rest):
-        if is_full[0] and writer in full:
-            raise OSError(28, "No space left on device")
-        append(self, epoch, writer, *rest)
-
-    monkeypatch.setattr(JournalFolder, "append", try_to)
+async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(folder, refusals, full):
     killed = Killed(folder, trainer_lives=False, partial=PARTIAL[0])
     async with killed as run:
         await run.train(3)
         await run.write()
-        is_full[0] = True
+        refusals |= dict.fromkeys(full, FULL)
         await run.train(3)
-    is_full[0] = False
+    refusals.clear()
     assert killed.num_lost >= 0
     killed.batches = {step: groups for step, groups in killed.batches.items() if step < 3}
     async with killed as run:
@@ -647,26 +640,18 @@ async def test_a_run_goes_on_with_a_checkpoint_and_a_journal_that_broke_off(
 
 @pytest.mark.parametrize("partial", [PARTIAL[0], PARTIAL[1], PARTIAL[3]])
 async def test_what_a_run_gave_up_does_not_come_back_when_it_goes_on_once_more(
-    folder, monkeypatch, partial
+    folder, refusals, partial
 ):
     """known fault: once its trainer had come as far as their versions again, with other batches,
     the next run had tokens that the weights before had made."""
-    append, is_full = JournalFolder.append, [False]
-
-    def try_to(self, epoch, writer, *rest):
-        if is_full[0] and writer == "buffer":
-            raise OSError(28, "No space left on device")
-        append(self, epoch, writer, *rest)
-
-    monkeypatch.setattr(JournalFolder, "append", try_to)
     killed = Killed(folder, trainer_lives=False, partial=partial)
     async with killed as run:
         await run.train(3)
         await run.write()
-        is_full[0] = True
+        refusals["buffer"] = FULL
         await run.train(3)
         await run.write()
-    is_full[0] = False
+    refusals.clear()
     killed.batches = {s: g for s, g in killed.batches.items() if s in killed.begin.replayed.plan}
     given_up = {s.sample_id for s in samples_of(killed.begin) if not s.num_tokens}
     reaches = len(killed.begin.replayed.plan)
