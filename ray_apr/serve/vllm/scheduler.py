@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
 
+from ray_apr.serve.vllm.blocks import look_at_ends_only
 from ray_apr.serve.vllm.names import PARKING_LIMIT_S
 from ray_apr.serve.vllm.parking import Parked, Parking
 from ray_apr.serve.vllm.private import (
@@ -97,14 +98,12 @@ class _Piece:
     def output(self, request_id: str) -> EngineCoreOutput:
         logprobs = None
         if self.logprobs:
-            # a step's are as wide as the request with the most asked for; this one needs no more
-            width = min(found[1].shape[1] for found in self.logprobs)
-            ids, values, ranks = zip(*(found[:3] for found in self.logprobs), strict=True)
-            logprobs = LogprobsLists(
-                np.concatenate([i[:, :width] for i in ids]),
-                np.concatenate([v[:, :width] for v in values]),
-                np.concatenate(ranks),
-            )
+            ids, values, ranks, _ = zip(*self.logprobs, strict=True)
+            widths = {found.shape[1] for found in values}
+            if len(widths) > 1:  # as wide as the request of a step with the most asked for
+                width = min(widths)
+                ids, values = [i[:, :width] for i in ids], [v[:, :width] for v in values]
+            logprobs = LogprobsLists(*map(np.concatenate, (ids, values, ranks)))
         return EngineCoreOutput(
             request_id, self.token_ids, new_logprobs=logprobs, events=self.events
         )
@@ -260,19 +259,19 @@ class _InPieces:
         """What leaves now that this output has come, of a request that the scheduler still has or
         that is given."""
         request_id = output.request_id
-        if (parked := self._parking.of(request_id)) is not None:
+        piece = self._pieces.get(request_id)
+        if piece is None and (parked := self._parking.of(request_id)) is not None:
             parked.outputs.append(output)
             return []
-        request = request or self._requests.get(request_id)
-        piece = self._pieces.get(request_id)
-        if self._may_wait(output, request):
-            if piece is None:
+        if _is_only_tokens(output):
+            if piece is None and _is_read_whole(request or self._requests.get(request_id)):
                 piece = self._pieces[request_id] = _Piece(client)
-            piece.add(output)
-            if len(piece.token_ids) < _PIECE_TOKENS:
-                return []
-            del self._pieces[request_id]
-            return [self._of_piece(request_id, piece)]
+            if piece is not None:
+                piece.add(output)
+                if len(piece.token_ids) < _PIECE_TOKENS:
+                    return []
+                del self._pieces[request_id]
+                return [self._of_piece(request_id, piece)]
         leaves = []
         if piece is not None:
             del self._pieces[request_id]
@@ -310,13 +309,19 @@ class _InPieces:
         aborted = RequestStatus.FINISHED_ABORTED
         super().finish_requests(request_ids, aborted)  # type: ignore[misc]
 
-    def _may_wait(self, output: EngineCoreOutput, request: Request | None) -> bool:
-        params = None if request is None else request.sampling_params
-        if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
-            return False
-        if params.stop:  # the server's process looks for them, and ends the request
-            return False
-        return all(map(operator.is_, _others_of(output), _DEFAULTS))
+
+def _is_read_whole(request: Request | None) -> bool:
+    """Whether nobody reads single tokens of a request."""
+    params = None if request is None else request.sampling_params
+    return bool(
+        params is not None
+        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and not params.stop  # the server's process looks for them, and ends the request
+    )
+
+
+def _is_only_tokens(output: EngineCoreOutput) -> bool:
+    return all(map(operator.is_, _others_of(output), _DEFAULTS))
 
 
 def _prefill_interval_s(vllm_config: Any) -> float:
@@ -347,7 +352,10 @@ class _AsyncScheduler(_InPieces, AsyncScheduler):  # type: ignore[misc]
 def make_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler of an engine core (``scheduler_cls``), of the kind that vLLM would take."""
     is_async = vllm_config.scheduler_config.async_scheduling
-    return (_AsyncScheduler if is_async else _SyncScheduler)(vllm_config=vllm_config, **kwargs)
+    kind = _AsyncScheduler if is_async else _SyncScheduler
+    scheduler = kind(vllm_config=vllm_config, **kwargs)
+    look_at_ends_only(scheduler.kv_cache_manager)
+    return scheduler
 
 
 def make_parking_scheduler(**kwargs: Any) -> Scheduler:
