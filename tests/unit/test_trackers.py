@@ -249,11 +249,11 @@ def test_a_text_that_did_not_change_is_sent_to_mlflow_once(tmp_path):
     assert sent[-1] == ["engines"], "known fault: MLflow had the text of before for good"
 
 
-@pytest.mark.parametrize(
-    "name", ["reward//strict_mean", "/a", "a/", ".", "a/../b", "a/./b", "", "ab/" * 200]
-)
-def test_no_name_of_a_figure_costs_mlflow_the_others(folder, name):
+def test_no_name_of_a_figure_costs_mlflow_the_others(folder):
     """known fault: a metric of a reward with a name that is no path cost all figures."""
-    track(folder, [{"step": 0, "reward_mean": 0.5, name: 0.25}], "mlflow")
+    names = ["reward//strict_mean", "/a", "a/", ".", "a/../b", "a/./b", "", "ab/" * 200]
+    rows = [{"step": i, "reward_mean": 0.5, name: 0.25} for i, name in enumerate(names)]
+    track(folder, rows, "mlflow")
     found = read_mlflow(folder)
-    assert (found["reward_mean", 0], found[metric_name(name), 0]) == (0.5, 0.25)
+    for step, name in enumerate(names):
+        assert (found["reward_mean", step], found[metric_name(name), step]) == (0.5, 0.25), name
