@@ -1,6 +1,7 @@
-"""Examples on CPU with the smallest settings: one as a user would run it, the others one after the
-other on one cluster (tests/example_runs.py). Each takes 40 s of two cores, nearly all of them to
-start the processes of its run; long tests are those of which other tests have most."""
+"""Examples on CPU with the smallest settings: YAML files and one in Python as a user would run
+them, the others one after the other on one cluster (tests/example_runs.py). Each takes half a
+minute of two cores, nearly all of it to start the processes of its run; long tests are those of
+which other tests have most."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
-    "--set rollout.num_replicas=1 --set scaling.num_workers=1 --set train.batch_size=16 "
-    "--set rollout.max_response_tokens=64"
-)
+    "rollout.num_replicas=1", "scaling.num_workers=1", "train.batch_size=16",
+    "rollout.max_response_tokens=64",
+)  # fmt: skip
 """Settings of a YAML file."""
 
 
@@ -81,14 +82,30 @@ def final_of(folder: Path) -> tuple[str, int, int]:
     return final["status"], final["ledger_error"], final["steps"]
 
 
+def run_alone(env: dict[str, str], folder: Path, *command: str) -> str:
+    """Run Python in a folder to its good end; what it printed."""
+    ended = subprocess.run(
+        [sys.executable, *command], env=env, cwd=folder, text=True, timeout=600, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return ended.stdout
+
+
+def train(env: dict[str, str], folder: Path, file: str, *settings: str) -> Path:
+    """Train by a YAML file of the examples; the run's folder."""
+    given = (*SMALL, f"run.storage_path={folder}", "run.name=run", *settings)
+    flags = [f"--set={setting}" for setting in given]
+    run_alone(env, folder, "-m", "ray_apr", "train", str(EXAMPLES / file), *flags)
+    return folder / "run"
+
+
 def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, marked, capsys):
     _, env = marked
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / "single_file.py"), "--steps", "4", "--storage", "."],
-        env=env, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert "step    4/4" in ended.stdout and "best reward 0." in ended.stdout
+    said = run_alone(
+        env, tmp_path, str(EXAMPLES / "single_file.py"), "--steps", "4", "--storage", "."
+    )
+    assert "step    4/4" in said and "best reward 0." in said
     folder = tmp_path / "single-file"
     assert final_of(folder) == ("ok", 0, 4)
     assert saved_steps(folder) == [0, 1, 2, 3], "the last step's, too"
@@ -104,6 +121,33 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     assert main(["samples", str(folder), "--worst", "1"]) == 0
     assert "step 3 (counted from 0): reward 0;" in capsys.readouterr().out
     assert main(["verify", str(folder)]) == 0
+
+
+def test_a_calculator_and_weights_as_files(tmp_path, marked):
+    _, env = marked
+    transport = EXAMPLES / "transports" / "folder.py"
+    folder = train(
+        env, tmp_path, "calculator/calculator.yaml", "rollout.max_turns=6", "train.steps=2",
+        f"train.weight_transport={transport}:FolderSender",
+    )  # fmt: skip
+    assert final_of(folder) == ("ok", 0, 2)
+    final = json.loads((folder / "final.json").read_text())
+    assert [engine["policy_version"] for engine in final["engines"]] == [1]
+    assert max(row["num_turns"] for row in read_step(folder, 0)) >= 2
+
+
+def test_reasoning_gym(tmp_path, marked):
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("needs the extra rewards-gym")
+    _, env = marked
+    task = EXAMPLES / "reasoning_gym" / "make_task.py"
+    run_alone(env, tmp_path, str(task), "--num-rows", "8", "--out", ".")
+    folder = train(
+        env, tmp_path, "reasoning_gym/reasoning_gym.yaml", "train.steps=1",
+        "algorithm.overlong_buffer_tokens=16",
+        f"model={tmp_path}/base_model", f"prompts={tmp_path}/prompts.parquet",
+    )  # fmt: skip
+    assert final_of(folder) == ("ok", 0, 1)
 
 
 def test_maths_and_rejection_sampling(run, folder):
@@ -148,38 +192,13 @@ def test_evaluation_alone(run, folder):
     assert final_of(folder / "evaluate") == ("stopped", 0, 0)
 
 
+@pytest.mark.long
 def test_a_sweep(run, folder):
     said = run("tune_sweep --lr 1e-4 --steps 1 --storage .")
     assert "lr 0.0001: reward 0." in said
     assert "best mean of the last steps: lr 0.0001" in said
     assert f"compare: ray-apr report {folder.resolve() / 'lr-0.0001'} " in said
     assert final_of(folder / "lr-0.0001") == ("ok", 0, 1)
-
-
-def test_a_calculator_and_weights_as_files(run, folder):
-    transport = EXAMPLES / "transports" / "folder.py"
-    run(
-        f"calculator/calculator.yaml {SMALL} --set rollout.max_turns=6 --set train.steps=2 "
-        f"--set run.storage_path={folder} --set run.name=calculator "
-        f"--set train.weight_transport={transport}:FolderSender"
-    )
-    assert final_of(folder / "calculator") == ("ok", 0, 2)
-    final = json.loads((folder / "calculator/final.json").read_text())
-    assert [engine["policy_version"] for engine in final["engines"]] == [1]
-    assert max(row["num_turns"] for row in read_step(folder / "calculator", 0)) >= 2
-
-
-def test_reasoning_gym(run, folder):
-    if importlib.util.find_spec("reasoning_gym") is None:
-        pytest.skip("needs the extra rewards-gym")
-    run("reasoning_gym/make_task --num-rows 8 --out .")
-    run(
-        f"reasoning_gym/reasoning_gym.yaml {SMALL} --set train.steps=1 --set run.name=gym "
-        "--set algorithm.overlong_buffer_tokens=16 "
-        f"--set run.storage_path={folder} "
-        f"--set model={folder}/base_model --set prompts={folder}/prompts.parquet"
-    )
-    assert final_of(folder / "gym") == ("ok", 0, 1)
 
 
 def test_an_algorithm_of_rllib(run, folder):

@@ -78,7 +78,8 @@ def test_after_each_sync_a_llama_in_the_engine_equals_the_trainer_s(folder, monk
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("family", ["Mixtral", pytest.param("OLMo-2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["Mixtral", "OLMo-2"])
 def test_after_each_sync_and_export_a_family_in_the_engine_equals_the_trainer_s(tmp_path, family):
     """Mixtral: experts, and other names and shapes in memory than in the checkpoint. OLMo-2: vLLM
     runs the code of Transformers."""
