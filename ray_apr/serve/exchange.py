@@ -135,10 +135,10 @@ class Exchange:
     async def _send(self, engine: str) -> None:
         """Send what has gathered for an engine, and see to it that a stream brings the outcomes."""
         await asyncio.sleep(_GATHER_S)
-        handle, outbox = self._engines[engine], self._outboxes.pop(engine)
-        if not outbox:
+        outbox = self._outboxes.pop(engine)
+        if not outbox:  # all were withdrawn; the engine may have left
             return
-        requests = list(outbox.values())
+        handle, requests = self._engines[engine], list(outbox.values())
         try:
             async with ours("submit", None):
                 there: str = await handle.call("submit", self._id, requests, timeout_s=_SILENT_S)

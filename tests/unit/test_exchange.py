@@ -314,6 +314,21 @@ async def test_a_request_that_was_withdrawn_in_time_is_not_sent(client, servers)
     assert not client._calls and not +client._num_calls
 
 
+async def test_an_engine_that_left_with_a_withdrawn_request_gets_others_once_it_is_back(
+    client, servers
+):
+    """known fault: they were never sent, and waited for ever."""
+    future = client.post("a", generate_request("gone"))
+    assert client.withdraw("a", "gone") and future.done()
+    left = servers.pop("a")
+    await asyncio.sleep(0.02)
+    servers["a"] = left
+    future = client.post("a", generate_request("next"))
+    await left.until_submitted(1)
+    left.end("next")
+    assert (await asyncio.wait_for(future, 5)).request_id == "next"
+
+
 async def test_the_newest_reader_of_a_mailbox_gets_what_comes():
     mailboxes, found = Mailboxes(), {"old": [], "new": []}
     mailboxes.expect("client", 3)
