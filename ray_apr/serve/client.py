@@ -9,10 +9,9 @@ Invariants, kept by `ServeRolloutClient`:
       server sees to that, and Serve to servers that do not answer.
     * A request whose caller has gone is aborted where it runs.
 
-A handle is an engine (`serve.handle`). Which engines get requests is learned from their statuses,
-and anew when one fails: those whose replica lives, makes tokens and has the newest weights. How
-many engines there are changes by `scale`; one that leaves gets no more requests, and those that it
-has come back with their tokens so far.
+A handle is an engine (`serve.handle`). Those get requests whose replica answers, makes tokens and
+has the newest weights, as their statuses say, which are asked for anew when one fails. How many
+there are changes by `scale`: one that leaves gives its requests back with their tokens so far.
 """
 
 from __future__ import annotations
@@ -44,12 +43,14 @@ from ray_apr.scheduling.routing import Placement, newest_version, that_stay, tha
 from ray_apr.serve.departure import Departure
 from ray_apr.serve.errors import of_living, ours
 from ray_apr.serve.exchange import Exchange
-from ray_apr.serve.handle import EngineHandle, engine_names, is_death
+from ray_apr.serve.handle import EngineHandle, engine_names
 from ray_apr.serve.spec import SCORE_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 60.0
+_LEARN_S = 10.0
+"""An engine that does not answer for so long gets no requests; all requests may wait for it."""
 _LEARN_AGAIN_S = 5.0
 """Pause of the question whether an engine that got no requests can take some now."""
 _NONE_S = 0.5
@@ -175,9 +176,9 @@ class ServeRolloutClient:
             logger.info("engines that got no requests are not asked: %s", error)
 
     async def _learn(self, *, again: bool = False) -> None:
-        """Find out which engines can take requests, unless somebody just has.
+        """Find out which engines can take requests, of those that answer, unless somebody just has.
 
-        Waits for: somebody who is at it. Unblocked by: the engines' answers, which have a limit.
+        Waits for: somebody who is at it. Unblocked by: the engines' answers, or `_LEARN_S`.
         """
         async with self._learning:
             if self._learned_at != -math.inf and not again:
@@ -185,7 +186,7 @@ class ServeRolloutClient:
             if not again and time.monotonic() < self._none_until:
                 raise EngineUnavailableError(self._why_none)
             try:
-                running = await self._statuses(drain=False)
+                running = await self._statuses(drain=False, learns=True)
                 # a client that begins beside engines which have run knows of no version of theirs
                 self._policy_version = newest_version(running, self._policy_version)
                 ready = that_take(running, self._policy_version, self._departure.engines)
@@ -284,14 +285,16 @@ class ServeRolloutClient:
         """
         return list((await self._statuses(drain=drain)).values())
 
-    async def _statuses(self, *, drain: bool) -> dict[str, ServerStatus]:
-        """Status of each engine that lives, by its name."""
+    async def _statuses(self, *, drain: bool, learns: bool = False) -> dict[str, ServerStatus]:
+        """Status of each engine that lives, by its name; who learns takes those that answer."""
         engines = list(self._engines)  # some may come or go meanwhile
-        results = await self._ask("status", drain)
-        of_living(results, "status")
-        found = zip(engines, results, strict=True)
-        self._seen = {engine: status for engine, status in found if not is_death(status)}
-        return dict(self._seen)
+        limit_s = _LEARN_S if learns else _CONTROL_TIMEOUT_S
+        results = await self._ask("status", drain, timeout_s=limit_s)
+        said = {e: s for e, s in zip(engines, results, strict=True) if isinstance(s, ServerStatus)}
+        if not (learns and said):
+            of_living(results, "status")
+        self._seen = said
+        return dict(said)
 
     async def weight_group_state(self) -> WeightGroupState:
         """Which replicas run and stay; they get ranks in order of the engines, from 1 on."""
@@ -393,6 +396,5 @@ class ServeRolloutClient:
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> list[Any]:
         """Answer or error of each engine."""
-        engines = self._engines.values()
-        calls = [engine.call(verb, *args, timeout_s=timeout_s) for engine in engines]
+        calls = [e.call(verb, *args, timeout_s=timeout_s) for e in self._engines.values()]
         return await asyncio.gather(*calls, return_exceptions=True)

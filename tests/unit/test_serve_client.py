@@ -233,6 +233,23 @@ async def test_a_deployment_without_replicas_is_named(deployment):
         await client.status()
 
 
+@pytest.mark.parametrize(
+    "error", [ActorUnavailableError("connection reset", None), TimeoutError("no answer")]
+)
+async def test_a_replica_that_does_not_answer_holds_up_no_request_of_the_others(deployment, error):
+    """known fault: no engine got any, as long as one could not be reached."""
+    handle, client = deployment
+    await client._learn()
+    status, handle.statuses["b"] = handle.statuses["b"], error
+    client._learned_at = -math.inf  # a call of "b" has failed
+    await client._find_ready()
+    assert client._ready == {"engine-0": "a"}
+    assert LIMITS_S[-1] < client_module._CONTROL_TIMEOUT_S, "all requests wait for it"
+    handle.statuses["b"] = status
+    await client._learn(again=True)
+    assert client._ready == {"engine-0": "a", "engine-1": "b"}
+
+
 async def test_a_replica_that_has_begun_anew_gets_no_request_before_its_weights(deployment):
     _, client = deployment
     await client.join_weight_group(GROUP, {"a": 1, "b": 3})
