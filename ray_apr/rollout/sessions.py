@@ -377,10 +377,12 @@ class Sessions:
         self.stopping.set()
         self.wake.set()
 
-    async def abort(self, samples: Sequence[LiveSample]) -> None:
-        """Abort the generate calls of these samples; those that have ended meanwhile are left, and
-        those of an engine that does not answer end when Serve replaces it."""
-        request_ids = [live.request_id for live in samples if live.request_id]
+    def abort(self, samples: Sequence[LiveSample]) -> Coroutine[Any, Any, None]:
+        """Abort the generate calls that these samples have now; those that have ended meanwhile are
+        left, and those of an engine that does not answer end when Serve replaces it."""
+        return self._abort([live.request_id for live in samples if live.request_id])
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:
             return
         try:

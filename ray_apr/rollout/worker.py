@@ -306,7 +306,7 @@ class RolloutWorker(WeightSyncs):
         """Start and abort what the scheduler says.
 
         Consumes: prompts. Waits for: any event of a sample, of the buffer or of a sync. Unblocked
-        by: `_wake`. Produces: a task for each generate call.
+        by: `_wake`. Produces: a task for each generate call, and for each abort.
         """
         sessions = self._sessions
         await self._report_unfinished()  # before the buffer gets groups that are newer
@@ -324,7 +324,8 @@ class RolloutWorker(WeightSyncs):
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
             self._figures.note_dropped(actions.dropped)
-            await sessions.abort(actions.abort)
+            if actions.abort:  # engines may take their time to answer
+                tasks.create_task(sessions.abort(actions.abort), name="abort")
             await self._report_unfinished()
             if not self._scheduler.live.num_unfinished:
                 sessions.generated.set()
@@ -358,8 +359,7 @@ class RolloutWorker(WeightSyncs):
             watch = asyncio.ensure_future(self._buffer.watch.remote(cursor))
             if not await first_of(watch, self._stopping.wait()):
                 return
-            state = watch.result()
-            cursor = state.cursor
+            cursor = (state := watch.result()).cursor
             self._scheduler.on_buffer_counts(
                 num_buffered=state.num_buffered,
                 num_received=state.num_received,

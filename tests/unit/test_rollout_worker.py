@@ -228,6 +228,37 @@ async def test_an_engine_that_dies_while_it_is_asked_to_abort_does_not_end_a_run
     await run.check_ledger(run.summary)
 
 
+async def test_an_engine_that_is_slow_to_abort_holds_up_no_calls_of_others():
+    """known fault: nothing was started until it had answered, for up to a minute."""
+
+    class Slow(ScriptedEngine):
+        def __init__(self, **given):
+            super().__init__(**given)
+            self.asked, self.answers = [], asyncio.Event()
+
+        async def abort(self, request_ids=None):
+            if request_ids is not None:
+                self.asked += request_ids
+                await self.answers.wait()
+            return await super().abort(request_ids)
+
+    engine, bad = Slow(lengths={"e0-0-1": 12}), Scorer(bad={"e0-0-0"})
+    async with running(engine, scorer=bad, max_staleness=2) as run:
+        await until(lambda: len(engine.running) == 8)
+        engine.advance(4)
+        await until(lambda: len(engine.asked) == 1)
+        await until(lambda: len(engine.running) > 1)  # the group in its place
+        before = len(engine.calls)
+        engine._end(engine.running[-1], FinishReason.ABORT)
+        try:
+            await until(lambda: len(engine.calls) > before)  # it goes on
+        finally:
+            assert engine.asked[0] in engine.running
+            engine.answers.set()
+        await until(lambda: engine.asked[0] not in engine.running)
+    await run.check_ledger(run.summary)
+
+
 async def test_a_run_whose_engines_are_gone_still_tells_its_figures():
     class Mortal(ScriptedEngine):
         is_dead = False
