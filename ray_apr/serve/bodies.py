@@ -19,6 +19,9 @@ _MAX_STOP_IDS, _MAX_ABORTED = 1024, 100_000
 
 TokenId = Annotated[int, Field(ge=0, le=_INT32, strict=True)]
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,256}$")]
+NewRequestId = Annotated[str, Field(pattern=r'^[!"$-~]{1,256}$')]
+"""Without a ``#``, which the calls of the run's samples have: an engine would hold the request for
+a next call across a weight sync, and give its tokens another version."""
 SessionId = Annotated[str, Field(pattern=r"^[!-~]{0,256}$")]
 
 
@@ -29,7 +32,7 @@ class _Body(BaseModel):
 class GenerateBody(_Body):
     """Body of ``POST /v1/rollouts/generate``."""
 
-    request_id: RequestId
+    request_id: NewRequestId
     session_id: SessionId = ""
     token_ids: list[TokenId] = Field(min_length=1)
     max_tokens: int = Field(ge=1, le=_INT32, strict=True)

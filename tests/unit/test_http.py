@@ -97,6 +97,7 @@ async def test_every_verb_but_health_needs_the_token(path):
         {"request_id": ""},
         {"request_id": "\ud800"},
         {"request_id": "a\nb"},
+        {"request_id": "e0-1-0#3"},
         {"request_id": "ü"},
         {"request_id": "x" * 257},
         {"session_id": "\u202e"},
@@ -110,6 +111,11 @@ async def test_what_no_engine_can_take_is_a_422(http, change):
     reply = await client.post(GENERATE, content=json.dumps({**GOOD, **change}))
     assert reply.status_code == 422, reply.text
     assert reply.json()["detail"] and not engines.asked
+
+
+async def test_a_call_of_a_sample_can_be_aborted(http):
+    reply = await http[0].post("/v1/rollouts/abort", json={"request_ids": ["e0-1-0#3"]})
+    assert reply.status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 50_000, b"1" * 5_000, b"null"])
