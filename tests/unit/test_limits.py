@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,42 @@ async def test_a_call_that_does_not_get_into_vllm_is_an_engine_that_is_gone(monk
             await calls.until_entered([call])
         call.entered.set()
         await calls.until_entered([call])
+
+
+async def test_calls_that_end_one_by_one_cost_a_drain_as_much_as_they_are():
+    """known fault: each end cost as much as there were calls, 3 s of the server for 1,024."""
+    calls, num_tasks = Calls("engine-1", lambda number: None), 0
+    calls.gate.clear()
+
+    def make_task(loop, coroutine, **given):
+        nonlocal num_tasks
+        num_tasks += 1
+        return asyncio.Task(coroutine, loop=loop, **given)
+
+    with contextlib.ExitStack() as last:
+        rest = [contextlib.ExitStack() for _ in range(100)]
+        for number, stack in enumerate([last, *rest]):
+            stack.enter_context(calls.going_in(f"request-{number}"))
+        draining = asyncio.create_task(calls.drain())
+        asyncio.get_running_loop().set_task_factory(make_task)
+        for stack in rest:
+            await asyncio.sleep(0)
+            stack.close()
+        await asyncio.sleep(0.01)
+        assert not draining.done() and list(calls.inside) == ["request-0"]
+    await asyncio.wait_for(draining, 5)
+    assert num_tasks < 5 * len(rest)
+
+
+async def test_a_drain_ends_as_the_gate_opens():
+    calls = Calls("engine-1", lambda number: None)
+    calls.gate.clear()
+    with calls.going_in("request-1"):
+        draining = asyncio.create_task(calls.drain())
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        calls.gate.set()
+        await asyncio.wait_for(draining, 5)
 
 
 async def test_a_core_that_does_not_answer_is_dead(monkeypatch):

@@ -125,10 +125,10 @@ class Calls:
         core's death open.
         """
         while self.inside and not self.gate.is_set():
-            ends = [asyncio.create_task(call.ended.wait()) for call in self.inside.values()]
-            opened = asyncio.create_task(self.gate.wait())
+            call = next(iter(self.inside.values()))  # one by one: there may be thousands
+            waits = [asyncio.ensure_future(e.wait()) for e in (call.ended, self.gate)]
             try:
-                await asyncio.wait({*ends, opened}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (*ends, opened):
-                    task.cancel()
+                for wait in waits:
+                    wait.cancel()
