@@ -61,9 +61,9 @@ class EngineConfig:
     """Limit for all servers to become ready, for the train workers to find a place, and for each
     worker of the reward to start."""
     stall_timeout_s: float = 300.0
-    """Longest time without a new token of an engine that has requests, pauses left out; then its
-    requests end with the tokens that they have, and the engine is replaced. However long a request
-    takes, it goes on while its engine does."""
+    """Longest time without a new token of an engine that has requests, pauses and waits for a
+    weight group left out; then its requests end with the tokens that they have, and the engine is
+    replaced. However long a request takes, it goes on while its engine does."""
 
     def __post_init__(self) -> None:
         s = "rollout.engine"

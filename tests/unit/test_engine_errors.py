@@ -105,6 +105,23 @@ async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
     assert "s#0" in engine._core.llm.aborted
 
 
+async def test_an_engine_that_waits_for_a_weight_group_has_not_stalled(engine):
+    """known fault: where a member did not come, all others were replaced that had requests."""
+    engine._calls.inside["s#0"] = None
+    engine._count_inside(1)
+    engine._core.llm.is_hung = True  # as long as it waits
+    engine._watch()
+    for limit_s, has_stalled in ((60.0, False), (0.02, True)):
+        group = WeightGroup(timeout_s=limit_s, endpoint=b"")
+        joining = asyncio.create_task(engine.join_weight_group(group, 1))
+        await asyncio.sleep(0.1)
+        assert engine.status().is_stalled is has_stalled
+        joining.cancel()
+        await asyncio.wait([joining])
+        await asyncio.sleep(0)
+        engine._stall.move()
+
+
 async def test_who_asks_for_the_health_of_a_dead_core_needs_no_vllm_to_hear_of_it(engine):
     """known fault: Serve's controller imported vLLM to read its error, and stood for 8 s."""
     await engine.check_health()

@@ -317,7 +317,8 @@ class VLLMEngine:
             SyncBrokenError: If the members do not meet in time.
             WeightSyncError: If this engine cannot be trained.
         """
-        await self._weights.join_group(group, first_rank)
+        with self._stall.excused(group.timeout_s):  # its core waits for the other members
+            await self._weights.join_group(group, first_rank)
 
     async def receive_weights(self, policy_version: int, notice: bytes = b"") -> None:
         """Take all weights of a version; the engine is paused meanwhile.
@@ -345,8 +346,7 @@ class VLLMEngine:
     async def probe_weights(self, token_ids: Sequence[int]) -> Mapping[str, list[list[float]]]:
         """What each module of the model computes; see `serve.vllm.probe`."""
         answer = self._core.llm.collective_rpc(PROBE, args=(list(token_ids),))
-        (found, *_) = await self._core.ask(answer)
-        return dict(found)
+        return dict((await self._core.ask(answer))[0])
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """How long an engine that has something to do has made no progress.
 
 Invariants, kept by `StallWatch`:
-    * Only time in which the engine has requests and is not paused counts, from its last progress.
+    * Only time in which the engine has requests and is not paused counts, from its last progress;
+      and none in which it does something else, as long as it may.
     * An engine that has stalled stays so until it makes progress again: that its requests were
       taken away is none.
 """
@@ -9,8 +10,9 @@ Invariants, kept by `StallWatch`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class StallWatch:
@@ -33,14 +35,15 @@ class StallWatch:
         self.limit_s = limit_s
         self.is_stalled = False
         self._clock = clock or time.monotonic
-        self._moved_at = self._clock()
+        self._moved_at = self._excused_until = self._clock()
         self._num_running = 0
         self._is_paused = False
 
     @property
     def quiet_s(self) -> float:
         """Seconds without progress; 0 where none is expected."""
-        return self._clock() - self._moved_at if self._is_busy else 0.0
+        since = max(self._moved_at, self._excused_until)
+        return max(0.0, self._clock() - since) if self._is_busy else 0.0
 
     @property
     def _is_busy(self) -> bool:
@@ -55,6 +58,15 @@ class StallWatch:
         """Tell whether the engine is frozen."""
         was_busy, self._is_paused = self._is_busy, is_paused
         self._begin(was_busy)
+
+    @contextlib.contextmanager
+    def excused(self, limit_s: float) -> Iterator[None]:
+        """While the engine does something else, which may take so long."""
+        self._excused_until = self._clock() + limit_s
+        try:
+            yield
+        finally:
+            self._excused_until = self._clock()
 
     def _begin(self, was_busy: bool) -> None:
         if self._is_busy and not was_busy:
