@@ -189,7 +189,8 @@ class ServeRolloutClient:
                 running = await self._statuses(drain=False, learns=True)
                 # a client that begins beside engines which have run knows of no version of theirs
                 self._policy_version = newest_version(running, self._policy_version)
-                ready = that_take(running, self._policy_version, self._departure.engines)
+                leave = running.keys() - (self._engines.keys() - self._departure.engines)
+                ready = that_take(running, self._policy_version, leave)
             except RolloutError as error:
                 self._none_until, self._why_none = time.monotonic() + _NONE_S, str(error)
                 raise
@@ -383,8 +384,7 @@ class ServeRolloutClient:
         self, replica_id: str, token_ids: Sequence[int]
     ) -> Mapping[str, list[list[float]]]:
         """What each module of one replica's model computes (`weights.probes`)."""
-        answers = await self._all("probe_weights", replica_id, token_ids)
-        return next(filter(None, answers), {})
+        return next(filter(None, await self._all("probe_weights", replica_id, token_ids)), {})
 
     async def _all(
         self, verb: str, *args: Any, timeout_s: float | None = _CONTROL_TIMEOUT_S

@@ -402,6 +402,32 @@ async def test_engines_that_leave_are_forgotten_and_come_again(deployment):
     assert client._ready == {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
 
 
+async def test_an_engine_that_has_left_while_it_was_asked_gets_no_request(deployment, monkeypatch):
+    """known fault: it got some, which were never sent and waited for ever."""
+    _, client = deployment
+    await client._learn()
+    client._placed["s#0"] = "engine-1"
+    monkeypatch.setattr(client, "abort", lambda ids: asyncio.sleep(0))
+    leaving = asyncio.create_task(client.scale(1))
+    await asyncio.sleep(0.01)
+    ask, may_answer = client._ask, asyncio.Event()
+
+    async def ask_slowly(*args, **given):
+        results = await ask(*args, **given)
+        await may_answer.wait()
+        return results
+
+    monkeypatch.setattr(client, "_ask", ask_slowly)
+    asking = asyncio.create_task(client._learn(again=True))
+    await asyncio.sleep(0.01)
+    del client._placed["s#0"]  # it has come back
+    client._departure.on_end()
+    assert [status.replica_id for status in await asyncio.wait_for(leaving, 5)] == ["b"]
+    may_answer.set()
+    await asking
+    assert client._ready == {"engine-0": "a"}
+
+
 async def test_an_engine_that_leaves_and_is_dead_says_nothing_last(deployment):
     handle, client = deployment
     await client._learn()
