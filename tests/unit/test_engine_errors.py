@@ -92,6 +92,14 @@ async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, exp
     assert type(joined.value) is type(received.value) is expected
 
 
+async def test_a_sync_that_finds_an_engine_resumed_is_tried_again(engine):
+    """known fault: who resumed one over HTTP just then ended the run."""
+    await engine.pause("abort")
+    await engine.resume()
+    with pytest.raises(SyncBrokenError, match="engine-0 must be paused"):
+        await engine.receive_weights(3)
+
+
 async def test_the_watch_for_stalls_outlives_an_error(engine, caplog):
     """known fault: an unexpected error ended it without a word."""
     engine._calls.inside["s#0"] = None

@@ -24,7 +24,7 @@ from ray_apr.core.exceptions import (
     EngineDiedError,
     EngineUnavailableError,
     RolloutError,
-    WeightSyncError,
+    SyncBrokenError,
 )
 from ray_apr.core.messages import (
     GenerateRequest,
@@ -326,12 +326,12 @@ class VLLMEngine:
         If it slept, the weights' memory comes back first.
 
         Raises:
-            SyncBrokenError: If the weights did not arrive whole.
-            WeightSyncError: If it is not paused, or the weights do not fit.
+            SyncBrokenError: If the weights did not arrive whole, or it was resumed meanwhile.
+            WeightSyncError: If the weights do not fit.
         """
         self._core.check_alive()  # first: a dead one is not paused
         if not self.is_paused:
-            raise WeightSyncError(f"{self.replica_id} must be paused to receive weights")
+            raise SyncBrokenError(f"{self.replica_id} must be paused to receive weights")
         await self._weights.receive(policy_version, notice)
 
     def expect_scores(self, policy_version: int, sequences: Sequence[Sequence[int]]) -> None:
