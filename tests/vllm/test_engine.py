@@ -50,7 +50,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 numbers = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+BOTH = pytest.mark.parametrize("parts", ["tied", "untied"], indirect=True, scope="module")
+"""For tests of weights: an output layer that shares the embedding's, and one of its own."""
+
+
+@pytest.fixture(scope="module", params=["tied"])
 def parts(request, tmp_path_factory):
     """(run, engine, trainer): one event loop for all tests of the module."""
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), tie=request.param == "tied")
@@ -123,6 +127,7 @@ def test_the_class_of_a_model_is_looked_at_in_a_fork(parts, tmp_path, monkeypatc
     assert list(tmp_path.rglob("*Qwen3MoeForCausalLM.json"))
 
 
+@BOTH
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_log_probs_are_those_that_the_trainer_computes(parts, temperature, seed):
@@ -572,6 +577,7 @@ def test_status_counts_what_was_handed_out(parts):
 # -- weight syncs; they change the weights, so they come last --------------------------------------
 
 
+@BOTH
 def test_after_each_sync_log_probs_equal_the_trainer_s(parts):
     run, engine, trainer = parts
 
@@ -590,6 +596,7 @@ def test_after_each_sync_log_probs_equal_the_trainer_s(parts):
     run(body())
 
 
+@BOTH
 def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(parts):
     """verl#7990: a sync with many requests under way never ended."""
     run, engine, trainer = parts
@@ -617,6 +624,7 @@ def test_a_sync_while_64_requests_run_interrupts_them_with_attested_versions(par
     run(body())
 
 
+@BOTH
 def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(parts):
     """AReaL#1569: tokens got a version that had never served them."""
     run, engine, trainer = parts
@@ -638,6 +646,7 @@ def test_a_kept_request_carries_both_versions_and_goes_on_under_the_new_weights(
     run(body())
 
 
+@BOTH
 def test_new_requests_never_use_the_prefix_cache_of_older_weights(parts, monkeypatch):
     run, engine, trainer = parts
     monkeypatch.setattr(engine, "_keeps_kv", True)  # a pause then leaves all cached blocks
@@ -751,6 +760,7 @@ def test_requests_that_come_late_are_taken_in_together(tmp_path):
     assert together == 2
 
 
+@BOTH
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
 def test_a_sync_that_breaks_leaves_no_engine_paused_and_no_wrong_answer(parts, num_arrived):
     """AReaL#1160, OpenRLHF#1262, trl#5892: an error left engines paused for good."""
@@ -795,6 +805,7 @@ async def begin_broken_sync(engine, trainer, mode):
         await receiving
 
 
+@BOTH
 def test_a_sync_that_breaks_gives_frozen_requests_back_with_their_tokens(parts):
     run, engine, trainer = parts
 
@@ -1050,6 +1061,7 @@ def test_a_sync_that_its_caller_gave_up_ends_by_itself(parts):
     run(body())
 
 
+@BOTH
 def test_an_engine_that_slept_reads_the_weights_of_the_trainer_on_its_device(parts):
     run, engine, trainer = parts
 
