@@ -19,7 +19,7 @@ LARGE = b"x" * 1_000_000
 """Ray puts an argument of this size into the object store, as the tokenizer of any real model."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     ray.init(num_cpus=2, include_dashboard=False, namespace="ns", log_to_driver=False)
     try:
