@@ -98,12 +98,11 @@ class _Piece:
     def output(self, request_id: str) -> EngineCoreOutput:
         logprobs = None
         if self.logprobs:
-            ids, values, ranks, _ = zip(*self.logprobs, strict=True)
-            widths = {found.shape[1] for found in values}
+            columns: list[Any] = list(zip(*self.logprobs, strict=True))[:3]
+            widths = {found.shape[1] for found in columns[0]}
             if len(widths) > 1:  # as wide as the request of a step with the most asked for
-                width = min(widths)
-                ids, values = [i[:, :width] for i in ids], [v[:, :width] for v in values]
-            logprobs = LogprobsLists(*map(np.concatenate, (ids, values, ranks)))
+                columns[:2] = [[f[:, : min(widths)] for f in found] for found in columns[:2]]
+            logprobs = LogprobsLists(*map(np.concatenate, columns))
         return EngineCoreOutput(
             request_id, self.token_ids, new_logprobs=logprobs, events=self.events
         )
