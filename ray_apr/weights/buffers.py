@@ -8,6 +8,9 @@ import torch
 
 from ray_apr.weights.plan import Bucket
 
+Place = tuple[int, int, str]
+"""Of a flat tensor in a byte buffer: bytes before it, elements, and data type."""
+
 _NUM_STAGES = 3
 """Staging buffers on a GPU: while one is loaded, two arrive."""
 
@@ -24,6 +27,22 @@ def as_tensor(
     kind: torch.dtype = getattr(torch, dtype)
     end = offset + torch.Size(shape).numel() * kind.itemsize
     return buffer[offset:end].view(kind).view(shape)
+
+
+def flat_views(buffer: torch.Tensor, places: Sequence[Place]) -> Sequence[torch.Tensor]:
+    """Flat views of tensors that lie one after the other in a buffer, whose length is a multiple of
+    `plan.ALIGNMENT`; of one data type, as they mostly are, all are made in one call."""
+    dtypes = {dtype for *_, dtype in places}
+    if len(dtypes) != 1:
+        return [as_tensor(buffer, offset, (count,), dtype) for offset, count, dtype in places]
+    kind: torch.dtype = getattr(torch, dtypes.pop())
+    sizes, end = [], 0
+    for offset, count, _ in places:
+        begin = offset // kind.itemsize
+        sizes += [begin - end, count]
+        end = begin + count
+    whole = buffer.view(kind)
+    return whole.split([*sizes, whole.numel() - end])[1::2]
 
 
 def named_views(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

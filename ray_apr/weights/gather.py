@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ray_apr.weights.adapters import MergedParameter
-from ray_apr.weights.buffers import as_tensor, byte_buffer
+from ray_apr.weights.buffers import Place, as_tensor, byte_buffer, flat_views
 from ray_apr.weights.plan import ITEM_BYTES, Bucket, Slice, aligned
 from ray_apr.weights.wire import WireTensor, wire_tensors
 
@@ -66,40 +66,47 @@ def parts_of(model: torch.nn.Module, params: Mapping[str, MergedParameter]) -> d
     return {part.tensor.name: part for part in parts}
 
 
-def gather_bucket(
-    bucket: Bucket,
-    parts: Mapping[str, Part],
-    buffer: torch.Tensor | None,
-    device: torch.device,
-    *,
-    to_all: bool = False,
-) -> None:
-    """Copy the tensors of a bucket into `buffer`; a collective of all ranks.
+class BucketGather:
+    """How the tensors of a bucket get together: found once, as shards stay where they are.
 
     Args:
         bucket: Which tensors, and where they lie.
         parts: What they are ranges of, by their names; this rank's shards.
-        buffer: The bucket's bytes, on `device`; None on ranks that get none.
-        device: Where this rank computes; its shards may be kept on the host.
-        to_all: Whether every rank gets all of them.
     """
-    to: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    spread: dict[dist.ProcessGroup, list[_Spread]] = {}
-    for piece in bucket.slices:
-        part = parts[piece.param.name]
-        group = _rows_group(part.param)
-        if group is not None:
-            spread.setdefault(group, []).append(_Spread(piece, part))
-            continue
-        value = part.value()
-        if buffer is not None:
-            to.append(as_tensor(buffer, piece.offset, piece.param.shape, piece.param.dtype))
-            whole.append(value)
-    if to:
-        torch._foreach_copy_(to, whole)
-    for group, members in spread.items():
-        _gather_rows(group, members, buffer, device, to_all=to_all)
+
+    def __init__(self, bucket: Bucket, parts: Mapping[str, Part]) -> None:
+        self._alone: list[tuple[Slice, Part]] = []
+        spread: dict[dist.ProcessGroup, list[_Spread]] = {}
+        for piece in bucket.slices:
+            part = parts[piece.param.name]
+            group = _rows_group(part.param)
+            if group is None:
+                self._alone.append((piece, part))
+            else:
+                spread.setdefault(group, []).append(_Spread(piece, part))
+        self._rows = [_Rows(group, members) for group, members in spread.items()]
+
+    def gather(
+        self, buffer: torch.Tensor | None, device: torch.device, *, to_all: bool = False
+    ) -> None:
+        """Copy the tensors into `buffer`; a collective of all ranks.
+
+        Args:
+            buffer: The bucket's bytes, on `device`; None on ranks that get none.
+            device: Where this rank computes; its shards may be kept on the host.
+            to_all: Whether every rank gets all of them.
+        """
+        to: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        for piece, part in self._alone:
+            value = part.value()
+            if buffer is not None:
+                to.append(as_tensor(buffer, piece.offset, piece.param.shape, piece.param.dtype))
+                whole.append(value)
+        if to:
+            torch._foreach_copy_(to, whole)
+        for rows in self._rows:
+            rows.gather(buffer, device, to_all=to_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +134,24 @@ class _Cut:
     offset: int
     """Bytes of the piece before it."""
 
-    def of(self, piece: torch.Tensor) -> torch.Tensor:
-        """Its place in a piece."""
-        dtype = self.spread.piece.param.dtype
-        return as_tensor(piece, self.offset, (self.end - self.begin,), dtype)
+    def local(self, rank: int, num_ranks: int) -> torch.Tensor:
+        """What this rank, which is `rank`, has of it."""
+        base: Any = self.spread.part.param.base  # its rows are spread: a DTensor
+        before = rank * _share_of(base, num_ranks)
+        own: torch.Tensor = base.to_local().reshape(-1)[self.begin - before : self.end - before]
+        return own
+
+    @property
+    def place(self) -> Place:
+        """In a piece."""
+        return self.offset, self.end - self.begin, self.spread.piece.param.dtype
+
+    @property
+    def place_in_bucket(self) -> Place:
+        """In the bucket's buffer."""
+        piece = self.spread.piece
+        before = (self.begin - self.spread.part.tensor.begin) * ITEM_BYTES[piece.param.dtype]
+        return piece.offset + before, self.end - self.begin, piece.param.dtype
 
 
 def _cuts(spread: list[_Spread], rank: int, num_ranks: int) -> tuple[list[_Cut], int]:
@@ -144,45 +165,44 @@ def _cuts(spread: list[_Spread], rank: int, num_ranks: int) -> tuple[list[_Cut],
     return cuts, size
 
 
-def _gather_rows(
-    group: dist.ProcessGroup,
-    spread: list[_Spread],
-    buffer: torch.Tensor | None,
-    device: torch.device,
-    *,
-    to_all: bool,
-) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    if ranks[0] != 0 and not to_all:
-        return  # these ranks have a copy of the model of their own
-    given = [_cuts(spread, rank, len(ranks)) for rank in range(len(ranks))]
-    piece = byte_buffer(max(size for _, size in given), device)
-    own = dist.get_rank(group)
-    mine, theirs = [], []
-    for cut in given[own][0]:
-        base: Any = cut.spread.part.param.base  # its rows are spread: a DTensor
-        before = own * _share_of(base, len(ranks))
-        mine.append(cut.of(piece))
-        theirs.append(base.to_local().reshape(-1)[cut.begin - before : cut.end - before])
-    if mine:
-        torch._foreach_copy_(mine, theirs)
-    if buffer is None:
-        dist.gather(piece, None, dst=0, group=group)
-        return
-    pieces = [torch.empty_like(piece) for _ in ranks]
-    if to_all:
-        dist.all_gather(pieces, piece, group=group)
-    else:
-        dist.gather(piece, pieces, dst=0, group=group)
-    to, values = [], []
-    for (cuts, _), gathered in zip(given, pieces, strict=True):
-        for cut in cuts:
-            slice_ = cut.spread.piece
-            before = (cut.begin - cut.spread.part.tensor.begin) * ITEM_BYTES[slice_.param.dtype]
-            shape = (cut.end - cut.begin,)
-            to.append(as_tensor(buffer, slice_.offset + before, shape, slice_.param.dtype))
-            values.append(cut.of(gathered))
-    torch._foreach_copy_(to, values)
+class _Rows:
+    """Tensors of a bucket whose parameters' rows are spread over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, members: list[_Spread]) -> None:
+        self._group = group
+        ranks = dist.get_process_group_ranks(group)
+        self._has_rank_0 = ranks[0] == 0
+        self._own, self._num_ranks = dist.get_rank(group), len(ranks)
+        given = [_cuts(members, rank, len(ranks)) for rank in range(len(ranks))]
+        self._num_bytes = max(size for _, size in given)
+        self._mine = given[self._own][0]
+        self._places = [[cut.place for cut in cuts] for cuts, _ in given]
+        self._places_in_bucket = [[cut.place_in_bucket for cut in cuts] for cuts, _ in given]
+
+    def gather(self, buffer: torch.Tensor | None, device: torch.device, *, to_all: bool) -> None:
+        """A collective of the group's ranks."""
+        if not self._has_rank_0 and not to_all:
+            return  # these ranks have a copy of the model of their own
+        piece = byte_buffer(self._num_bytes, device)
+        if self._mine:
+            torch._foreach_copy_(
+                flat_views(piece, self._places[self._own]),
+                [cut.local(self._own, self._num_ranks) for cut in self._mine],
+            )
+        if buffer is None:
+            dist.gather(piece, None, dst=0, group=self._group)
+            return
+        pieces = [torch.empty_like(piece) for _ in range(self._num_ranks)]
+        if to_all:
+            dist.all_gather(pieces, piece, group=self._group)
+        else:
+            dist.gather(piece, pieces, dst=0, group=self._group)
+        to: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for rank, gathered in enumerate(pieces):
+            to += flat_views(buffer, self._places_in_bucket[rank])
+            values += flat_views(gathered, self._places[rank])
+        torch._foreach_copy_(to, values)
 
 
 def _share_of(base: torch.Tensor, num_ranks: int) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ray_apr.weights.adapters import merged_parameters
 from ray_apr.weights.buffers import byte_buffer, named_views
-from ray_apr.weights.gather import gather_bucket, parts_of
+from ray_apr.weights.gather import BucketGather, parts_of
 from ray_apr.weights.plan import ParamSpec, plan_buckets
 
 _MIB = 1 << 20
@@ -52,17 +52,18 @@ class GatheredWeights:
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         named = dict(model.named_parameters())  # names tied parameters once
-        self._parts = parts_of(model, merged_parameters(model, named))
+        parts = parts_of(model, merged_parameters(model, named))
         self.params = tuple(
             ParamSpec(
                 name,
                 part.tensor.shape,
                 wire_dtype or str(part.param.base.dtype).removeprefix("torch."),
             )
-            for name, part in self._parts.items()
+            for name, part in parts.items()
         )
         self.bucket_bytes = int(bucket_mb * _MIB)
         self.buckets = plan_buckets(self.params, self.bucket_bytes)
+        self._gathers = [BucketGather(bucket, parts) for bucket in self.buckets]
         self.device = device or next(model.parameters()).device
         self.ranks = ranks
         self.staged: list[torch.Tensor] = []
@@ -83,9 +84,9 @@ class GatheredWeights:
         self.drop()
         has_all = to_all or not dist.is_initialized() or dist.get_rank() == 0
         staged = []
-        for bucket in self.buckets:
+        for bucket, gather in zip(self.buckets, self._gathers, strict=True):
             buffer = new_buffer(bucket.num_bytes, self.device) if has_all else None
-            gather_bucket(bucket, self._parts, buffer, self.device, to_all=to_all)
+            gather.gather(buffer, self.device, to_all=to_all)
             if buffer is not None:
                 staged.append(buffer)
         if staged and self.device.type == "cuda":
