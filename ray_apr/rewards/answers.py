@@ -130,6 +130,18 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+def called(function: Callable[[Sample], Any], sample: Sample) -> Any:
+    """Call a plain function in a thread: a future takes no `StopIteration`, and would never end.
+
+    Raises:
+        RuntimeError: If it raises that, as ``next`` does where nothing is left.
+    """
+    try:
+        return function(sample)
+    except StopIteration as error:
+        raise RuntimeError("raised StopIteration; give next() a default") from error
+
+
 def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
     """Take what a reward function returned.
 

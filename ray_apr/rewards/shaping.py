@@ -16,7 +16,7 @@ from ray_apr.core.checks import is_number, of_type, require, whole, whole_or_non
 from ray_apr.core.exceptions import RewardError, one_line
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.rewards.answers import as_result, compiled, response_of
+from ray_apr.rewards.answers import as_result, called, compiled, response_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ async def _value_of(
         if inspect.iscoroutinefunction(function):
             value = await function(sample)
         else:
-            thread = _threads().submit(function, sample)
+            thread = _threads().submit(called, function, sample)
             threads.append(thread)
             value = await asyncio.wrap_future(thread)
             if inspect.isawaitable(value):

@@ -29,7 +29,7 @@ from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import StepError, UserCodeError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
-from ray_apr.rewards.answers import as_result, shown
+from ray_apr.rewards.answers import as_result, called, shown
 from ray_apr.rollout.calls import ERRORS, Call, Calls, Outcomes
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RewardWorker:
         value: Any = None
         if not inspect.iscoroutinefunction(function):
             loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._threads, function, sample)
+            value = await loop.run_in_executor(self._threads, called, function, sample)
             if not inspect.isawaitable(value):
                 return value
         async with limit:

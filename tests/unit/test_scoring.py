@@ -116,6 +116,19 @@ def test_code_that_ends_its_process_or_its_task_ends_neither(score, end, awaits,
     assert type(end).__name__ in str(error)
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_plain_function_that_raises_stop_iteration_has_raised(score, is_part):
+    """known fault: no future takes one on CPython 3.11, so that the call ran into its limit."""
+
+    def reward(sample):
+        return next(word for word in sample.response_text.split() if word == "answer")
+
+    reward = weighted_sum({"first": (1.0, reward)}) if is_part else reward
+    error, workers = score(reward, timeout_s=2, retries=0)
+    assert (error.kind, workers) == ("raised", 1)
+    assert "RuntimeError: raised StopIteration; give next() a default" in str(error)
+
+
 def test_a_reward_error_of_the_function_is_passed_on_as_it_is(score):
     def reward(sample):
         raise RewardError(sample.sample_id, "invalid", "its row has no answer")
