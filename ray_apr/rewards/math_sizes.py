@@ -25,6 +25,7 @@ def _digits(part: Any) -> float:
     """Decimal logarithm of a part, or of a number inside of it: not less than the greatest one;
     infinite if that has too many digits. A symbol counts as 10."""
     import sympy
+    from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 
     if isinstance(part, sympy.Rational):
         return math.log10(max(abs(part.p), part.q))
@@ -36,7 +37,9 @@ def _digits(part: Any) -> float:
         return math.inf
     if isinstance(part, sympy.Pow) and not isinstance(part.base, sympy.Float):
         return max(most, digits[0] * _size(digits[1]))
-    if isinstance(part, sympy.factorial | sympy.factorial2 | sympy.gamma):
+    if isinstance(part, sympy.binomial):
+        return max(most, digits[0] * min(_size(digits[0]), _size(digits[1])))
+    if isinstance(part, sympy.factorial | sympy.factorial2 | sympy.gamma | HyperbolicFunction):
         return max(most, digits[0] * _size(digits[0]))
     if isinstance(part, sympy.Mul):
         return sum(digits)

@@ -211,6 +211,8 @@ HUGE = "9^{9^9}"
         (f"{BOX}{{{HUGE}}}", HUGE, 1.0),
         (f"{BOX}{{{HUGE}}}", "9^{9^8}", 0.0),
         (f"{BOX}{{\\frac{{1}}{{{HUGE}}}}}", "5", 0.0),
+        (f"{BOX}{{\\binom{{10^9}}{{5\\cdot10^8}}}}", "5", 0.0),
+        (f"{BOX}{{\\sinh(10^{{100}})}}", "5", 0.0),
         (f"{BOX}{{\\{{1, {HUGE}\\}}}}", "\\{1, 2\\}", 0.0),
         (f"{BOX}{{\\begin{{pmatrix}}1 & {HUGE}\\end{{pmatrix}}}}", "5", 0.0),
         (f"{BOX}{{((9!)!)!}}", "5", 0.0),
@@ -224,7 +226,13 @@ def test_what_would_take_hours_is_not_worked_out(math_verify, response, answer, 
     assert math_equal()(sample_of(response, answer=answer)).reward == expected
 
 
-@pytest.mark.parametrize("formula", ["2024^{2024}", "2024!", "2^{2^{2^2}}", "\\sum_{i=1}^{100} i"])
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "2024^{2024}", "2024!", "2^{2^{2^2}}", "\\sum_{i=1}^{100} i",
+        "\\binom{1000000}{2}", "\\binom{2024}{1012}",
+    ],
+)  # fmt: skip
 def test_numbers_of_some_thousand_digits_are_worked_out(math_verify, formula):
     reward = math_equal()
     assert reward(sample_of(f"{BOX}{{{formula} + 1}}", answer=f"1 + {formula}")).reward == 1.0
