@@ -28,6 +28,10 @@ _SCIENTIFIC = re.compile(
     r"(?<![\w.])\d{1,15}(?:\.\d{1,15})?[eE][-+]?\d{1,3}(?![\w^{]|\.\d)", re.ASCII
 )
 """A number as programs write it, which in LaTeX is a product with Euler's number: 1.5e-3."""
+_RUN = re.compile(r"[\d.\s+\-*\u00d7/^()\u00f7]{2000,}")
+"""Of numbers and signs, at each of which math-verify reads on to the end of the run."""
+_OPENED = {r"(?<!\\)\\\(": "\\)", r"(?<!\\)\\\[": "\\]"}
+"""What begins a formula, but for line breaks as in \\\\[2pt], and what ends it."""
 _NESTED = re.compile(r"(?:[({\[]\s*){7}")
 """Brackets for which the parser of LaTeX takes hours, as twice as long for each more."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -120,7 +124,7 @@ class MathEqual:
         if not self.boxed_only:  # several boxes may be one answer: 1 and 2
             if not any(mark in text for mark in _LATEX_MARKS):
                 text = _SCIENTIFIC.sub(_decimal, text)
-            given.append((text, [latex, math_verify.ExprExtractionConfig()]))
+            given.append((searchable(text), [latex, math_verify.ExprExtractionConfig()]))
         answers: list[Any] = []
         for one, kinds in given:
             answers += math_verify.parse(
@@ -139,6 +143,15 @@ def _plain(text: str) -> str:
     text = _STOP.sub("", _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text)))
     text = _BARE_BASE.sub(r"_{\1}", _BOX.sub(lambda _: _BOXED, text))
     return _REPEATING.sub(_fraction_of_repeating, _MIXED.sub(_fraction_of_mixed, text))
+
+
+def searchable(text: str) -> str:
+    """A text without what costs math-verify the square of its length: long runs of numbers but for
+    their ends, and begins of formulas that have none."""
+    for begin, end in _OPENED.items():
+        before, closed, rest = text.rpartition(end)
+        text = before + closed + re.sub(begin, " ", rest)
+    return _RUN.sub(lambda found: found[0][-2000:], text)
 
 
 def _decimal(found: re.Match[str]) -> str:

@@ -15,7 +15,7 @@ import ray_apr.rewards
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.rewards import exact_match, math_equal, reasoning, reasoning_gym_score
 from ray_apr.rewards.answers import extracted, optional_package
-from ray_apr.rewards.math_answers import last_boxed
+from ray_apr.rewards.math_answers import last_boxed, searchable
 from tests.reward_samples import round_trip, sample_of
 
 BOX = "\\boxed"
@@ -224,6 +224,26 @@ HUGE = "9^{9^9}"
 )
 def test_what_would_take_hours_is_not_worked_out(math_verify, response, answer, expected):
     assert math_equal()(sample_of(response, answer=answer)).reward == expected
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("repeated", ["1 2 3 4 ", "\\( x ", "\\[ x ", "$a$ \\( x "])
+def test_a_long_text_without_a_box_is_soon_searched(math_verify, repeated):
+    """known fault: each of these took minutes, in which the process did nothing else."""
+    text = repeated * (60_000 // len(repeated)) + "so it is 5"
+    begin = time.process_time()
+    assert math_equal()(sample_of(text, answer="5")).reward == 1.0
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("text", ["\\(x=4\\) and \\(", "\\[x=4\\] and \\[", "It is\n\\[4\\]"])
+def test_a_formula_is_found_before_one_that_does_not_end(math_verify, text):
+    assert math_equal()(sample_of(text, answer="4")).reward == 1.0
+
+
+def test_a_line_break_of_latex_begins_no_formula():
+    matrix = "$\\begin{pmatrix}1 \\\\[2pt] 2 \\\\(3)\\end{pmatrix}$"
+    assert searchable(matrix) == matrix
 
 
 @pytest.mark.parametrize(
