@@ -22,6 +22,10 @@ _EMPHASIS = re.compile(r"(?<![\w^{)\]}])(\*{1,3}|`)([^\s*`](?:[^*`\n]*[^\s*`])?)
 _DOLLAR_OR_SPACE = re.compile(r"\\\$|(?<=\d)(?:\\[,!;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """What LaTeX writes for a sum of money, and for thousands: \\$12\\,500; and spaces that hold these
 together."""
+_SPACED = re.compile(r"(?<![\w.,^])(?<!\d )\d{1,3}(?: \d{3})+(?![\w/^]| \d)")
+"""A number whose thousands are apart: 1 000 000, but no list of numbers."""
+_EN_DASH = re.compile(r"(?<![\d)}\]])(?<![\d)}\]] )\u2013(?=[\d.\\])")
+"""As the sign of a number; between two it is a range."""
 _STOP = re.compile(r"(?<=[\w)}\]])(?<!\\right)[.,;](?=\$|\s*\Z)")
 """At the end of a formula."""
 _SCIENTIFIC = re.compile(
@@ -140,6 +144,7 @@ class MathEqual:
 def _plain(text: str) -> str:
     """A text without what math-verify does not know to surround a number, or to be its sign."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\N{DEGREE SIGN}", "")
+    text = _SPACED.sub(_without_spaces, _EN_DASH.sub("-", text))
     text = _STOP.sub("", _EMPHASIS.sub(r"\2", _DOLLAR_OR_SPACE.sub("", text)))
     text = _BARE_BASE.sub(r"_{\1}", _BOX.sub(lambda _: _BOXED, text))
     return _REPEATING.sub(_fraction_of_repeating, _MIXED.sub(_fraction_of_mixed, text))
@@ -152,6 +157,10 @@ def searchable(text: str) -> str:
         before, closed, rest = text.rpartition(end)
         text = before + closed + re.sub(begin, " ", rest)
     return _RUN.sub(lambda found: found[0][-2000:], text)
+
+
+def _without_spaces(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "")
 
 
 def _decimal(found: re.Match[str]) -> str:
