@@ -12,7 +12,7 @@ import string
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_apr.core.checks import is_number, of_type, positive, require, whole
 from ray_apr.core.exceptions import ConfigError, RewardError
@@ -49,6 +49,14 @@ class _PassingError(Exception):
         self.pause_s = pause_s
 
 
+class _Verdict(NamedTuple):
+    """What a judge answered."""
+
+    text: str
+    is_cut: bool = False
+    """Whether it had no tokens left to go on with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where an OpenAI-compatible server answers."""
@@ -74,7 +82,7 @@ class Endpoint:
             remedy = "is what llm_judge itself sends; leave it out"
             require(name not in _OWN_FIELDS, f"{s}.options", name, remedy)
 
-    async def ask(self, prompt: str, sample_id: str) -> str:
+    async def ask(self, prompt: str, sample_id: str) -> _Verdict:
         """Return the answer to a prompt; one try.
 
         Waits for: the endpoint. Unblocked by: its answer, or the judge's `timeout_s`.
@@ -136,7 +144,7 @@ class Handle:
             "must be a Ray Serve handle, with .remote(prompt)",
         )
 
-    async def ask(self, prompt: str, sample_id: str) -> str:
+    async def ask(self, prompt: str, sample_id: str) -> _Verdict:
         """Return the answer to a prompt; one try.
 
         Waits for: the deployment. Unblocked by: its answer, or the judge's `timeout_s`.
@@ -148,7 +156,7 @@ class Handle:
         if not isinstance(answer, str):
             detail = f"the judge's deployment returned {repr(answer)[:200]}; must be a text"
             raise RewardError(sample_id, "invalid", detail)
-        return answer
+        return _Verdict(answer)
 
 
 def _seconds(text: str | None) -> float:
@@ -159,16 +167,18 @@ def _seconds(text: str | None) -> float:
         return 0.0
 
 
-def _content(text: str, sample_id: str) -> str:
-    """The first choice's text of a chat completion."""
+def _content(text: str, sample_id: str) -> _Verdict:
+    """The first choice of a chat completion."""
+    choice, content = {}, None
     try:
-        content = json.loads(text)["choices"][0]["message"]["content"]
+        choice = json.loads(text)["choices"][0]
+        content = choice["message"]["content"]
     except (ValueError, LookupError, TypeError):
-        content = None
+        pass
     if not isinstance(content, str):
         detail = f"the judge's endpoint answered no chat completion with text: {text[:200]!r}"
         raise RewardError(sample_id, "invalid", detail)
-    return content
+    return _Verdict(content, choice.get("finish_reason") == "length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +248,12 @@ class LLMJudge:
             detail = f"its row does not fit the judge's template: {type(error).__name__}: {error}"
             raise RewardError(sample.sample_id, "invalid", detail) from error
 
-    def _number(self, verdict: str, sample: Sample) -> float:
+    def _number(self, answer: _Verdict, sample: Sample) -> float:
+        verdict = answer.text
         found = last_found(self.pattern, verdict)
+        if answer.is_cut and found and found.end(1) == len(verdict):  # the begin of a 10, perhaps
+            detail = "the judge's verdict is cut off in its number; raise max_tokens in options"
+            raise RewardError(sample.sample_id, "invalid", f"{detail}: {verdict[-200:]!r}")
         number: float | None = None
         with contextlib.suppress(ValueError):
             number = float((found and found[1]) or "")

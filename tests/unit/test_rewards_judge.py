@@ -164,6 +164,18 @@ async def test_a_malformed_verdict_is_no_zero(serve, verdict):
     assert (caught.value.kind, len(judge.requests)) == ("invalid", 1)
 
 
+@pytest.mark.parametrize(("verdict", "score"), [("Score: 1", None), ("Score: 1, as it is", 1.0)])
+async def test_a_number_that_may_be_cut_off_is_no_reward(serve, verdict, score):
+    """known fault: of a judge without tokens for the 0 of its 10 the reward was 1."""
+    choice = {"message": {"content": verdict}, "finish_reason": "length"}
+    reward = judge_at(await serve(Judge(web.json_response({"choices": [choice]}))))
+    if score is None:
+        with pytest.raises(RewardError, match="cut off in its number; raise max_tokens"):
+            await reward(SAMPLE)
+    else:
+        assert (await reward(SAMPLE)).reward == score
+
+
 @pytest.mark.parametrize("text", ["no JSON", "{}", "[]", json.dumps({"choices": []})])
 async def test_an_answer_of_another_form_is_no_zero(serve, text):
     with pytest.raises(RewardError, match="chat completion"):
