@@ -177,10 +177,13 @@ class WeightedSum:
             await _have_ended(threads)
             raise
         results = {name: task.result() for name, task in tasks.items()}
-        metrics: dict[str, float] = {}
+        metrics = {name: result.reward for name, result in results.items()}
         for name, result in results.items():
-            metrics |= {f"{name}_{key}": value for key, value in result.metrics.items()}
-        metrics |= {name: result.reward for name, result in results.items()}
+            own = {f"{name}_{key}": value for key, value in result.metrics.items()}
+            for key in own.keys() & metrics.keys():
+                detail = f"two parts of weighted_sum have a metric {key!r}; rename part {name!r}"
+                raise RewardError(sample.sample_id, "invalid", detail)
+            metrics |= own
         total = sum(self.parts[name][0] * result.reward for name, result in results.items())
         return as_result(sample, RewardResult(reward=total, metrics=metrics), "weighted_sum")
 
@@ -233,7 +236,7 @@ def weighted_sum(parts: Mapping[str, tuple[float, RewardFunction]]) -> RewardFun
         An async function of a finished `Sample` that returns a `RewardResult`. Its metrics hold
         the value of each part, without the weight, under the part's name, and the part's own
         metrics as ``<name>_<metric>``. It raises what the first failing part raises, and
-        `RewardError` if a part returns no finite number.
+        `RewardError` if a part returns no finite number, or two have a metric of one name.
 
     Raises:
         ConfigError: For an argument that cannot be used.

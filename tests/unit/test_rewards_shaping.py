@@ -97,6 +97,16 @@ def test_weighted_sums_nest():
     assert (result.reward, result.metrics["inner_right"], result.metrics["inner"]) == (1, 1, 2)
 
 
+@pytest.mark.parametrize(("other", "key"), [("a_b", "c"), ("a_b_c", "d")])
+def test_two_metrics_of_one_name_are_no_reward(other, key):
+    """known fault: one was told in the other's place."""
+    a = (1, lambda sample: RewardResult(reward=1.0, metrics={"b_c": 1.0}))
+    b = (1, lambda sample: RewardResult(reward=2.0, metrics={key: 2.0}))
+    for parts in ({"a": a, other: b}, {other: b, "a": a}):
+        with pytest.raises(RewardError, match=r"two parts .* 'a_b_c'; rename part '"):
+            run(weighted_sum(parts), sample_of("42"))
+
+
 def test_a_part_that_fails_fails_the_sum_at_once_and_keeps_its_reason():
     cancelled = []
 
