@@ -220,6 +220,8 @@ def tests_of(sample: Sample, column: str) -> Any:
         value = _transposed(value)
     if isinstance(value, list | tuple) and value:
         if all(isinstance(test, str) and test.strip() for test in value):
+            for test in value:
+                _check_compiles(sample, column, test)
             return list(value)
         cases = [_case(test) for test in value]
         if None not in cases:
@@ -227,6 +229,16 @@ def tests_of(sample: Sample, column: str) -> Any:
     detail = f"column {column!r} of its row must hold pairs of the texts input and output, or "
     shown = repr(value)[:80]
     raise RewardError(sample.sample_id, "invalid", f"{detail}assert statements; it is {shown}")
+
+
+def _check_compiles(sample: Sample, column: str, test: str) -> None:
+    """Check that a test is Python: else no program would ever pass it."""
+    try:
+        compile(test, "test", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        detail = f"column {column!r} of its row holds a test that is neither JSON nor Python"
+        text = f"{detail}: {error}: {test[:80]!r}"
+        raise RewardError(sample.sample_id, "invalid", text) from error
 
 
 def _parsed(text: str) -> Any:

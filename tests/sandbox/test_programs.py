@@ -646,6 +646,10 @@ def test_forms_of_tests(tests, expected):
         {"inputs": ["1"], "outputs": []},
         {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
         "[]",
+        '[{"input": "1\n", "output": "2"}]',  # no JSON, as a line break stands in its text
+        '{"inputs": ["1"',
+        ["assert f() == 1", "  assert f() == 2"],
+        "assert f() = 1",
         None,
     ],
 )
