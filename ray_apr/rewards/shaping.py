@@ -20,8 +20,9 @@ from ray_apr.rewards.answers import as_result, called, compiled, response_of
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 64
-"""Parts of weighted sums that are plain functions, at once in one process."""
+_NUM_THREADS = 4096
+"""Parts of weighted sums that are plain functions, at once in one process: more than there will be,
+as ``rollout.reward.concurrency`` bounds the sums. A thread is made when none is idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
