@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,27 @@ def test_length_penalty_needs_a_budget_above_its_target():
 def run(reward, sample):
     """As a reward worker calls it."""
     return asyncio.run(RewardWorker(reward, 2).call("score", sample, 5.0))
+
+
+FORM = r"<think>(?>.*?</think>)(?>.*?<answer>)(?>.*</answer>)\s*"
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("<think>a</think> so <answer>1</answer> no <answer>2</answer>\n", 1.0),
+        ("<think>a</think>b</think><answer>1</answer>", 1.0),
+        ("<think>a<answer>1</answer></think>", 0.0),
+        ("<think>" + "</think><answer></answer>x" * 1_600, 0.0),
+    ],
+)
+def test_the_form_that_the_docs_ask_for_is_soon_found(response, value):
+    """known fault: the one before took the cube of a response's length."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
+    assert FORM in page.read_text(encoding="utf-8")
+    begin = time.process_time()
+    assert format_reward(FORM)(sample_of(response)) == value
+    assert time.process_time() - begin < 2
 
 
 def test_weighted_sum_adds_and_records_each_part():
