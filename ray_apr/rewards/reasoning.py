@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
@@ -33,6 +34,22 @@ no tag is inside: one that is only mentioned begins no answer.
 
 _TUPLE_TASKS = ("arc_agi", "rearc")
 """Tasks whose scorers compare grids of tuples, which JSON has made lists."""
+
+_LITERALS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+_FORMULAS = (
+    "countdown",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+)
+"""Tasks whose scorers evaluate an answer: these through SymPy, which calls `eval` as those do."""
+
+_FUNCTIONS = {
+    "Abs", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc",
+    "exp", "ln", "log", "sec", "sin", "sinh", "sqrt", "tan", "tanh",
+}  # fmt: skip
+"""What a formula may call."""
 
 _UNREADABLE = (
     ArithmeticError,
@@ -85,7 +102,8 @@ class ReasoningGymScore:
         if task in _TUPLE_TASKS:
             entry = _with_tuples(entry)
         answer = extracted(text, self.pattern, self.extract)
-        value = None if answer is None else _value(score, answer, entry)
+        can_be_read = answer is not None and is_harmless(task, answer)
+        value = _value(score, answer, entry) if answer is not None and can_be_read else None
         if value is None:
             return RewardResult(reward=0.0, metrics={"gym_answer_found": 0.0})
         result = as_result(sample, value, f"the scorer of {task}")
@@ -112,6 +130,29 @@ def _value(score: Scorer, answer: str, entry: Mapping[str, Any]) -> float | None
     except _UNREADABLE:
         score(entry["answer"], entry)  # raises, too, if it is not the answer's fault
         return None
+
+
+def is_harmless(task: str, answer: str) -> bool:
+    """Whether the task's scorer does not run a program by evaluating an answer."""
+    if task not in (*_LITERALS, *_FORMULAS):
+        return True
+    try:
+        tree = ast.parse(answer.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return task in _LITERALS  # to `eval` it is none either; SymPy has a syntax of its own
+    return all(_is_allowed(node, is_formula=task in _FORMULAS) for node in ast.walk(tree))
+
+
+def _is_allowed(node: ast.AST, *, is_formula: bool) -> bool:
+    """Whether a part of an expression belongs to a formula, or to lists of values."""
+    if isinstance(node, ast.Constant):  # SymPy evaluates what is in a string, too
+        return isinstance(node.value, int | float) or not is_formula
+    if isinstance(node, ast.Call):
+        name = node.func.id if isinstance(node.func, ast.Name) else None
+        return is_formula and name in _FUNCTIONS and not node.keywords
+    allowed = (ast.Expression, ast.Name, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    lists = () if is_formula else (ast.List, ast.Tuple)
+    return isinstance(node, (*allowed, ast.expr_context, *lists))
 
 
 def _with_tuples(value: Any) -> Any:
@@ -147,10 +188,11 @@ def reasoning_gym_score(
 
     Returns:
         A function of a finished `Sample` that returns a `RewardResult` with the metric
-        ``gym_answer_found`` (0.0 if the response has no answer, or one that makes the scorer
-        raise). It raises `RewardError` if the task does not exist or the entry cannot be read,
-        what the scorer raises for the entry's own answer, too, and `ImportError`, naming the
-        extra, without reasoning-gym. Tasks are scored with their default settings.
+        ``gym_answer_found`` (0.0 if the response has no answer, one that makes the scorer raise,
+        or one that would run a program: some scorers evaluate an answer as Python). It raises
+        `RewardError` if the task does not exist or the entry cannot be read, what the scorer
+        raises for the entry's own answer, too, and `ImportError`, naming the extra, without
+        reasoning-gym. Tasks are scored with their default settings.
 
     Raises:
         ConfigError: For an argument that cannot be used.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -346,6 +347,57 @@ def test_reasoning_gym_takes_an_entry_that_is_a_mapping(gym_row):
     reward = reasoning_gym_score(extract=str.strip)
     sample = sample_of(f" {entry['answer']} ", task="chain_sum", entry=entry)
     assert reward(sample).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reads"),
+    [
+        ("countdown", "(3 + 4) * 5 - 2 / 7", True),
+        ("simple_integration", "-x**3/3 + 2*sin(x) + log(Abs(x)) + C", True),
+        ("polynomial_multiplication", "2*x**2 - 0.5*y", True),
+        ("spiral_matrix", "1 2 3", True),
+        ("spiral_matrix", "[1, 2, -3]", True),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
+        ("string_insertion", "ABCDE", True),
+        ("chain_sum", "print(1)", True),  # its scorer does not evaluate it
+        ("countdown", "__import__('os').getpid()", False),
+        ("countdown", "sqrt('__import__(1)')", False),
+        ("countdown", "1 != open('f')", False),
+        ("puzzle24", "lambda: 1", False),
+        ("puzzle24", "sin(x, key=1)", False),
+        ("puzzle24", "(x for x in y)", False),
+        ("polynomial_multiplication", "open(1)!", False),
+        ("spiral_matrix", "[exit()]", False),
+        ("binary_matrix", "().__class__", False),
+        ("string_insertion", "[f'{exit()}']", False),
+    ],
+)
+def test_no_scorer_runs_a_program(task, answer, reads):
+    assert reasoning.is_harmless(task, answer) == reads
+
+
+@pytest.mark.parametrize("task", ["spiral_matrix", "countdown"])
+def test_an_answer_does_not_run_in_the_reward_worker(task, tmp_path):
+    """known fault: it did, with all that its process may do."""
+    gym = pytest.importorskip("reasoning_gym")
+    entry = json.dumps(gym.create_dataset(task, size=1, seed=0)[0])
+    program = f"[__import__('pathlib').Path('{tmp_path}/made').touch()]"
+    result = reasoning_gym_score()(sample_of(f"<answer>{program}</answer>", task=task, entry=entry))
+    assert (result.reward, result.metrics) == (0.0, {"gym_answer_found": 0.0})
+    assert not list(tmp_path.iterdir())
+    right = sample_of(f"<answer>{json.loads(entry)['answer']}</answer>", task=task, entry=entry)
+    assert reasoning_gym_score()(right).reward == 1.0
+
+
+def test_the_scorers_that_evaluate_an_answer_are_known():
+    factory = pytest.importorskip("reasoning_gym.factory")
+    evaluates = re.compile(r"(?<![\w.])eval\((?!entry)|parse_expr\(")
+    found = {
+        name
+        for name, (cls, _) in factory.DATASETS.items()
+        if evaluates.search(inspect.getsource(cls.score_answer))
+    }
+    assert found == {*reasoning._LITERALS, *reasoning._FORMULAS}
 
 
 @pytest.fixture
