@@ -136,6 +136,8 @@ class Calls:
         """Calls that wait until the worker is ready."""
         self.is_ready = False
         """Whether the worker's process has started."""
+        self.is_given_up = False
+        """Whether its process was killed, as a call did not return."""
         self._ready_by: float | None = None
 
     @property

@@ -7,6 +7,8 @@ Invariants, kept by `Scorer`:
     * A call that does not return costs its worker, not the run: after the time limit the process is
       killed and replaced, and the innocent calls it held are made again. The limit begins once the
       process has started.
+    * A call that ends its worker's process is found: those that were there run again in ever
+      smaller numbers, so that in the end it costs no call but its own.
     * At most ``rollout.reward.concurrency`` calls run at once.
 """
 
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How much longer than the worker's own limit the caller waits before it kills the worker."""
+
+_DIED = "its worker process died again and again"
+"""Of a call that is not tried once more."""
 
 _APART_S = 0.05
 """Calls of which one begins so soon after the other's end are one span of the timeline."""
@@ -192,6 +197,10 @@ class Scorer:
         self._make_worker = make_worker or (lambda: _start_worker(reward, config, environment))
         self._workers = [Calls(self._make_worker()) for _ in range(config.reward.num_workers)]
         self._slots = asyncio.Semaphore(config.reward.concurrency)
+        halvings = range(config.reward.concurrency.bit_length())
+        sizes = [config.reward.concurrency >> number for number in halvings] + [1]
+        self._places = [asyncio.Semaphore(size) for size in sizes]
+        """Of calls whose worker has died by itself so many times, the last ones one by one."""
         rewards, turns = _Lane("rewards", "score"), _Lane("environment", "answer")
         self._lanes: dict[Call, _Lane] = {"score": rewards, "reset": turns, "step": turns}
 
@@ -256,21 +265,29 @@ class Scorer:
                         return await self._try(what, sample)
             except UserCodeError as error:
                 logger.warning("%s", error)
-                if not tries_left:
+                if not tries_left or error.detail == _DIED:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def _try(self, what: Call, sample: Sample) -> RewardResult | Step:
-        """One try; calls that died with a worker that another call blocked are made again."""
+        """One try; calls that died with a worker that another call blocked or ended are made again.
+
+        Waits for: a place, where a worker died. Unblocked by: the end of a call, as for a slot.
+        """
         failure, limit_s = ERRORS[what], self._config.reward.timeout_s
         start_s = self._config.engine.start_timeout_s
+        num_deaths = 0
         for _ in range(1 + self._config.reward.concurrency):
-            calls = min(self._workers, key=lambda calls: calls.load)
+            if num_deaths == len(self._places):
+                break
             try:
-                await calls.ready(start_s)
-                async with asyncio.timeout(limit_s + _GRACE_S):
-                    return await calls.make(what, sample, limit_s)
+                async with self._places[num_deaths]:
+                    calls = min(self._workers, key=lambda calls: calls.load)
+                    await calls.ready(start_s)
+                    async with asyncio.timeout(limit_s + _GRACE_S):
+                        return await calls.make(what, sample, limit_s)
             except TimeoutError:
+                calls.is_given_up = True
                 self._replace(calls)
                 detail = f"did not return within {limit_s:g} s"
                 if not calls.is_ready:
@@ -279,7 +296,8 @@ class Scorer:
                 raise failure(sample.sample_id, "timeout", detail) from None
             except RayError:  # dead, killed for its memory, or its answer is lost
                 self._replace(calls)
-        raise failure(sample.sample_id, "raised", "its worker process died again and again")
+                num_deaths += calls.is_ready and not calls.is_given_up
+        raise failure(sample.sample_id, "raised", _DIED)
 
     def _replace(self, calls: Calls) -> None:
         """Kill a worker that hangs or is dead, unless another call has already done so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 import time
@@ -255,6 +256,58 @@ async def test_workers_that_die_in_their_start_end_a_call(scores):
     (error,), workers = await scores(lambda sample: 1.0, None, 1)
     assert error.kind == "raised" and "died again and again" in str(error)
     assert workers == 1 + (1 + RolloutConfig().reward.concurrency)
+
+
+class Mortal(InProcessWorker):
+    """Its process ends as soon as it gets a call for a sample "bad"; others take a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(self._score)
+        self._takes, self.remote, self._death = self.remote, self._remote, asyncio.Event()
+
+    async def _score(self, sample):
+        if sample.sample_id == "bad":
+            self._death.set()
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    async def _remote(self, requests):
+        there = asyncio.create_task(self._takes(requests))
+        death = asyncio.create_task(self._death.wait())
+        await asyncio.wait({there, death}, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if self._death.is_set():
+            there.cancel()
+            raise RayActorError()
+        return there.result()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("concurrency", [1, 16, 50])
+async def test_a_call_that_ends_its_process_costs_no_other_call(
+    monkeypatch, concurrency, num_workers
+):
+    """known fault: all calls that were in a worker failed with it, after 34 workers."""
+    monkeypatch.setattr(scoring.ray, "kill", lambda worker: None)
+    made = []
+
+    def make():
+        made.append(Mortal())
+        return made[-1]
+
+    config = {"concurrency": concurrency, "num_workers": num_workers}
+    scorer = Scorer(lambda sample: 1.0, RolloutConfig(reward=config), make_worker=make)
+    names = [f"g0-{number}" for number in range(60)]
+    names.insert(9, "bad")
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(
+            *(scorer.score(dataclasses.replace(SAMPLE, sample_id=name)) for name in names),
+            return_exceptions=True,
+        )
+    error = results.pop(9)
+    assert (error.kind, error.sample_id) == ("raised", "bad")
+    assert [result.reward for result in results] == [1.0] * 60
+    assert len(made) <= num_workers + concurrency.bit_length() + 1
 
 
 # -- environments ----------------------------------------------------------------------------------
