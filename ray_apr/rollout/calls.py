@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ray import cloudpickle
+from ray.exceptions import RayError
 
 from ray_apr.core.exceptions import RewardError, StepError, UserCodeError
 from ray_apr.core.sample import Sample
@@ -138,6 +139,8 @@ class Calls:
         """Whether the worker's process has started."""
         self.is_given_up = False
         """Whether its process was killed, as a call did not return."""
+        self.is_stuck = False
+        """Whether that did nothing at all any more, so that any of its calls may be the cause."""
         self._ready_by: float | None = None
 
     @property
@@ -167,6 +170,18 @@ class Calls:
                     self.is_ready = True
         finally:
             self._num_waiting -= 1
+
+    async def lives(self, limit_s: float) -> bool:
+        """Whether the worker's process does anything at all.
+
+        Waits for: its answer. Unblocked by: that, its death, or the limit.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.worker.lives.remote()
+        except (TimeoutError, RayError):
+            return False
+        return True
 
     async def make(self, what: Call, sample: Sample, limit_s: float) -> Answer:
         """Make a call together with all others of this moment.

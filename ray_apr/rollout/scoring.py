@@ -7,8 +7,8 @@ Invariants, kept by `Scorer`:
     * A call that does not return costs its worker, not the run: after the time limit the process is
       killed and replaced, and the innocent calls it held are made again. The limit begins once the
       process has started.
-    * A call that ends its worker's process is found: those that were there run again in ever
-      smaller numbers, so that in the end it costs no call but its own.
+    * A call that ends its worker's process, or keeps the interpreter for itself, is found: those
+      that were there run again in ever smaller numbers, so that it costs no call but its own.
     * At most ``rollout.reward.concurrency`` calls run at once.
 """
 
@@ -67,6 +67,9 @@ class RewardWorker:
     async def exchange(self, requests: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
         """See `Outcomes.exchange`."""
         return await self._outcomes.exchange(requests)
+
+    async def lives(self) -> None:
+        """Answer, which a process cannot in which a call keeps the interpreter for itself."""
 
     async def call(self, what: Call, sample: Sample, timeout_s: float) -> RewardResult | Step:
         """Call one of the user's functions once.
@@ -287,8 +290,10 @@ class Scorer:
                     async with asyncio.timeout(limit_s + _GRACE_S):
                         return await calls.make(what, sample, limit_s)
             except TimeoutError:
-                calls.is_given_up = True
-                self._replace(calls)
+                await self._give_up(calls)
+                if calls.is_stuck and num_deaths < len(self._places) - 1:
+                    num_deaths = len(self._places) - 1  # those of its moment, one by one
+                    continue
                 detail = f"did not return within {limit_s:g} s"
                 if not calls.is_ready:
                     limit = f"{start_s:g} s (rollout.engine.start_timeout_s)"
@@ -298,6 +303,16 @@ class Scorer:
                 self._replace(calls)
                 num_deaths += calls.is_ready and not calls.is_given_up
         raise failure(sample.sample_id, "raised", _DIED)
+
+    async def _give_up(self, calls: Calls) -> None:
+        """Replace a worker of which a call did not return; the first such call asks how it is.
+
+        Waits for: its answer. Unblocked by: that, or a limit.
+        """
+        lives = not calls.is_ready or await calls.lives(_GRACE_S)
+        if not calls.is_given_up:
+            calls.is_given_up, calls.is_stuck = True, not lives
+        self._replace(calls)
 
     def _replace(self, calls: Calls) -> None:
         """Kill a worker that hangs or is dead, unless another call has already done so."""

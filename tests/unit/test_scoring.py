@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from ray_apr.config import RolloutConfig
@@ -36,6 +39,7 @@ class InProcessWorker:
         worker = RewardWorker(reward, 4, environment)
         self.exchange = self
         self.remote = worker.exchange
+        self.lives = SimpleNamespace(remote=worker.lives)
 
 
 @pytest.fixture
@@ -280,6 +284,53 @@ class Mortal(InProcessWorker):
             there.cancel()
             raise RayActorError()
         return there.result()
+
+
+class Stuck(InProcessWorker):
+    """Its process does nothing any more once it has a call for a sample "bad"."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sample: 1.0)
+        self._takes, self.remote, self.lives = self.remote, self._remote, SimpleNamespace()
+        self.lives.remote = functools.partial(self._remote, ())
+        self._killed, self._is_stuck = asyncio.Event(), False
+
+    def kill(self):
+        self._killed.set()
+
+    async def _remote(self, requests):
+        names = [cloudpickle.loads(pickled)[1].sample_id for _, pickled in requests]
+        self._is_stuck = self._is_stuck or "bad" in names
+        if self._is_stuck or self._killed.is_set():
+            await self._killed.wait()
+            raise RayActorError()
+        return await self._takes(requests)
+
+
+@pytest.mark.parametrize("concurrency", [1, 16])
+async def test_a_call_that_keeps_the_interpreter_costs_no_other_call(monkeypatch, concurrency):
+    """known fault: so it did each one that had begun in the same moment."""
+    monkeypatch.setattr(scoring.ray, "kill", lambda worker: worker.kill())
+    monkeypatch.setattr(scoring, "_GRACE_S", 0.2)
+    made = []
+
+    def make():
+        made.append(Stuck())
+        return made[-1]
+
+    config = RolloutConfig(reward={"concurrency": concurrency, "timeout_s": 0.2, "retries": 0})
+    scorer = Scorer(lambda sample: 1.0, config, make_worker=make)
+    names = [f"g0-{number}" for number in range(30)]
+    names.insert(9, "bad")
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(
+            *(scorer.score(dataclasses.replace(SAMPLE, sample_id=name)) for name in names),
+            return_exceptions=True,
+        )
+    error = results.pop(9)
+    assert (error.kind, error.sample_id) == ("timeout", "bad")
+    assert [result.reward for result in results] == [1.0] * 30
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
