@@ -100,6 +100,7 @@ class Figures:
                 "reason": group.dropped,
                 "policy_version": group.oldest_version or 0,
                 "num_generated": sum(sample.num_generated for sample in group.samples),
+                **({"retried": True} if group.is_retried else {}),
                 **({"error": group.error} if group.error else {}),
             }
             for group in groups

@@ -194,7 +194,8 @@ class Poison:
         """Drop all live groups of prompts that are set aside, and try none of these again."""
         if not self._set_aside:
             return
-        self._scheduler.forget(self._is_set_aside)
+        for prompt in self._scheduler.forget(self._is_set_aside):
+            self._skip(prompt)
         for group in tuple(self._scheduler.live.groups):
             if self._is_set_aside(group.prompt):
                 self._scheduler.fail(group.members[0], "poison")
@@ -208,16 +209,20 @@ class Poison:
             return None
         prompt = self._prompts.next()
         while self._set_aside and self._is_set_aside(prompt):
-            self._skipped.append(
-                {
-                    "group_id": prompt.prompt_id,
-                    "reason": "poison",
-                    "policy_version": self._scheduler.policy_version,
-                    "num_generated": 0,
-                }
-            )
+            self._skip(prompt)
             prompt = self._prompts.next()
         return prompt
+
+    def _skip(self, prompt: Prompt) -> None:
+        """Note that a prompt is not handed out, or not tried again."""
+        self._skipped.append(
+            {
+                "group_id": prompt.prompt_id,
+                "reason": "poison",
+                "policy_version": self._scheduler.policy_version,
+                "num_generated": 0,
+            }
+        )
 
 
 async def _cut(client: RolloutClient, request: GenerateRequest, limit_s: float) -> Generation:

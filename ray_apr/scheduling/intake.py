@@ -78,9 +78,9 @@ class Intake(Limits):
             self.live.move(live, "resets")
             self._resets.append(live)
 
-    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> None:
-        """Try some prompts not again whose groups were dropped."""
-        self._retries.forget(is_forgotten)
+    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> list[Prompt]:
+        """Try some prompts not again whose groups were dropped; returns them."""
+        return self._retries.forget(is_forgotten)
 
     def state(self, *, with_groups: bool = True) -> SchedulerState:
         """What a checkpoint has of this scheduler (`Scheduler.restore`)."""

@@ -113,6 +113,8 @@ class LiveGroup:
     is_live: bool = True
     dropped: DiscardReason | None = None
     """Why it was dropped, for tokens that are still on their way."""
+    is_retried: bool = False
+    """Whether its prompt is tried again, as it was dropped."""
     error: str = ""
     """What failed, in a line, if it was dropped for that."""
 

@@ -43,12 +43,15 @@ class Retries:
         self._now.extend(prompts[:first_long])
         self._long.extend(prompts[first_long:])
 
-    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> None:
-        """Try some prompts not again."""
+    def forget(self, is_forgotten: Callable[[Prompt], bool]) -> list[Prompt]:
+        """Try some prompts not again; returns them."""
+        forgotten: list[Prompt] = []
         for queue in (self._now, self._long):
-            kept = [prompt for prompt in queue if not is_forgotten(prompt)]
+            prompts = tuple(queue)
             queue.clear()
-            queue.extend(kept)
+            for prompt in prompts:
+                (forgotten if is_forgotten(prompt) else queue).append(prompt)
+        return forgotten
 
     def put_off(self, prompt: Prompt) -> None:
         """Try a prompt later, whose group has not begun."""

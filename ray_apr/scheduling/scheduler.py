@@ -307,6 +307,7 @@ class Scheduler(Intake):
         if self._is_filtered(group.samples):
             if group.prompt.num_filtered < self._config.max_filter_retries:
                 self._retries.after_filter(group.prompt)
+                group.is_retried = True
             self._num_filtered += 1
             self._drop(group, "filtered")
             return None
@@ -394,5 +395,6 @@ class Scheduler(Intake):
         while group is not None and self._is_stale(group):
             if starts_anew:
                 self._retries.after_stop(group.prompt)
+                group.is_retried = True
             self._drop(group, "stale")
             group = self.live.oldest_group()

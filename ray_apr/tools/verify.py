@@ -159,13 +159,15 @@ def _ledger(run: Recorded) -> Check:
 
 
 def _prompts(run: Recorded) -> Check:
-    """Each prompt handed out was trained once, was dropped with a reason, or is pending."""
+    """Each prompt handed out was trained once, was dropped with a reason, or is pending; one whose
+    group was dropped and that was to be tried again has come to such an end, too."""
     num_prompts, position = run.final.get("num_prompts"), run.final.get("prompts_position")
     if num_prompts is None or position is None or "prompts_pending" not in run.final:
         return Check("prompts", False, "not in final.json: an actor did not answer at the end")
     groups = {row["group_id"] for row in run.samples}
     trained = Counter(prompt_position(group, num_prompts) for group in groups)
-    dropped = {prompt_position(row["group_id"], num_prompts) for row in run.dropped}
+    for_good = (row for row in run.dropped if not row.get("retried"))
+    dropped = {prompt_position(row["group_id"], num_prompts) for row in for_good}
     pending = set(run.final["prompts_pending"])
     of_before = set(range(run.begun["prompts_position"])) - set(run.begun["prompts_pending"])
     handed_out = set(range(position)) - of_before

@@ -190,7 +190,8 @@ def test_prompts_that_are_set_aside_are_not_tried_again():
     prompts = [Prompt(prompt_id=f"e0-{i}", token_ids=(1,)) for i in range(3)]
     for prompt in prompts:
         made._retries.after_filter(prompt)
-    made.forget(lambda prompt: prompt.prompt_id.startswith("e0-1"))
+    forgotten = made.forget(lambda prompt: prompt.prompt_id.startswith("e0-1"))
+    assert [prompt.prompt_id for prompt in forgotten] == ["e0-1~1"]
     assert [prompt.prompt_id for prompt in made._retries] == ["e0-0~1", "e0-2~1"]
 
 
@@ -334,6 +335,18 @@ async def test_a_prompt_that_is_known_to_kill_is_not_handed_out_and_its_groups_a
     assert {sample.prompt.row["prompt"] for sample in samples} == {"a", "c"}
     assert engines.num_deaths == 0
     assert {r["reason"] for r in run.recorder.rows if r["kind"] == "dropped"} == {"poison"}
+
+
+async def test_a_prompt_that_is_set_aside_and_was_to_be_tried_again_has_a_row():
+    """known fault: its last row said that it was dropped to be tried again."""
+    async with running(MortalEngines(1), max_staleness=3) as run:
+        poison, scheduler = run.worker._poison, run.worker._scheduler
+        prompt = run.worker._prompts.of("e7-0")
+        scheduler._retries.after_filter(prompt)
+        poison._set_aside.add(run.worker._prompts.index_of("e7-0"))
+        poison.drop_known()
+    rows = [r for r in run.recorder.rows if r["kind"] == "dropped"]
+    assert [r["reason"] for r in rows if r["group_id"] == "e7-0~1"] == ["poison"]
 
 
 async def test_where_every_prompt_is_set_aside_none_is_looked_for():

@@ -426,6 +426,8 @@ async def test_groups_without_a_signal_are_filtered_replaced_and_tried_again():
         names = [call[0].partition("#")[0] for call in run.engine.calls]
         assert names[2:8] == ["e0-1-0", "e0-1-1", "e0-1~1-0", "e0-1~1-1", "e0-2-0", "e0-2-1"]
     assert run.summary.ledger.discarded["filtered"] > 0
+    dropped = {r["group_id"]: r for r in run.recorder.rows if r["kind"] == "dropped"}
+    assert dropped["e0-1"]["retried"] is True and "retried" not in dropped["e0-1~1"]
     await run.check_ledger(run.summary)
 
 

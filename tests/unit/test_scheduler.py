@@ -665,6 +665,11 @@ def again(d):
     return [group.group_id for group in d.tick(lambda: None).admit]
 
 
+def dropped(d):
+    """Whether each group that was dropped since is tried again, by its id."""
+    return {group.group_id: group.is_retried for group in d.take_dropped()}
+
+
 def filter_out(d):
     d.complete(sorted(d.live.inflight), d.policy_version)
 
@@ -719,3 +724,14 @@ def test_a_stop_takes_no_retry_of_a_filter(restores):
         d = restored(d, settings) if restores else d
         assert again(d) == names
         filter_out(d)
+
+
+def test_what_is_dropped_says_whether_it_is_tried_again():
+    """known fault: `verify` took a prompt that was to be tried again for one that was given up."""
+    d = started(dict(RESTART, max_filter_retries=1))
+    filter_out(d)
+    assert dropped(d) == {"x": True} and again(d) == ["x~1"]
+    stop(d)
+    assert dropped(d) == {"x~1": True} and again(d) == ["x~2"]
+    filter_out(d)
+    assert dropped(d) == {"x~2": False} and again(d) == []

@@ -166,6 +166,18 @@ def test_a_step_without_samples_is_found(run):
     assert broken(run) == {"batches": "20 samples in batches of 4; other sizes in steps 3"}
 
 
+def test_a_prompt_that_was_to_be_tried_again_and_got_lost_is_found(run):
+    """known fault: the row of its first group stood for it."""
+    first = {"group_id": "e0-0", "reason": "filtered", "retried": True}
+    write(run, "dropped.jsonl", [first])
+    assert broken(run)["prompts"].endswith("; lost 0")
+    change_final(prompts_pending=[0, 13, 14])(run)
+    assert broken(run) == {}
+    change_final(prompts_pending=[13, 14])(run)
+    write(run, "dropped.jsonl", [{"group_id": "e0-0~1", "reason": "filtered"}, first])
+    assert broken(run) == {}, "a buffer's row may come before one of the rollout worker"
+
+
 @pytest.fixture
 def begun(run, tmp_path_factory):
     """The run as it would be had it begun with the checkpoint of step 2 of another one, whose
