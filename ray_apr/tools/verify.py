@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
+from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
 
@@ -27,6 +28,17 @@ _LEAST_P = 0.05
 """Below it the lengths that were trained are not those that were generated."""
 _OF_CONTENT = ("filtered", "failed", "poison")
 """Reasons that drop groups for what they say, which may well depend on their lengths."""
+_NEEDED = {
+    "metrics.jsonl": ("step", "policy_version", "time_s"),
+    "samples.jsonl": (
+        "step", "sample_id", "group_id", "staleness", "num_generated", "num_masked_tokens",
+        "version_tokens",
+    ),
+    "ended.jsonl": ("sample_id", "num_generated"),
+    DROPPED_FILE: ("group_id", "reason"),
+    FINAL_FILE: ("batch_size", "max_staleness"),
+}  # fmt: skip
+"""What each row, or the file, must have."""
 _SHOWN = 5
 _ANEW = {"step": 0, "policy_version": 0, "prompts_position": 0, "prompts_pending": []}
 """Where a run begins that has no other one's checkpoint."""
@@ -60,9 +72,10 @@ class Recorded:
         """Read a run folder.
 
         Raises:
-            ConfigError: If no run has ended in it, or one that came to nothing.
+            ConfigError: If no run has ended in it, or one that came to nothing; or names a row that
+                lacks something.
         """
-        final, begun = folder / "final.json", folder / BEGUN_FILE
+        final, begun = folder / FINAL_FILE, folder / BEGUN_FILE
         if not final.is_file():
             raise ConfigError(
                 "RUN_DIR",
@@ -78,14 +91,30 @@ class Recorded:
                 f"nothing was trained, so that there is nothing to prove: {why}. A run of the same "
                 "name takes the place of it",
             )
+        _require_keys(values, final, str(final))
         return cls(
             final=values,
-            steps=read_rows(folder / "metrics.jsonl"),
-            samples=read_rows(folder / "samples.jsonl"),
-            ended={row["sample_id"]: row for row in read_rows(folder / "ended.jsonl")},
-            dropped=read_rows(folder / DROPPED_FILE),
+            steps=_rows(folder / "metrics.jsonl"),
+            samples=_rows(folder / "samples.jsonl"),
+            ended={row["sample_id"]: row for row in _rows(folder / "ended.jsonl")},
+            dropped=_rows(folder / DROPPED_FILE),
             begun=_ANEW | (read_object(begun) if begun.is_file() else {}),
         )
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file, each with what is needed of it."""
+    rows = read_rows(file)
+    for number, row in enumerate(rows, start=1):
+        _require_keys(row, file, f"{file}, line {number}")
+    return rows
+
+
+def _require_keys(row: dict[str, Any], file: Path, place: str) -> None:
+    missing = [key for key in _NEEDED[file.name] if key not in row]
+    if missing:
+        remedy = f"lacks {', '.join(missing)}, which each run writes; put it back as it was"
+        raise ConfigError("RUN_DIR", place, remedy)
 
 
 def verify(folder: str | Path) -> list[Check]:

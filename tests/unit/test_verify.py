@@ -178,6 +178,28 @@ def test_a_prompt_that_was_to_be_tried_again_and_got_lost_is_found(run):
     assert broken(run) == {}, "a buffer's row may come before one of the rollout worker"
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("metrics.jsonl", "policy_version"),
+        ("samples.jsonl", "staleness"),
+        ("ended.jsonl", "sample_id"),
+        ("dropped.jsonl", "reason"),
+        ("final.json", "max_staleness"),
+    ],
+)
+def test_what_a_row_lacks_is_named(run, name, key, capsys):
+    """known fault: a KeyError."""
+    if name == "final.json":
+        file, final = run / name, json.loads((run / name).read_text())
+        file.write_text(json.dumps({k: value for k, value in final.items() if k != key}))
+    else:
+        change_rows(name, lambda found: found[-1].pop(key) and None)(run)
+    place = name if name == "final.json" else f"{name}, line {len(rows(run, name))}"
+    assert cli.main(["verify", str(run)]) == 2
+    assert f"'{run / place}': lacks {key}" in capsys.readouterr().err
+
+
 @pytest.fixture
 def begun(run, tmp_path_factory):
     """The run as it would be had it begun with the checkpoint of step 2 of another one, whose
