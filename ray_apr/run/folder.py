@@ -124,7 +124,7 @@ def last_lines(file: Path, most: int) -> list[str]:
         lines = rows.read().splitlines(keepends=True)
     if size > most:
         del lines[0]
-    return [line.decode() for line in lines if line.endswith(b"\n")]
+    return [line.decode(errors="replace") for line in lines if line.endswith(b"\n")]
 
 
 def last_row(file: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def last_row(file: Path) -> dict[str, Any]:
     most, size = _PIECE, file.stat().st_size if file.exists() else 0
     while not (lines := last_lines(file, most)) and most < size:
         most *= 4
-    return _object_of(lines[-1].encode(), file) if lines else {}
+    return object_of(lines[-1].encode(), file) if lines else {}
 
 
 def end_with_a_line(file: Path) -> None:
@@ -175,7 +175,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return []
     with file.open("rb") as lines:
         whole = enumerate((line for line in lines if line.endswith(b"\n")), start=1)
-        return [_object_of(line, file, number) for number, line in whole]
+        return [object_of(line, file, number) for number, line in whole]
 
 
 def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
@@ -193,7 +193,7 @@ def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple
         for line in rows:
             if not line.endswith(b"\n"):
                 break
-            if is_kept(_object_of(line, file, num_kept + num_dropped + 1)):
+            if is_kept(object_of(line, file, num_kept + num_dropped + 1)):
                 kept.write(line)
                 num_kept += 1
             else:
@@ -210,10 +210,10 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If it is no JSON.
     """
-    return _object_of(file.read_bytes(), file)
+    return object_of(file.read_bytes(), file)
 
 
-def _object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
+def object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
     """The JSON object that a text of a run folder has.
 
     Args:

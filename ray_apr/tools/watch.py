@@ -6,7 +6,6 @@ All of it is read from the run folder, so that any machine that sees it can watc
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from rich.text import Text
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.failed_groups import FailedGroups
-from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines, read_object
+from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines, object_of, read_object
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
 
@@ -101,8 +100,8 @@ class Watched:
 
     def shares(self) -> dict[str, dict[str, float]]:
         """What each engine and the trainer did lately, as shares of that time."""
-        lines = last_lines(self.folder / "timeline.jsonl", _END_OF_FILE)
-        spans = [json.loads(line) for line in lines]
+        file = self.folder / "timeline.jsonl"
+        spans = [object_of(line.encode(), file) for line in last_lines(file, _END_OF_FILE)]
         end = max((span["end_s"] for span in spans), default=0.0)
         found: dict[str, Counter[str]] = {}
         for span in spans:

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from ray_apr.cli.main import main
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.folder import add_row
+from ray_apr.run.new_rows import NewRows
 from ray_apr.run.resume import hold_folder
 from ray_apr.tools import watch as watch_module
 from ray_apr.tools.watch import Watched, clock, sparkline, view, watch
@@ -131,6 +133,29 @@ def test_a_view_says_how_many_groups_failed_and_why(folder):
     (folder / "metrics.jsonl").unlink()
     text = " ".join(shown(folder).split())
     assert "no step yet" in text and "something failed; the last: no answer" in text
+
+
+@pytest.mark.parametrize("damage", [b"!!\n", b"[1]\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "dropped.jsonl", "timeline.jsonl"])
+def test_a_damaged_line_is_named(folder, name, damage):
+    """known fault: an error that told neither the file nor the line."""
+    file = folder / name
+    fail(folder, 1)
+    file.write_bytes(damage + file.read_bytes())
+    place = name if name == "timeline.jsonl" else f"{name}, line 1"
+    with pytest.raises(ConfigError, match=rf"{re.escape(place)}': is cut off or no JSON"):
+        shown(folder)
+
+
+def test_rows_around_a_damaged_line_are_told(tmp_path):
+    """known fault: those before it that came in one look with it were not."""
+    file = tmp_path / "rows"
+    file.write_bytes(b'{"step": 0}\n{"step": 1}\n!!\n{"step": 2}\n')
+    rows = NewRows(file, "step")
+    assert rows.new() == [{"step": 0}, {"step": 1}]
+    with pytest.raises(ConfigError, match="line 3"):
+        rows.new()
+    assert rows.new() == [{"step": 2}] and rows.new() == []
 
 
 def test_bars_and_clocks():
