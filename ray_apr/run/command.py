@@ -15,7 +15,7 @@ from typing import Any
 
 from ray_apr.config.yaml import set_override
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run.folder import holds_run, put_text
+from ray_apr.run.folder import holds_run, not_written, put_text
 
 COMMAND_FILE = "command.json"
 _SECRET = "control_token"
@@ -46,8 +46,16 @@ class Command:
         )
 
     def write(self, folder: Path) -> None:
-        """Write it into a run folder, whole or not at all."""
-        put_text(folder / COMMAND_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        """Write it into a run folder, whole or not at all.
+
+        Raises:
+            ResourceError: If that cannot be done, e.g. on a full disk.
+        """
+        file = folder / COMMAND_FILE
+        try:
+            put_text(file, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        except OSError as error:
+            raise not_written(file, error) from error
 
 
 def _holds_secret(override: str) -> bool:

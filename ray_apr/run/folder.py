@@ -179,28 +179,40 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
-    """Keep some rows of a file, without a last line that was cut off; returns how many stay, and
-    how many go.
+    """Keep some rows of a file, without a last line that was cut off.
+
+    Args:
+        file: JSON lines; it need not be there.
+        is_kept: Whether a row stays.
+
+    Returns:
+        How many stay, and how many go.
 
     Raises:
         ConfigError: If a line is no JSON; the file stays as it is.
+        ResourceError: If it cannot be written, as on a full disk; the same.
     """
     num_kept = num_dropped = 0
-    if not file.exists():
-        return 0, 0
     new = file.with_name(f"{file.name}.new")
-    with file.open("rb") as rows, new.open("wb") as kept:
-        for line in rows:
-            if not line.endswith(b"\n"):
-                break
-            if is_kept(object_of(line, file, num_kept + num_dropped + 1)):
-                kept.write(line)
-                num_kept += 1
-            else:
-                num_dropped += 1
-        kept.flush()
-        os.fsync(kept.fileno())
-    new.replace(file)
+    try:
+        if not file.exists():
+            return 0, 0
+        with file.open("rb") as rows, new.open("wb") as kept:
+            for line in rows:
+                if not line.endswith(b"\n"):
+                    break
+                if is_kept(object_of(line, file, num_kept + num_dropped + 1)):
+                    kept.write(line)
+                    num_kept += 1
+                else:
+                    num_dropped += 1
+            kept.flush()
+            os.fsync(kept.fileno())
+        new.replace(file)
+    except OSError as error:
+        raise not_written(file, error) from error
+    finally:
+        new.unlink(missing_ok=True)  # which takes room
     return num_kept, num_dropped
 
 

@@ -4,6 +4,7 @@ be one; `make load` has whole runs on it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from ray_apr.core.exceptions import ResourceError, RolloutError
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.resumption import Begin
-from ray_apr.run.folder import read_rows
+from ray_apr.run.command import Command
+from ray_apr.run.folder import keep_rows, read_rows
 from ray_apr.run.journals import header_of, journal_of, with_journal
 from ray_apr.run.recorder import RunRecorder
 from tests.run_specs import run_spec
@@ -44,6 +46,24 @@ async def test_rows_that_find_no_room_leave_whole_ones_and_the_next_recorder_goe
     await recorder.record("step", {"step": len(rows)})
     await recorder.close()
     assert [row["step"] for row in read_rows(disk / "metrics.jsonl")] == list(range(len(rows) + 1))
+
+
+def test_a_run_that_goes_on_without_room_says_which_file_has_none(disk):
+    """known fault: an error of the system without the file, beside which a half one stayed."""
+    file = disk / "metrics.jsonl"
+    rows = [{"step": step, "x": "x" * 200} for step in range(99)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = file.read_bytes()
+    fill(disk / "ballast", 4096)
+    with pytest.raises(ResourceError, match=r"metrics\.jsonl cannot be written: .*No space"):
+        keep_rows(file, lambda row: row["step"] < 90)
+    assert file.read_bytes() == before and not list(disk.glob("*.new"))
+    fill(disk / "more", 0)
+    command = Command(config="x" * 4096, working_directory="/")
+    with pytest.raises(ResourceError, match=r"command\.json cannot be written: .*No space"):
+        command.write(disk)
+    (disk / "ballast").unlink()
+    assert keep_rows(file, lambda row: row["step"] < 90) == (90, 9)
 
 
 async def write_until_full(journal: Journal, disk: Path) -> None:
