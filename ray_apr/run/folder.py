@@ -178,12 +178,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return [object_of(line, file, number) for number, line in whole]
 
 
-def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple[int, int]:
+def keep_rows(
+    file: Path,
+    is_kept: Callable[[Mapping[str, Any]], bool],
+    *,
+    before_drop: Callable[[int], None] = lambda _: None,
+) -> tuple[int, int]:
     """Keep some rows of a file, without a last line that was cut off.
 
     Args:
         file: JSON lines; it need not be there.
         is_kept: Whether a row stays.
+        before_drop: Gets how many go, while all are still there.
 
     Returns:
         How many stay, and how many go.
@@ -196,6 +202,7 @@ def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple
     new = file.with_name(f"{file.name}.new")
     try:
         if not file.exists():
+            before_drop(0)
             return 0, 0
         with file.open("rb") as rows, new.open("wb") as kept:
             for line in rows:
@@ -208,6 +215,7 @@ def keep_rows(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> tuple
                     num_dropped += 1
             kept.flush()
             os.fsync(kept.fileno())
+        before_drop(num_dropped)
         new.replace(file)
     except OSError as error:
         raise not_written(file, error) from error

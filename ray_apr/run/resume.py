@@ -290,11 +290,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
     time_s = max(time_s, last_row(folder / "timeline.jsonl").get("end_s", 0.0))
-    generated = max(row.get("tokens_generated") or 0 for row in (final, steps))
+    resumed = last_row(folder / RESUMES_FILE)  # whose attempt may have come to no step
+    generated = max(row.get("tokens_generated") or 0 for row in (final, steps, resumed))
     before, lost = begin.before.lose(generated, begin.num_kept)
-    num_rows, num_dropped = keep_rows(
-        folder / "metrics.jsonl", lambda row: row["step"] < begin.step
-    )
     keep_rows(folder / "samples.jsonl", lambda row: row["step"] < begin.step)
     drop_from(folder, begin.step)
     for name in ("timeline.jsonl", ENGINE_STEPS_FILE, POISON_FILE):
@@ -320,18 +318,26 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
 
     keep_rows(folder / "evaluations.jsonl", was_evaluated)
     keep_rows(folder / "evaluation_samples.jsonl", lambda row: row["policy_version"] in evaluated)
-    note = {
-        "time_s": round(time_s, 4),
-        "step": begin.step,
-        "policy_version": begin.policy_version,
-        "steps_repeated": num_dropped,
-        "samples_kept": begin.num_samples,
-        "tokens_kept": begin.num_kept,
-        "prompts_pending": len(begin.prompts_again),
-        "tokens_lost": lost,
-        "ended": final.get("error") or final.get("status") or "killed",
-    }
-    add_row(folder / RESUMES_FILE, note)
+
+    def note(num_dropped: int) -> None:
+        row = {
+            "time_s": round(time_s, 4),
+            "step": begin.step,
+            "policy_version": begin.policy_version,
+            "steps_repeated": num_dropped,
+            "samples_kept": begin.num_samples,
+            "tokens_kept": begin.num_kept,
+            "prompts_pending": len(begin.prompts_again),
+            "tokens_generated": before.tokens_generated,
+            "tokens_lost": lost,
+            "ended": final.get("error") or final.get("status") or "killed",
+        }
+        if not num_dropped or row != resumed:  # else a kill came before these steps were taken out
+            add_row(folder / RESUMES_FILE, row)
+
+    num_rows, _ = keep_rows(
+        folder / "metrics.jsonl", lambda row: row["step"] < begin.step, before_drop=note
+    )
     # one that was under way since, and is lost, is due again; the first one of the run, too
     first = None if begin.checkpoint is None else _before_first(folder)
     last = max(evaluated, default=first)

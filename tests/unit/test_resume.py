@@ -189,8 +189,42 @@ def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
     (note,) = read(folder, "resumes.jsonl")
     assert note == {
         "time_s": 34.5, "step": 2, "policy_version": 2, "steps_repeated": 2, "prompts_pending": 2,
-        "samples_kept": 0, "tokens_kept": 0, "tokens_lost": 60, "ended": "killed",
+        "samples_kept": 0, "tokens_kept": 0, "tokens_generated": 120, "tokens_lost": 60,
+        "ended": "killed",
     }  # fmt: skip
+
+
+def test_what_was_lost_stays_lost_where_an_attempt_comes_to_no_step(folder):
+    """known fault: the tokens of the steps that were taken out were in no figure any more."""
+    first, _ = resume_folder(folder, begin(), now=1000.0)
+    write(folder, "final.json", {"wall_s": 40.0, "status": "failed", "error": "no room"})
+    second, _ = resume_folder(folder, begin(), now=2000.0)
+    assert first.before == second.before
+    assert second.before.tokens_generated == 120 and second.before.tokens_discarded["lost"] == 60
+    assert [row["steps_repeated"] for row in read(folder, "resumes.jsonl")] == [2, 0]
+
+
+@pytest.mark.parametrize("survives", ["resumes.jsonl", "metrics.jsonl"])
+def test_a_kill_while_steps_are_taken_out_neither_loses_nor_doubles_their_number(
+    folder, monkeypatch, survives
+):
+    """known fault: they were taken out before they were counted."""
+    replace = Path.replace
+
+    def kill(self, target):
+        if Path(target).name == "metrics.jsonl":
+            if survives == "metrics.jsonl":
+                replace(self, target)
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", kill)
+        resume_folder(folder, begin(), now=1000.0)
+    resumed, _ = resume_folder(folder, begin(), now=1000.0)
+    assert [row["step"] for row in read(folder, "metrics.jsonl")] == [0, 1]
+    assert resumed.before.tokens_generated == 120 and resumed.num_rows == 2
+    assert sum(row["steps_repeated"] for row in read(folder, "resumes.jsonl")) == 2
 
 
 @pytest.mark.parametrize("line", ["\0" * 9, '{"step": 1', "3"])
