@@ -323,9 +323,7 @@ def _build(
         scheduling=rules,
         **sections,
     )
-    of_user: dict[str, Any] = {key: _of_user for key in objective if not key.endswith("_kwargs")}
-    algorithm = dataclasses.replace(settings.algorithm, **of_user)
-    dataclasses.replace(settings, algorithm=algorithm).check(settings.scaling)
+    settings.check(settings.scaling)
     return settings
 
 
@@ -362,13 +360,14 @@ def _take_code(
 
 
 def _algorithm(given: Any, base_dir: Path) -> tuple[AlgorithmConfig, dict[str, Any]]:
-    """The section; and the functions of the user's that it names, with their arguments."""
+    """The section, with stand-ins for functions of the user's; and these, with their arguments."""
     section = as_mapping("algorithm", given)
     preset = section.pop("preset", None)
     named = _take_code("algorithm", ("advantage", "loss", "correction"), section, base_dir)
     given_by_name = {f"{key}_kwargs" for key in named} & section.keys()
     objective = {**named, **{key: section.pop(key) for key in given_by_name}}
     check_section("algorithm", AlgorithmConfig, section)
+    section |= dict.fromkeys(named, _of_user)
     if preset is None:
         return AlgorithmConfig(**section), objective
     return AlgorithmConfig.preset(preset, **section), objective

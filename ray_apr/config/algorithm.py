@@ -60,6 +60,8 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_CLIPS = ("clip_low", "clip_high")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
@@ -83,7 +85,7 @@ class AlgorithmConfig:
     aggregation: Aggregation = "token-mean"
     """How token losses become one number; denominators count the whole batch over all ranks."""
     clip_low: float = 0.2
-    """The ratio of policies is clipped below at 1 - clip_low."""
+    """The ratio of policies is clipped below at 1 - clip_low; a loss of the user's gets neither."""
     clip_high: float = 0.28
     """... and above at 1 + clip_high (DAPO's clip-higher)."""
     dual_clip: float | None = None
@@ -155,7 +157,8 @@ class AlgorithmConfig:
                 bound; the upper one as in 2510.13786), ``"dr_grpo"`` (2503.20783, eq. 2: no
                 division by length or deviation), ``"rloo"`` (2402.14740, eq. 8) or
                 ``"reinforce_plus_plus"`` (2501.03262, eq. 9: baseline of the group, whitened).
-            overrides: Fields of this class.
+            overrides: Fields of this class. Beside a loss of the user's the clip of the preset is
+                left out.
 
         Raises:
             ConfigError: For an unknown name, or settings that make no sense.
@@ -170,7 +173,10 @@ class AlgorithmConfig:
             name,
             f"must be one of {', '.join(_PRESETS)}",
         )
-        config: AlgorithmConfig = from_mapping(cls, "algorithm", {**_PRESETS[name], **overrides})
+        values = {**_PRESETS[name], **overrides}
+        if callable(values.get("loss")):
+            values = {k: v for k, v in values.items() if k not in _CLIPS or k in overrides}
+        config: AlgorithmConfig = from_mapping(cls, "algorithm", values)
         return config
 
     @property
@@ -244,6 +250,14 @@ class AlgorithmConfig:
             self.dual_clip,
             'needs loss="ppo" or "gspo"; no other one takes a bound: leave it out',
         )
+        for name in _CLIPS:
+            require(
+                isinstance(self.loss, str) or getattr(self, name) == getattr(type(self), name),
+                f"{s}.{name}",
+                getattr(self, name),
+                "has no meaning beside a loss of your own, which does not get it: leave it out, or "
+                "give it by algorithm.loss_kwargs",
+            )
         require(
             self.correction is None or self.proximal != "behavior",
             f"{s}.correction",

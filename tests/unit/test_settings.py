@@ -84,6 +84,13 @@ def test_what_a_function_replaces_is_not_checked(folder: Path, text: str) -> Non
     assert load_settings(folder / "run.yaml").objective
 
 
+def test_a_clip_beside_a_loss_of_the_user_is_refused(folder: Path) -> None:
+    text = "algorithm: {preset: cispo, loss: 'task.py:reward', proximal: forward, clip_high: 2.0}\n"
+    (folder / "run.yaml").write_text(BASE + text)
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_high = 2\.0: has no meaning"):
+        load_settings(folder / "run.yaml")
+
+
 def test_scheduling_rules_of_the_user_are_named_in_the_section(folder: Path) -> None:
     (folder / "rules.py").write_text(
         "class FewestLeft:\n    def __call__(self, live):\n"
