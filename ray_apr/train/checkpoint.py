@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -72,7 +74,7 @@ class Snapshot:
 
     state: dict[str, Any]
     """Of the model and of its optimizer; the learning rate follows from the step."""
-    random: dict[str, torch.Tensor]
+    random: dict[str, Any]
     progress: Progress
 
     def write(self, folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -295,15 +297,23 @@ def _random_file(rank: int) -> str:
     return f"random-{rank}.pt"
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    """torch's random states of this rank; nothing else of the trainer draws numbers."""
-    state = {"cpu": torch.get_rng_state()}
+def _random_state() -> dict[str, Any]:
+    """Random states of this rank: torch's, and those of Python and NumPy, of which an objective of
+    the user's may draw. In types that ``torch.load`` takes without pickled code."""
+    of_numpy: Any = np.random.get_state()
+    kind, keys, *rest = of_numpy
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
+    if "python" in state:  # an older checkpoint has torch's alone
+        random.setstate(state["python"])
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

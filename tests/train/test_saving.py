@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import threading
 import time
 import types
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.fs
 import pytest
 import ray.train
@@ -165,6 +167,7 @@ def take_steps(model, optimizer, steps, settings=TRAIN):
         (row,) = make_batches(make_samples(seed=step), step=step)
         train_step(model, optimizer, row, AlgorithmConfig(), settings)
         torch.rand(3)  # as a model with dropout draws
+        random.random(), np.random.random()  # as a loss of the user's may
 
 
 def state_of(model, optimizer):
@@ -174,7 +177,8 @@ def state_of(model, optimizer):
     for name, values in taken.state["optimizer"]["state"].items():
         found |= {f"{name}.{k}": local_tensor(v).clone() for k, v in values.items()}
     groups = taken.state["optimizer"]["param_groups"]
-    return found | {"random": torch.rand(4)}, [g["lr"] for g in groups]
+    drawn = torch.tensor([*torch.rand(4), random.random(), np.random.random(), random.gauss()])
+    return found | {"random": drawn}, [g["lr"] for g in groups]
 
 
 def check_same(one, other):
@@ -208,7 +212,8 @@ def test_what_is_written_during_further_steps_is_of_one_moment(folder, train, se
     assert [mode for _, mode in train.reports] == [background] * 4 + [at_once]
     for step, listed in zip((2, 4), train.listed, strict=True):
         again, its_optimizer = build(folder, settings)
-        torch.manual_seed(123)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(123)
         progress = load_checkpoint(listed.checkpoint.path, again, its_optimizer)
         assert progress == Progress(step=step, policy_version=step, lora_rank=0)
         take_steps(again, its_optimizer, range(step, 6), settings)
