@@ -126,8 +126,9 @@ class PartialRolloutConfig:
     overlap_rewards: bool = True
     """Score each sample as soon as it ends; False scores once nothing generates any more."""
     filter_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, which GRPO learns nothing from (DAPO, 2503.14476);
-    another prompt takes the place at once."""
+    """Drop groups whose rewards are all equal, which GRPO learns nothing from (DAPO, 2503.14476,
+    eq. 11); another prompt takes the place at once. Rewards are as the reward gave them: without
+    the overlong punishment and KL that the loss takes off them."""
     max_filter_retries: int = 0
     """Further tries of a prompt whose group was filtered."""
 
