@@ -69,3 +69,13 @@ def names_in(rows: Iterable[Mapping[str, object]]) -> list[str]:
 
 def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))
+
+
+def last_parts(names: Iterable[str]) -> str:
+    """The last parts of dotted names, each once.
+
+    Example:
+        >>> last_parts(["layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj"])
+        'k_proj, q_proj'
+    """
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))

@@ -319,6 +319,8 @@ class Begin:
     """Of the checkpoint's adapters; 0: it has none; None: it does not say."""
     lora_alpha: float | None = None
     """The same; None: it has none, or does not say."""
+    lora_layers: str | None = None
+    """Last parts of the names of the layers that have them; None: as of alpha."""
     checkpoint: Any = None
     """A `ray.train.Checkpoint`, or None."""
     rollout: RolloutProgress | None = None

@@ -9,6 +9,7 @@ from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import require, takes_one
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.run.model import context_of
@@ -198,3 +199,7 @@ def check_goes_on(spec: RunSpec, begin: Begin, rollout: RolloutProgress) -> None
         value = getattr(train.lora, name)
         remedy = f"the adapters of the checkpoint go on only with theirs, {there}"
         require(there in (None, value), f"train.lora.{name}", value, remedy)
+    named, layers = train.lora.target_modules, begin.lora_layers
+    is_said = layers is not None and named != "all-linear"  # which the model alone can tell
+    remedy = f"the adapters of the checkpoint go on only in the layers that have one, {layers}"
+    require(not is_said or last_parts(named) == layers, "train.lora.target_modules", named, remedy)

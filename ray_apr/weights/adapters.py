@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ray_apr.core.names import last_parts
+
 _BASE = ".base_layer."
 
 
@@ -56,13 +58,18 @@ def merged_parameters(
 
 
 def adapter_settings(model: nn.Module) -> dict[str, Any]:
-    """Rank and alpha of the adapters (`LoRAConfig`), as `lora_rank` and `lora_alpha`; for a model
-    without any a rank of 0 alone."""
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+    """Rank, alpha and layers of the adapters (`LoRAConfig`), as `lora_rank`, `lora_alpha` and
+    `lora_layers`; for a model without any a rank of 0 alone."""
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
     if not layers:
         return {"lora_rank": 0}
-    (rank,), (alpha,) = layers[0].r.values(), layers[0].lora_alpha.values()
-    return {"lora_rank": int(rank), "lora_alpha": float(alpha)}
+    first = next(iter(layers.values()))
+    (rank,), (alpha,) = first.r.values(), first.lora_alpha.values()
+    return {
+        "lora_rank": int(rank),
+        "lora_alpha": float(alpha),
+        "lora_layers": last_parts(layers),
+    }
 
 
 def _adapters(layer: Any) -> tuple[tuple[torch.Tensor, torch.Tensor, float], ...]:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.train.checkpoint import (
     Progress,
     export_hf,
@@ -118,7 +118,23 @@ def test_a_checkpoint_notes_rank_and_alpha_of_its_adapters(tmp_path, folder):
         take_snapshot(*trained(folder, steps=1), saved).write(tmp_path / "c")
         model = build_model(str(folder), TRAIN, CPU)
         restored = load_checkpoint(tmp_path / "c", model, build_optimizer(model, TRAIN))
-    assert restored == dataclasses.replace(saved, lora_rank=TRAIN.lora.rank, lora_alpha=8.0)
+    layers = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    noted = {"lora_rank": TRAIN.lora.rank, "lora_alpha": 8.0, "lora_layers": layers}
+    assert restored == dataclasses.replace(saved, **noted)
+
+
+def test_adapters_that_a_checkpoint_has_are_not_left_out(tmp_path, folder):
+    """known fault: where fewer layers were named a run went on without what the others had
+    learned, and nothing said so."""
+    few = dataclasses.replace(TRAIN, lora=LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj"]))
+    with process_group(tmp_path):
+        saved = Progress(step=2, policy_version=2)
+        take_snapshot(*trained(folder, steps=1), saved).write(tmp_path / "c")
+        model = build_model(str(folder), few, CPU)
+        with pytest.raises(
+            TrainError, match=r"target_modules does not name, as that of .*proj; name"
+        ):
+            load_checkpoint(tmp_path / "c", model, build_optimizer(model, few))
 
 
 def test_named_layers_alone_get_an_adapter(tmp_path, folder):

@@ -538,6 +538,12 @@ def test_adapters_go_on_as_they_are(tmp_path, checkpoint):
         begun(LoRAConfig(rank=4, alpha=32))
     with pytest.raises(ConfigError, match=r"train\.lora = None: .* has adapters"):
         begun(None)
+    write(Path(checkpoint.path), PROGRESS_FILE, noted | {"lora_layers": "k_proj, q_proj"})
+    for names in (["q_proj", "k_proj"], ["layers.0.q_proj", "layers.1.q_proj", "k_proj"]):
+        assert begun(LoRAConfig(target_modules=names)).step == 2
+    assert begun(LoRAConfig()).step == 2, "the model alone knows which all are"
+    with pytest.raises(ConfigError, match=r"lora\.target_modules = .*have one, k_proj, q_proj"):
+        begun(LoRAConfig(target_modules=["q_proj"]))
     write(Path(checkpoint.path), PROGRESS_FILE, {"step": 2, "policy_version": 2, "lora_rank": 0})
     assert begun(None).step == 2
     with pytest.raises(ConfigError, match=r"train\.lora = .*: .* has no adapters"):
