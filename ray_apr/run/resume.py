@@ -51,6 +51,7 @@ from ray_apr.run.folder import (
 )
 from ray_apr.run.journals import header_of, with_journal
 from ray_apr.run.recorder import POISON_FILE
+from ray_apr.run.reported import add_reported
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -286,6 +287,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         `begin`, with what the folder counts; and the Unix time at which the run would have begun if
         it had not paused: its rows' times go on from the last one.
     """
+    add_reported(folder / "metrics.jsonl", begin)
     final = _read_json(folder / "final.json")
     steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))

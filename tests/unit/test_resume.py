@@ -20,6 +20,7 @@ from ray_apr.core.user import Environment, Step
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
     FORMAT,
+    LIST_FILE,
     PROGRESS_FILE,
     ROLLOUT_FILE,
     SAMPLES_FILE,
@@ -173,7 +174,8 @@ def folder(tmp_path):
 
 def begin(**replaced):
     given = {"step": 2, "policy_version": 2, "rollout": PROGRESS, "before": BEFORE}
-    return Begin(checkpoint="some", is_resumed=True, **given | replaced)
+    given["checkpoint"] = ray.train.Checkpoint("/gone")
+    return Begin(is_resumed=True, **given | replaced)
 
 
 def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
@@ -238,6 +240,30 @@ def test_a_damaged_row_of_a_resumed_folder_is_named(folder, name, line, is_last)
     with pytest.raises(ConfigError, match=rf"RUN_DIR = .*{name}.*: is cut off or no JSON"):
         resume_folder(folder, begin(), now=0.0)
     assert (folder / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_row_of_a_checkpoint_that_a_kill_kept_from_the_folder_is_there_again(
+    folder, checkpoint, listed
+):
+    """known fault: where engines and train workers take turns, a kill in the weight sync after a
+    checkpoint left a hole among the steps for good."""
+    write(folder, "metrics.jsonl", {"step": 0, "time_s": 1.0, "loss": 3.0, "tokens_generated": 70})
+    result = {
+        "checkpoint_dir_name": Path(checkpoint.path).name,
+        "metrics": {"step": 1, "time_s": 40.0, "loss": 2.0},
+    }
+    if listed:
+        write(Path(checkpoint.path).parent, LIST_FILE, {"checkpoint_results": [result]})
+    resumed, started_at = resume_folder(folder, begin(checkpoint=checkpoint), now=1000.0)
+    again = {"step": 1, "time_s": 40.0, "loss": 2.0, "tokens_generated": 70}
+    assert read(folder, "metrics.jsonl")[1:] == ([again] if listed else [])
+    assert resumed.num_rows == 1 + listed
+    assert started_at == 1000.0 - (40.0 if listed else 34.5), "the times of rows go on from it"
+    write(folder, "begun.json", {"step": 2, "policy_version": 2})
+    write(folder, "metrics.jsonl")
+    resume_folder(folder, begin(step=1, checkpoint=checkpoint), now=1000.0)
+    assert read(folder, "metrics.jsonl") == [], "not that of another run"
 
 
 def test_tokens_that_go_on_are_not_lost(folder):

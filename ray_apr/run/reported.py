@@ -1,0 +1,53 @@
+"""The row of a step that a checkpoint has, and the run folder has not.
+
+Where engines and train workers take turns, the checkpoint of a step is taken before its weight
+sync, and its row is written after that: a process that is killed between both leaves a checkpoint
+without the row of its last step. Ray Train's list of checkpoints has what was reported with it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_apr.data.resumption import LIST_FILE
+from ray_apr.run.begun import BEGUN_FILE
+from ray_apr.run.folder import add_row, last_row
+
+if TYPE_CHECKING:
+    from ray_apr.data.resumption import Begin
+
+
+def add_reported(file: Path, begin: Begin) -> None:
+    """Write the row of the last step of a checkpoint, if it alone is missing. Figures that were not
+    reported with it are those of the row before.
+
+    Args:
+        file: Rows of the steps.
+        begin: With the checkpoint.
+
+    Raises:
+        ConfigError: If the last row is no JSON.
+        ResourceError: If it cannot be written.
+    """
+    last = last_row(file)
+    if begin.checkpoint is None or last.get("step", -1) + 2 != begin.step:
+        return
+    if not last and (file.parent / BEGUN_FILE).exists():  # it is the step of another run
+        return
+    row = _reported(begin.checkpoint)
+    if row.get("step") == begin.step - 1:
+        add_row(file, {**last, **row})
+
+
+def _reported(checkpoint: Any) -> dict[str, Any]:
+    """What was reported with a checkpoint; nothing if Ray Train's list beside it does not say."""
+    folder, _, name = checkpoint.path.rpartition("/")
+    try:
+        with checkpoint.filesystem.open_input_file(f"{folder}/{LIST_FILE}") as listed:
+            results = json.loads(listed.read())["checkpoint_results"]
+        found = (result["metrics"] for result in results if result["checkpoint_dir_name"] == name)
+        return {**next(found, {})}
+    except (OSError, ValueError, KeyError, TypeError):  # of another version of Ray
+        return {}
