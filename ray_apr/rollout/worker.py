@@ -240,14 +240,13 @@ class RolloutWorker(WeightSyncs):
         Waits for: another capture. Unblocked by: its end; the train worker that asks has a limit.
         """
         async with self._capturing:
-            return await capture(
-                self._scheduler,
-                self._sessions,
-                self._notes,
-                self._buffer.actor,  # the trainer asks again, for another epoch of the journal
-                lambda: self._summary(self._scheduler.counts()),
-                self._before,
+            # the buffer is asked once: the trainer asks again, for another epoch of the journal
+            parts = (self._scheduler, self._sessions, self._notes, self._buffer.actor)
+            taken = await capture(
+                *parts, lambda: self._summary(self._scheduler.counts()), self._before
             )
+            await self._figures.record_ends()  # nobody reads them in the epoch before any more
+            return taken
 
     def _summary(self, counts: Counts) -> RolloutSummary:
         prompts, state = self._prompts, self._scheduler.state()
