@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 
@@ -17,6 +18,7 @@ RESUMES_FILE = "resumes.jsonl"
 """File of the run folder with a row each time that the run was gone on with."""
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
+_LOOK_S, _PAUSE_S = 0.5, 0.02
 
 
 def run_folder(storage_path: str, name: str) -> Path:
@@ -77,6 +79,28 @@ def is_held(folder: Path) -> bool:
         return True
     except OSError:  # a file system without locks: a run that has ended says so
         return holds_run(folder) and not (folder / "final.json").exists()
+
+
+def lock(file: IO[str]) -> None:
+    """Lock the open `LOCK_FILE` of a folder for this process.
+
+    Waits for: who looks whether it is held (`is_held`), and locks it for that moment. Unblocked
+    by: its end, or `_LOOK_S`.
+
+    Raises:
+        BlockingIOError: If another process holds it.
+        OSError: If the file system has no locks.
+    """
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def add_row(file: Path, row: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import time
@@ -47,6 +46,7 @@ from ray_apr.run.folder import (
     holds_run,
     keep_rows,
     last_row,
+    lock,
     read_rows,
 )
 from ray_apr.run.journals import header_of, with_journal
@@ -263,7 +263,7 @@ def hold_folder(folder: Path, fences: Sequence[Fence] = ()) -> Iterator[None]:
     """
     with (folder / LOCK_FILE).open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError as error:
             raise ConfigError(
                 "run.name", folder.name, f"another process trains it in {folder}; wait for its end"
