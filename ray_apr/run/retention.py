@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from typing import Any
 
 import ray.train
@@ -67,5 +68,5 @@ class AgedCheckpoints(ray.train.CheckpointConfig):
         except (OSError, ValueError, KeyError) as error:
             logger.warning("checkpoints do not go by age this time: %s", one_line(error))
             return [0.0] * self._number
-        now = unix_s()
+        now = min(unix_s(), time.time())  # the storage's times go with a clock that is set
         return [0.0 if info.mtime_ns is None else now - info.mtime_ns / 1e9 for info in infos]

@@ -21,6 +21,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from ray_apr.config import TrainConfig
+from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.data.resumption import (
     LIST_COPY_FILE,
@@ -30,6 +31,7 @@ from ray_apr.data.resumption import (
     Begin,
     RolloutProgress,
 )
+from ray_apr.run import retention
 from ray_apr.run.checks import check_retention
 from ray_apr.run.resume import find_begin, find_side_begin, kept_checkpoints, last_step
 from tests.run_specs import run_spec
@@ -156,6 +158,18 @@ async def test_the_newest_checkpoint_stays_however_old_it_is(tmp_path):
     assert last_step(spec_of(tmp_path)) == 2
     await write_listed(tmp_path, 4, hours=1)
     assert kept_steps(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("step_h", [-48, 48])
+async def test_checkpoints_do_not_go_for_a_step_of_the_clock(tmp_path, monkeypatch, step_h):
+    """known fault: once the clock was set back, new checkpoints were older than they may be."""
+    await write_listed(tmp_path, 1, 2, num_to_keep=4, hours=2)
+    old, now = unix_s(), time.time() + 3600 * step_h
+    for step, at in ((1, old if step_h < 0 else now), (2, now)):
+        os.utime(tmp_path / "run" / f"checkpoint_{step}" / PROGRESS_FILE, (at, at))
+    monkeypatch.setattr(retention.time, "time", lambda: now)
+    await write_listed(tmp_path, 3, num_to_keep=4, hours=2)
+    assert kept_steps(tmp_path) == [1, 2, 3]
 
 
 async def test_checkpoints_whose_age_cannot_be_told_stay(tmp_path, caplog):
