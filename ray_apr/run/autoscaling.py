@@ -26,6 +26,7 @@ from ray_apr.run.scale_requests import ScaleAnswer, ScaleRequest
 from ray_apr.scheduling.autoscaling import Autoscaling, Mark
 
 if TYPE_CHECKING:
+    from ray_apr.data.resumption import Begin
     from ray_apr.run.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -129,23 +130,25 @@ class Autoscaler:
 
 
 def make_autoscaler(
-    spec: RunSpec, recorder: Any, num_seen: int, start_s: float
+    spec: RunSpec, recorder: Any, begin: Begin, start_s: float
 ) -> Autoscaler | None:
     """What asks for the engines of a run; None where its settings do not say so.
 
     Args:
         spec: Of the run, on its devices.
         recorder: Handle of the recorder.
-        num_seen: Steps that the run folder holds already.
+        begin: Where the run begins.
         start_s: Seconds that the engines took to start.
     """
     config = spec.rollout.engine.autoscaling
     if config is None:
         return None
     wanted = resources_of_engine(spec.rollout)
+    of_another = begin.step - begin.num_rows  # steps, whose rows the folder does not have
 
     def rows(num_seen: int) -> list[dict[str, Any]]:
-        steps, _ = ray.get(recorder.follow.remote(num_seen, 0.01), timeout=_ANSWER_S)
+        asked = recorder.follow.remote(num_seen - of_another, 0.01)
+        steps, _ = ray.get(asked, timeout=_ANSWER_S)
         return [row for row in steps if row["step"] >= num_seen]
 
     return Autoscaler(
@@ -153,5 +156,5 @@ def make_autoscaler(
         rows=rows,
         num_places=lambda: count_places(free_by_node(), wanted),
         num_steps=spec.train.num_steps,
-        num_seen=num_seen,
+        num_seen=begin.step,
     )

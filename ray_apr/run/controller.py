@@ -301,10 +301,9 @@ class _Parts:
                 ray.get(self._evaluator.connect.remote(), timeout=_CALL_TIMEOUT_S)
                 self._evaluator.start.remote(self._begin.policy_version)  # again if it dies
             self._setup_s = time.monotonic() - self._made_at
-            num_seen = self._begin.num_rows
             self._scaling = start_scaling(
                 spec, engine, self._clients, started_at=self._started_at, closing=self._closing,
-                autoscaler=make_autoscaler(spec, self.recorder, num_seen, self._setup_s),
+                autoscaler=make_autoscaler(spec, self.recorder, self._begin, self._setup_s),
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001  (a thread: its error goes to the trainer)
             reason = cause_of(error) if isinstance(error, APRError) else of_servers(error)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_apr.config import AutoscalingConfig, EngineConfig, RolloutConfig
+from ray_apr.config import AutoscalingConfig, EngineConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.run.autoscaling import Autoscaler
+from ray_apr.data.resumption import Begin
+from ray_apr.run.autoscaling import Autoscaler, make_autoscaler
 from ray_apr.run.room import count_places, resources_of_engine
 from ray_apr.run.scale_requests import ScaleAnswer
 from ray_apr.scheduling.autoscaling import (
@@ -21,6 +23,7 @@ from ray_apr.scheduling.autoscaling import (
     fewer_engines,
     more_engines,
 )
+from tests.run_specs import run_spec
 
 CONFIG = AutoscalingConfig(max_replicas=8)
 SHARES = st.floats(0.0, 1.0)
@@ -268,6 +271,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
+        self.first = 0
         self.error: Exception | None = None
 
     def __call__(self, num_seen: int) -> list[dict]:
@@ -275,7 +279,9 @@ class Rows:
             raise self.error
         i = len(self.rows)
         sums = {"engines_busy_s": 30.0 * i, "engines_idle_s": 0.0, "engines_request_s": 6000.0 * i}
-        self.rows.append({"step": i, "time_s": 30.0 * i, "trainer_wait_s": 15.0, **sums})
+        self.rows.append(
+            {"step": self.first + i, "time_s": 30.0 * i, "trainer_wait_s": 15.0, **sums}
+        )
         return self.rows[num_seen:]
 
 
@@ -308,6 +314,27 @@ def test_it_asks_for_what_the_steps_call_for_and_says_why(asks):
     autoscaler.heard(answered())
     assert [autoscaler.ask(2) for _ in range(3)] == [None] * 3, "nothing is known of two engines"
     assert autoscaler.ask(2).replicas == 4
+
+
+@pytest.mark.parametrize(("step", "num_rows"), [(0, 0), (3, 3), (100, 0), (103, 3)])
+def test_a_run_that_began_with_the_checkpoint_of_another_one_asks_too(monkeypatch, step, num_rows):
+    """known fault: steps were held against the rows of its folder, which are fewer, so that it
+    looked at no step after the first."""
+    module = "ray_apr.run.autoscaling"
+    monkeypatch.setattr(f"{module}._LOOK_S", 0.0)
+    monkeypatch.setattr(f"{module}.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr(f"{module}.free_by_node", lambda: [{"CPU": 64.0}])
+    rows = Rows()
+    rows.first = step - num_rows
+    for _ in range(num_rows):
+        rows(0)
+    follow = SimpleNamespace(remote=lambda num_seen, limit_s: (rows(num_seen), {}))
+    engine = EngineConfig(device="cpu", autoscaling=CONFIG)
+    spec = run_spec(rollout=RolloutConfig(engine=engine), train=TrainConfig(steps=1000))
+    begin = Begin(step=step, num_rows=num_rows)
+    autoscaler = make_autoscaler(spec, SimpleNamespace(follow=follow), begin, 1.0)
+    assert [autoscaler.ask(1) for _ in range(3)] == [None] * 3
+    assert autoscaler.ask(1).replicas == 2
 
 
 def test_it_asks_for_nothing_that_the_cluster_has_no_place_for(asks, caplog):
