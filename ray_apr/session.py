@@ -70,7 +70,7 @@ class TrainingSession:
                 "must be 0 where somebody else counts the steps; make the trainer again after a "
                 "failure, which goes on with the last checkpoint",
             )
-        begin = find_begin(trainer.spec)
+        begin = find_begin(trainer.spec, holds=False)
         self._final_before = _written_at(trainer.spec.folder / FINAL_FILE)
         self._run = trainer.start_in_host(is_gated=True)
         self._spec = self._run.spec

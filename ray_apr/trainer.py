@@ -102,7 +102,7 @@ class APRTrainer(RunOptions):
             if suites is not None and isinstance(held_out, PromptRows):
                 check_suites(held_out.column(suites), spec.evaluation)
         if spec.remote_storage is None:
-            find_begin(spec)
+            find_begin(spec, holds=False)
         if ray.is_initialized():
             self.check_cluster(ray.cluster_resources())
 
@@ -121,7 +121,7 @@ class APRTrainer(RunOptions):
         run = arguments.pop("run_config", None) or ray.train.RunConfig()
         run = dataclasses.replace(run, name=name, storage_path=storage or ".")
         trainer = cls(**arguments, run_config=run)
-        if not find_begin(trainer.spec).is_resumed:
+        if not find_begin(trainer.spec, holds=False).is_resumed:
             raise ConfigError("path", str(path), "holds no run to go on with")
         return trainer
 

@@ -44,6 +44,7 @@ from ray_apr.run.folder import (
     RESUMES_FILE,
     add_row,
     holds_run,
+    is_held,
     keep_rows,
     last_row,
     lock,
@@ -63,14 +64,19 @@ _OF_THE_END = ("final.json", "error.log", "summary.json", "report.html")
 """Files of a run's end."""
 
 
-def find_begin(spec: RunSpec) -> Begin:
+def find_begin(spec: RunSpec, *, holds: bool = True) -> Begin:
     """Where a run begins: with the last checkpoint of its name, else that of the spec, or anew.
+
+    Args:
+        spec: What runs.
+        holds: Whether this process holds the run folder. One that only looks mends nothing where
+            another one trains, which may be writing it.
 
     Raises:
         ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
         ResourceError: If the checkpoints of a run that has begun cannot be read.
     """
-    last = _last_checkpoint(spec)
+    last = _last_checkpoint(spec, mends=holds or not is_held(spec.folder))
     checkpoint = last or spec.checkpoint
     is_resumed = last is not None or holds_run(spec.folder)
     if checkpoint is None:

@@ -33,7 +33,13 @@ from ray_apr.data.resumption import (
 )
 from ray_apr.run import retention
 from ray_apr.run.checks import check_retention
-from ray_apr.run.resume import find_begin, find_side_begin, kept_checkpoints, last_step
+from ray_apr.run.resume import (
+    find_begin,
+    find_side_begin,
+    hold_folder,
+    kept_checkpoints,
+    last_step,
+)
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import write_checkpoint
 
@@ -120,6 +126,21 @@ async def test_a_list_that_was_cut_off_is_taken_from_its_copy(tmp_path, caplog):
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ResourceError, match="cannot be read"):
         find_begin(spec_of(tmp_path))
+
+
+async def test_who_only_looks_mends_no_list_of_a_run_that_goes_on(tmp_path):
+    """known fault: a dry run, or a second trainer, that looked while Ray Train wrote its list put
+    an older one in its place."""
+    await write_listed(tmp_path, 2, 4)
+    listed = tmp_path / "run" / LIST_FILE
+    (tmp_path / "run" / LIST_COPY_FILE).write_bytes(whole := listed.read_bytes())
+    listed.write_bytes(whole[:9])
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with hold_folder(tmp_path / "run"):
+        with pytest.raises(ResourceError, match="cannot be read"):
+            find_begin(spec_of(tmp_path), holds=False)
+        assert listed.read_bytes() == whole[:9]
+    assert find_begin(spec_of(tmp_path), holds=False).step == 4
 
 
 async def test_the_newest_checkpoints_stay(tmp_path):

@@ -542,7 +542,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on_with_it(
     tmp_path, monkeypatch, checkpoint, status, evaluated, goes_on
 ):
     """It was told to go on, and then refused: the last version was never evaluated."""
-    monkeypatch.setattr(resume, "_last_checkpoint", lambda spec: checkpoint)
+    monkeypatch.setattr(resume, "_last_checkpoint", lambda plan, **_: checkpoint)
     run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path))
     spec = run_spec(run=run, train=TrainConfig(steps=2), evaluation=EvaluationConfig())
     spec.folder.mkdir()
