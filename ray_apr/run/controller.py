@@ -143,7 +143,7 @@ def run(
             try:
                 time.sleep(seconds)
             except Stopped as stopped:
-                write_outcome(spec.folder, stopped)
+                write_outcome(spec.folder, asked.taken_over or stopped)
                 raise
 
         with hold_folder(spec.folder, spec.fences), followed_by(callbacks, spec):
@@ -366,7 +366,7 @@ class _Parts:
                 final["num_prompts_dropped"] = self._actors.prompts.num_dropped
             final["setup_s"] = self._setup_s
             final["wall_s"] = training_end - self._started_at
-            write_final(spec.folder, final, error)
+            write_final(spec.folder, final, spec.taken_over or error)
             self._ask(side.buffer.finish_samples.remote(), "sample buffer")
             self._ask(side.buffer.close.remote(), "sample buffer")
             self._ask(self.recorder.close.remote(), "recorder")

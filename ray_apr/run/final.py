@@ -120,12 +120,13 @@ def write_outcome(folder: Path, error: BaseException) -> None:
 
 def write_end_of_start(spec: RunSpec, begin: Begin, error: BaseException, wall_s: float) -> None:
     """Write how a run ended that came to nothing: its parts could not be made."""
+    taken = spec.taken_over
     if not isinstance(error, Stopped):
         log = spec.folder / ERROR_LOG
-        if write_error_log(log, error, cause_of(error)):
+        if write_error_log(log, error, taken or cause_of(error)):
             error.add_note(f"traceback: {log}")
     final = final_figures(spec, None, None, begin.num_rows, begin.before)
-    write_final(spec.folder, final | {"setup_s": None, "wall_s": wall_s}, error)
+    write_final(spec.folder, final | {"setup_s": None, "wall_s": wall_s}, taken or error)
 
 
 def _outcome(error: BaseException | None) -> dict[str, str | None]:

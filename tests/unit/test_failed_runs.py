@@ -24,6 +24,7 @@ from ray_apr.core.exceptions import (
 )
 from ray_apr.core.ledger import LedgerSnapshot
 from ray_apr.data.encoding import EncodedPrompts
+from ray_apr.data.fence import Fence
 from ray_apr.data.resumption import Begin, Counters, RolloutSummary
 from ray_apr.data.store import put
 from ray_apr.run import controller, progress
@@ -31,7 +32,7 @@ from ray_apr.run.actors import Actors
 from ray_apr.run.causes import cause_of, death_of, write_error_log
 from ray_apr.run.controller import _Parts
 from ray_apr.run.failed_groups import FailedGroups
-from ray_apr.run.final import final_figures
+from ray_apr.run.final import final_figures, write_end_of_start
 from ray_apr.run.folder import add_row
 from ray_apr.run.side import RolloutSide
 from ray_apr.scheduling.stock import BufferStats
@@ -218,6 +219,21 @@ def test_a_run_without_its_worker_still_writes_what_is_known(monkeypatch, tmp_pa
     assert '"samples_trained": 12' in text
     assert '"num_prompts_dropped": 2' in text
     assert '"num_replicas": 3' in text, "as many engines as there were at the end"
+
+
+@pytest.mark.parametrize("error", [None, Stopped(), APRError("the buffer died")])
+def test_the_end_of_a_run_whose_folder_was_taken_meanwhile_is_not_in_it(
+    monkeypatch, tmp_path, error
+):
+    """known fault: one that was suspended while it ended, or that ended of something else, said in
+    the folder of the run that had gone on how that had ended."""
+    worker = Handle(stop=SUMMARY)
+    parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=worker, recorder=RECORDER)
+    parts._show = lambda line: None
+    Fence("of the next start", str(tmp_path)).take()
+    parts.close(error)
+    write_end_of_start(parts.spec, Begin(), error or APRError("no room"), 1.0)
+    assert [file.name for file in tmp_path.iterdir()] == ["owner.json"]
 
 
 def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, tmp_path):
