@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
 
 _FOLDER = "journal"
+_OF_OTHERS = 1000
+"""More epochs than an earlier part of the run can have noted beyond those of its last checkpoint:
+a part without a journal passes them over, so that the one after it takes none of them for those
+that follow its own checkpoints."""
 
 
 def journal_of(spec: RunSpec) -> JournalFolder | None:
@@ -77,7 +81,8 @@ def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool
     """
     folder = journal_of(spec)
     if folder is None:
-        return replay(begin, (), {}, trainer_lives=False)
+        begin = replay(begin, (), {}, trainer_lives=False)
+        return dataclasses.replace(begin, epoch=begin.epoch + _OF_OTHERS)
     try:
         numbers = folder.epochs()
         if trainer_lives and any(epoch >= first for epoch in folder.broken_epochs()):
