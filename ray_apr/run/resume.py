@@ -48,6 +48,7 @@ from ray_apr.run.folder import (
     keep_rows,
     last_row,
     lock,
+    read_object,
     read_rows,
 )
 from ray_apr.run.journals import header_of, with_journal
@@ -294,7 +295,7 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         it had not paused: its rows' times go on from the last one.
     """
     add_reported(folder / "metrics.jsonl", begin)
-    final = _read_json(folder / "final.json")
+    final = _object_or_empty(folder / "final.json")
     steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
     time_s = max(time_s, last_row(folder / "timeline.jsonl").get("end_s", 0.0))
@@ -364,7 +365,7 @@ def _known(begin: Begin) -> tuple[set[str], set[str]]:
 def _before_first(folder: Path) -> int:
     """Policy version before the first one that the run of a folder can have evaluated; 0 of a run
     that began with the model."""
-    began = _read_json(folder / BEGUN_FILE).get("policy_version", 0)
+    began = _object_or_empty(folder / BEGUN_FILE).get("policy_version", 0)
     return max(0, began - 1)
 
 
@@ -390,10 +391,9 @@ def resume_line(begin: Begin, num_steps: int) -> str:
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; an empty one if it is missing or cut off."""
+def _object_or_empty(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if it is missing or damaged."""
     try:
-        value: dict[str, Any] = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        return read_object(file)
+    except (OSError, ConfigError):
         return {}
-    return value

@@ -288,6 +288,14 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_start_in_the_same_folder(fo
     assert read(folder, "resumes.jsonl")[0]["ended"] == "stopped"
 
 
+@pytest.mark.parametrize("text", [b"", b'{"wall_s": 9', b"[1]", b"\xff"])
+def test_a_damaged_end_of_the_part_before_tells_nothing(folder, text):
+    """known fault: JSON that is no object ended the start in a traceback."""
+    (folder / "final.json").write_bytes(text)
+    resume_folder(folder, begin(), now=1000.0)
+    assert read(folder, "resumes.jsonl")[0]["ended"] == "killed"
+
+
 def test_nothing_of_an_earlier_end_stays(folder):
     write(folder, "error.log")
     remove_end(folder)
