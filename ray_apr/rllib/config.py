@@ -28,7 +28,7 @@ from ray_apr.config import (
 from ray_apr.core.checks import require
 from ray_apr.core.user import GroupFilter, RewardFunction
 from ray_apr.data.rows import PromptRows
-from ray_apr.rllib.settings import refuse_unknown, resolve
+from ray_apr.rllib.settings import MAPPED, refuse_unknown, resolve
 
 _PROMPTS = ("prompts", "evaluation_prompts")
 
@@ -55,7 +55,6 @@ class APRConfig(RLlibConfig):
 
             algo_class = APR
         super().__init__(algo_class=algo_class)
-        self._said: tuple[str, ...] = ()  # of RLlib's: they may have been given their defaults
         train = TrainConfig()
         # what a run has where nobody says anything
         self.lr = train.learning_rate
@@ -87,6 +86,13 @@ class APRConfig(RLlibConfig):
         self.evaluation_settings: Any = None
         # `.checkpointing()`
         self.storage_path: str | None = None
+        self._said: tuple[str, ...] = ()  # of RLlib's: they may have been given their defaults
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        """As of RLlib; what is assigned is said, as what a method is given."""
+        super().__setattr__(key, value)
+        if key in MAPPED and "_said" in vars(self):  # else it is being made
+            self._note({key: value})
 
     def training(
         self,
@@ -220,8 +226,12 @@ class APRConfig(RLlibConfig):
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> APRConfig:
         """As of RLlib; what `to_dict` gave has all settings, whoever has said them."""
+        said = config_dict.get("_said", self._said)
         super().update_from_dict(config_dict)
-        return self if "_train_batch_size_per_learner" in config_dict else self._note(config_dict)
+        if "_train_batch_size_per_learner" not in config_dict:
+            return self._note(config_dict)
+        self._said = tuple(said)
+        return self
 
     def validate(self) -> None:
         """Check all settings.

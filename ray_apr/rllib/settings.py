@@ -47,7 +47,7 @@ _OURS = frozenset(
     | {"steps", "steps_per_iteration", "rollout", "partial_rollout", "buffer", "num_env_seeds"}
     | {"observations", "evaluation_prompts", "evaluation_settings", "storage_path"}
 )
-_MAPPED = frozenset(
+MAPPED = frozenset(
     {"lr", "grad_clip", "train_batch_size", "_train_batch_size_per_learner", "num_epochs"}
     | {"minibatch_size", "seed", "num_learners", "num_gpus_per_learner", "num_cpus_per_learner"}
     | {"custom_resources_per_learner", "num_env_runners", "num_cpus_per_env_runner"}
@@ -198,7 +198,7 @@ def _is_set(config: APRConfig, name: str) -> bool:
 def _refuse_others(config: APRConfig) -> None:
     defaults = _defaults()
     for name, value in _plain(config).items():
-        if name in _OURS | _MAPPED | _OBEYED | _NOT_SETTINGS | _OF_TUNE:
+        if name in _OURS | MAPPED | _OBEYED | _NOT_SETTINGS | _OF_TUNE:
             continue
         if name not in defaults or (value is not defaults[name] and value != defaults[name]):
             raise ConfigError(name.lstrip("_"), value, _remedy(name.lstrip("_")))

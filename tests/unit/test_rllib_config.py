@@ -266,10 +266,18 @@ def test_a_default_that_was_said_counts_as_said(said, name, train):
     copies = [given, given.copy(copy_frozen=False), APRConfig.from_state(given.get_state())]
     copies += [APRConfig().update_from_dict(given.to_dict()), config(train=train)]
     copies[-1].update_from_dict(said)
+    copies.append(config(train=train))
+    for setting, value in said.items():  # known fault: what was assigned was not
+        setattr(copies[-1], setting, value)
+    copies.append(copies[-1].copy(copy_frozen=False))
     for copied in copies:
         with pytest.raises(ConfigError, match=f"is also said by {name}, to be"):
             resolve(copied)
     resolve(config(train=train)), resolve(APRConfig().update_from_dict(config().to_dict()))
+    silent = config(train=train)
+    for copied in (silent.copy(copy_frozen=False), APRConfig.from_state(silent.get_state())):
+        resolve(copied)
+    resolve(APRConfig().update_from_dict(silent.to_dict()))
 
 
 def test_a_default_number_of_servers_that_was_said_counts_as_said():
