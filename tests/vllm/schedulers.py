@@ -76,8 +76,10 @@ def real_scheduler(
     """
     given = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 48} | arguments
     config = EngineArgs(
-        model=str(model), block_size=BLOCK, enforce_eager=True, enable_chunked_prefill=True, **given
-    ).create_engine_config()
+        model=str(model), block_size=BLOCK, enforce_eager=True, enable_chunked_prefill=True,
+        enable_prefix_caching=True, **given,
+    ).create_engine_config()  # fmt: skip
+    init_none_hash(sha256)  # with which hashes of blocks begin
     config.scheduler_config.async_scheduling = is_async  # which vLLM has none of on a CPU
     config.cache_config.num_gpu_blocks = num_blocks
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -100,7 +102,6 @@ def real_request(name: str, prompt: list[int], max_tokens: int) -> Request:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
     params.update_from_generation_config({}, 0)
-    init_none_hash(sha256)
     return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
