@@ -46,8 +46,9 @@ _FORMULAS = (
 """Tasks whose scorers evaluate an answer: these through SymPy, which calls `eval` as those do."""
 
 _FUNCTIONS = {
-    "Abs", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc",
-    "exp", "ln", "log", "sec", "sin", "sinh", "sqrt", "tan", "tanh",
+    "Abs", "Rational", "abs", "acos", "acosh", "acot", "acsc", "asec", "asin", "asinh", "atan",
+    "atanh", "cbrt", "cos", "cosh", "cot", "coth", "csc", "csch", "exp", "ln", "log", "sec", "sech",
+    "sin", "sinh", "sqrt", "tan", "tanh",
 }  # fmt: skip
 """What a formula may call."""
 
@@ -102,8 +103,10 @@ class ReasoningGymScore:
         if task in _TUPLE_TASKS:
             entry = _with_tuples(entry)
         answer = extracted(text, self.pattern, self.extract)
-        can_be_read = answer is not None and is_harmless(task, answer)
-        value = _value(score, answer, entry) if answer is not None and can_be_read else None
+        value = None
+        # the entry's own answer may hold what no other may, such as an integral that nobody solved
+        if answer is not None and (answer == entry["answer"] or is_harmless(task, answer)):
+            value = _value(score, answer, entry)
         if value is None:
             return RewardResult(reward=0.0, metrics={"gym_answer_found": 0.0})
         result = as_result(sample, value, f"the scorer of {task}")

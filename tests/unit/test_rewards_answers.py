@@ -354,6 +354,7 @@ def test_reasoning_gym_takes_an_entry_that_is_a_mapping(gym_row):
     [
         ("countdown", "(3 + 4) * 5 - 2 / 7", True),
         ("simple_integration", "-x**3/3 + 2*sin(x) + log(Abs(x)) + C", True),
+        ("simple_integration", "Rational(1, 2)*x**2 + acot(x) + sech(x) + C", True),
         ("polynomial_multiplication", "2*x**2 - 0.5*y", True),
         ("spiral_matrix", "1 2 3", True),
         ("spiral_matrix", "[1, 2, -3]", True),
@@ -387,6 +388,18 @@ def test_an_answer_does_not_run_in_the_reward_worker(task, tmp_path):
     assert not list(tmp_path.iterdir())
     right = sample_of(f"<answer>{json.loads(entry)['answer']}</answer>", task=task, entry=entry)
     assert reasoning_gym_score()(right).reward == 1.0
+
+
+def test_an_entrys_own_answer_is_right_whatever_it_calls():
+    """known fault: one in seven of intermediate_integration holds an integral, and earned 0.0."""
+    gym = pytest.importorskip("reasoning_gym")
+    task, reward = "intermediate_integration", reasoning_gym_score()
+    dataset = gym.create_dataset(task, size=40, seed=1)
+    entry = next(found for found in dataset if "Integral(" in found["answer"])
+    unsolved = "Integral({integrand}, {variable})".format(**entry["metadata"])
+    for answer, value in ((entry["answer"], 1.0), (unsolved, 0.0)):
+        sample = sample_of(f"<answer>{answer}</answer>", task=task, entry=json.dumps(entry))
+        assert reward(sample).reward == value
 
 
 def test_the_scorers_that_evaluate_an_answer_are_known():
