@@ -233,12 +233,20 @@ def tests_of(sample: Sample, column: str) -> Any:
 
 def _check_compiles(sample: Sample, column: str, test: str) -> None:
     """Check that a test is Python: else no program would ever pass it."""
+    if (fault := _fault_of(test)) is not None:
+        detail = f"column {column!r} of its row holds a test that is neither JSON nor Python"
+        raise RewardError(sample.sample_id, "invalid", f"{detail}: {fault}: {test[:80]!r}")
+
+
+@functools.lru_cache(maxsize=256)
+def _fault_of(test: str) -> str | None:
+    """Why a test is no Python; looked for once for the siblings of a group, as a compiler takes
+    half a second for a megabyte, and warns each time of what is written oddly."""
     try:
         compile(test, "test", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        detail = f"column {column!r} of its row holds a test that is neither JSON nor Python"
-        text = f"{detail}: {error}: {test[:80]!r}"
-        raise RewardError(sample.sample_id, "invalid", text) from error
+        return str(error)
+    return None
 
 
 def _parsed(text: str) -> Any:
