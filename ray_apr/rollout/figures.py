@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Figures:
         self._recorder = recorder
         self._metrics = metrics
         self._before = before.status
+        self._recording = asyncio.Lock()
         self._dropped: list[dict[str, Any]] = []
         """Rows of groups that were dropped, until they are recorded."""
 
@@ -112,16 +114,17 @@ class Figures:
 
     async def record_ends(self) -> None:
         """Record which samples have ended, which groups and prompts were given up, and when user
-        code ran."""
-        self.note_dropped(self._scheduler.take_dropped())
-        ended, self._sessions.ended = self._sessions.ended, []
-        dropped, self._dropped = self._dropped, []
-        convicted, self._poison.convicted = self._poison.convicted, []
-        spans = self._sessions.scorer.take_spans()
-        kinds = (("ended", ended), ("dropped", dropped), ("poison", convicted), ("timeline", spans))
-        for kind, rows in kinds:
-            if rows:
-                await self._recorder.record_many.remote(kind, rows)
+        code ran. All that was so at the call is recorded as this returns."""
+        async with self._recording:  # another one may have rows on their way
+            self.note_dropped(self._scheduler.take_dropped())
+            ended, self._sessions.ended = self._sessions.ended, []
+            dropped, self._dropped = self._dropped, []
+            convicted, self._poison.convicted = self._poison.convicted, []
+            spans = self._sessions.scorer.take_spans()
+            rows_of = {"ended": ended, "dropped": dropped, "poison": convicted, "timeline": spans}
+            for kind, rows in rows_of.items():
+                if rows:
+                    await self._recorder.record_many.remote(kind, rows)
 
     def _set_gauges(self, counts: Counts, ledger: LedgerSnapshot) -> None:
         """Set the metrics of what is where."""
