@@ -8,7 +8,8 @@ Invariants, kept by `Scorer`:
       killed and replaced, and the innocent calls it held are made again. The limit begins once the
       process has started.
     * A call that ends its worker's process, or keeps the interpreter for itself, is found: those
-      that were there run again in ever smaller numbers, so that it costs no call but its own.
+      that were there run again in ever smaller numbers, so that it costs no call but its own. Where
+      several such calls run at once, one may cost others that ran beside them each time.
     * At most ``rollout.reward.concurrency`` calls run at once.
 """
 
