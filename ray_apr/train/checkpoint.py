@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,6 @@ def load_checkpoint(
         raise TrainError(f"{folder} holds no checkpoint of a run: {PROGRESS_FILE} is missing")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    _check_adapters(folder, model_state)
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except CheckpointException as error:
@@ -206,20 +205,6 @@ def load_checkpoint(
     if random_file.is_file():
         _set_random_state(torch.load(random_file, weights_only=True))
     return Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
-
-
-def _check_adapters(folder: Path, model_state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with adapters that the model does not have: only what it has is read."""
-    reader = dcp.FileSystemReader(str(folder))
-    known = {f"model.{name}" for name in model_state}
-    there = (n for n in reader.read_metadata().state_dict_metadata if n.startswith("model."))
-    others = [name for name in there if ".lora_A." in name and name not in known]
-    if others:
-        layer = others[0].removeprefix("model.").partition(".lora_A.")[0]
-        raise TrainError(
-            f"{folder} has adapters that train.lora.target_modules does not name, as that of "
-            f"{layer}; name the layers that it was written with"
-        )
 
 
 def export_hf(folder: str | Path, model: Any, source: str) -> None:

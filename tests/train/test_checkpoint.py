@@ -135,6 +135,19 @@ def test_a_checkpoint_of_another_lora_is_refused_with_what_to_look_at(tmp_path, 
         load_checkpoint(tmp_path / "checkpoint", restored, optimizer)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_checkpoint_without_its_index_is_refused_by_its_name(tmp_path, folder, is_there):
+    """known fault: for a while that was an error of Python's own, which names no remedy."""
+    model, optimizer = build(folder)
+    take_snapshot(model, optimizer, Progress(step=1, policy_version=1)).write(tmp_path / "c")
+    index = tmp_path / "c" / ".metadata"
+    index.unlink()
+    if is_there:
+        index.touch()
+    with pytest.raises(TrainError, match=r"c cannot be read, or does not fit"):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+
+
 def test_exported_model_loads_in_transformers(tmp_path, folder):
     model, optimizer = build(folder)
     train(model, optimizer, range(2))
