@@ -587,7 +587,11 @@ def test_adapters_go_on_as_they_are(tmp_path, checkpoint):
     with pytest.raises(ConfigError, match=r"train\.lora = None: .* has adapters"):
         begun(None)
     write(Path(checkpoint.path), PROGRESS_FILE, noted | {"lora_layers": "k_proj, q_proj"})
-    for names in (["q_proj", "k_proj"], ["layers.0.q_proj", "layers.1.q_proj", "k_proj"]):
+    for names in (
+        ["q_proj", "k_proj"],
+        ["layers.0.q_proj", "layers.1.q_proj", "k_proj"],
+        ["q_proj", "k_proj", "fc1"],  # which peft leaves out where the model has none
+    ):
         assert begun(LoRAConfig(target_modules=names)).step == 2
     assert begun(LoRAConfig()).step == 2, "the model alone knows which all are"
     with pytest.raises(ConfigError, match=r"lora\.target_modules = .*have one, k_proj, q_proj"):
