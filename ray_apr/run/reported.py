@@ -12,29 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.data.resumption import LIST_FILE
-from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.folder import add_row, last_row
 
 if TYPE_CHECKING:
     from ray_apr.data.resumption import Begin
 
 
-def add_reported(file: Path, begin: Begin) -> None:
+def add_reported(file: Path, begin: Begin, first: int) -> None:
     """Write the row of the last step of a checkpoint, if it alone is missing. Figures that were not
     reported with it are those of the row before.
 
     Args:
         file: Rows of the steps.
         begin: With the checkpoint.
+        first: Step that the run of the folder began with, after those of another one.
 
     Raises:
         ConfigError: If the last row is no JSON.
         ResourceError: If it cannot be written.
     """
     last = last_row(file)
-    if begin.checkpoint is None or last.get("step", -1) + 2 != begin.step:
-        return
-    if not last and (file.parent / BEGUN_FILE).exists():  # it is the step of another run
+    if begin.checkpoint is None or last.get("step", first - 1) + 2 != begin.step:
         return
     row = _reported(begin.checkpoint)
     if row.get("step") == begin.step - 1:

@@ -294,7 +294,8 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         `begin`, with what the folder counts; and the Unix time at which the run would have begun if
         it had not paused: its rows' times go on from the last one.
     """
-    add_reported(folder / "metrics.jsonl", begin)
+    began = _object_or_empty(folder / BEGUN_FILE)
+    add_reported(folder / "metrics.jsonl", begin, first=began.get("step", 0))
     final = _object_or_empty(folder / "final.json")
     steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))

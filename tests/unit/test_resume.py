@@ -265,8 +265,20 @@ def test_the_row_of_a_checkpoint_that_a_kill_kept_from_the_folder_is_there_again
     assert started_at == 1000.0 - (40.0 if listed else 34.5), "the times of rows go on from it"
     write(folder, "begun.json", {"step": 2, "policy_version": 2})
     write(folder, "metrics.jsonl")
-    resume_folder(folder, begin(step=1, checkpoint=checkpoint), now=1000.0)
-    assert read(folder, "metrics.jsonl") == [], "not that of another run"
+    for step in (1, 2):
+        resume_folder(folder, begin(step=step, checkpoint=checkpoint), now=1000.0)
+        assert read(folder, "metrics.jsonl") == [], "not that of another run"
+
+
+def test_the_first_row_after_the_checkpoint_of_another_run_is_there_again(folder, checkpoint):
+    """known fault: a run that began with one had that hole still."""
+    result = {"checkpoint_dir_name": Path(checkpoint.path).name, "metrics": {"step": 5}}
+    write(Path(checkpoint.path).parent, LIST_FILE, {"checkpoint_results": [result]})
+    write(folder, "begun.json", {"step": 5, "policy_version": 5})
+    write(folder, "metrics.jsonl")
+    resumed, _ = resume_folder(folder, begin(step=6, checkpoint=checkpoint), now=1000.0)
+    assert read(folder, "metrics.jsonl") == [{"step": 5}]
+    assert resumed.num_rows == 1
 
 
 def test_tokens_that_go_on_are_not_lost(folder):
