@@ -96,6 +96,18 @@ def test_a_row_that_is_not_whole_is_told_later(tmp_path):
     assert told.calls[1:] == [("step", 0), ("step", 1)]
 
 
+def test_a_damaged_row_of_evaluations_costs_no_steps(tmp_path):
+    """known fault: the steps that came in one look with it were told nobody."""
+    told = Told()
+    followed = follow(tmp_path, told)
+    steps(tmp_path, 0, 1)
+    (tmp_path / "evaluations.jsonl").write_text('!!\n{"policy_version": 1}\n')
+    with pytest.raises(ConfigError, match=r"evaluations\.jsonl, line 1"):
+        followed.look()
+    followed.look()
+    assert told.calls[1:] == [("step", 0), ("step", 1), ("evaluation", 1)]
+
+
 def test_steps_that_are_trained_once_more_are_not_told_again(tmp_path):
     """A run that begins again writes a new file, with fewer rows, over the old one."""
     told = Told()
