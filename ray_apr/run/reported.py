@@ -7,12 +7,11 @@ without the row of its last step. Ray Train's list of checkpoints has what was r
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.data.resumption import LIST_FILE
 from ray_apr.run.folder import add_row, last_row
+from ray_apr.run.retention import listed_checkpoints
 
 if TYPE_CHECKING:
     from ray_apr.data.resumption import Begin
@@ -43,8 +42,7 @@ def _reported(checkpoint: Any) -> dict[str, Any]:
     """What was reported with a checkpoint; nothing if Ray Train's list beside it does not say."""
     folder, _, name = checkpoint.path.rpartition("/")
     try:
-        with checkpoint.filesystem.open_input_file(f"{folder}/{LIST_FILE}") as listed:
-            results = json.loads(listed.read())["checkpoint_results"]
+        results = listed_checkpoints(checkpoint.filesystem, folder)
         found = (result["metrics"] for result in results if result["checkpoint_dir_name"] == name)
         return {**next(found, {})}
     except (OSError, ValueError, KeyError, TypeError):  # of another version of Ray

@@ -24,6 +24,23 @@ logger = logging.getLogger(__name__)
 _HOUR_S = 3600.0
 
 
+def listed_checkpoints(storage: Any, folder: str) -> list[dict[str, Any]]:
+    """Ray Train's list of a run's checkpoints, the oldest first.
+
+    Args:
+        storage: A `pyarrow.fs.FileSystem`.
+        folder: Of the checkpoints, there.
+
+    Raises:
+        OSError: If there is none, or it cannot be read.
+        ValueError: If it is no JSON, as one that was cut off.
+        KeyError: If it is that of another version of Ray.
+    """
+    with storage.open_input_file(f"{folder}/{LIST_FILE}") as file:
+        listed: list[dict[str, Any]] = json.loads(file.read())["checkpoint_results"]
+    return listed
+
+
 class AgedCheckpoints(ray.train.CheckpointConfig):
     """Ray Train's number of checkpoints to keep, lowered to those that are young enough.
 
@@ -58,8 +75,7 @@ class AgedCheckpoints(ray.train.CheckpointConfig):
         """Ages of the checkpoints in the list, in seconds, the newest first; of none, where the
         storage does not answer: 0 for as many as there may be."""
         try:
-            with self._storage.open_input_file(f"{self._folder}/{LIST_FILE}") as file:
-                listed = json.loads(file.read())["checkpoint_results"]
+            listed = listed_checkpoints(self._storage, self._folder)
             names = [result["checkpoint_dir_name"] for result in reversed(listed)]
             files = [f"{self._folder}/{name}/{PROGRESS_FILE}" for name in names]
             infos = self._storage.get_file_info(files)
