@@ -8,11 +8,13 @@ import itertools
 import json
 import shutil
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 from unittest.mock import MagicMock
+
+from ray.exceptions import RayActorError
 
 from ray_apr.core.exceptions import (
     EngineDiedError,
@@ -39,6 +41,21 @@ FIRST_TOKEN = 1000
 """Response token at position i is FIRST_TOKEN + i, so that a lost or repeated token shows."""
 FIRST_OBSERVED = 5000
 """So it is with FIRST_OBSERVED + i for what an environment says."""
+
+
+async def unless_dead(
+    call: Awaitable[Any], died: asyncio.Event, error: type[Exception] = RayActorError
+) -> Any:
+    """Answer of a process that ends when `died` is set, which the call then raises."""
+    answer, death = asyncio.ensure_future(call), asyncio.ensure_future(died.wait())
+    try:
+        await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+        if died.is_set():
+            raise error()
+        return answer.result()
+    finally:
+        answer.cancel()
+        death.cancel()
 
 
 def generate_request(

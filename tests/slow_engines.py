@@ -23,7 +23,7 @@ from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm import engine as engine_module
 from ray_apr.serve.vllm.engine import VLLMEngine
 from ray_apr.serve.vllm.weights import Weights
-from tests.fakes import FIRST_TOKEN
+from tests.fakes import FIRST_TOKEN, unless_dead
 
 TICK_S = 10.0
 HEALTH_S = 5.0
@@ -140,16 +140,7 @@ class Replica:
 
     async def call(self, verb: str, *args):
         """A call, which the replica's death ends."""
-        work = asyncio.ensure_future(getattr(self.server, verb)(*args))
-        death = asyncio.ensure_future(self.died.wait())
-        try:
-            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
-            if self.died.is_set():
-                raise ActorDiedError()
-            return work.result()
-        finally:
-            work.cancel()
-            death.cancel()
+        return await unless_dead(getattr(self.server, verb)(*args), self.died, ActorDiedError)
 
     async def stream(self, *args):
         pieces = self.server.outcomes(*args)

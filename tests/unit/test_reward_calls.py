@@ -12,6 +12,7 @@ from ray_apr.core.exceptions import RewardError
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout.calls import Calls, Outcomes
+from tests.fakes import unless_dead
 
 
 def sample(number, row=None):
@@ -30,14 +31,7 @@ class Worker:
 
     async def remote(self, requests):
         self.sizes.append(len(requests))
-        there = asyncio.create_task(self.outcomes.exchange(requests))
-        death = asyncio.create_task(self.dies.wait())
-        await asyncio.wait({there, death}, return_when=asyncio.FIRST_COMPLETED)
-        death.cancel()
-        if self.dies.is_set():
-            there.cancel()
-            raise RayActorError()
-        return there.result()
+        return await unless_dead(self.outcomes.exchange(requests), self.dies)
 
 
 async def by_number(what, sample, limit_s):

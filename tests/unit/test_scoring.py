@@ -22,6 +22,7 @@ from ray_apr.core.user import RewardResult, Step
 from ray_apr.rewards import weighted_sum
 from ray_apr.rollout import scoring
 from ray_apr.rollout.scoring import RewardWorker, Scorer
+from tests.fakes import unless_dead
 
 SAMPLE = Sample(
     sample_id="g0-0",
@@ -276,14 +277,28 @@ class Mortal(InProcessWorker):
         return 1.0
 
     async def _remote(self, requests):
-        there = asyncio.create_task(self._takes(requests))
-        death = asyncio.create_task(self._death.wait())
-        await asyncio.wait({there, death}, return_when=asyncio.FIRST_COMPLETED)
-        death.cancel()
-        if self._death.is_set():
-            there.cancel()
-            raise RayActorError()
-        return there.result()
+        return await unless_dead(self._takes(requests), self._death)
+
+
+async def score_with_a_bad_one(kind, config, number):
+    """Score so many samples, and a bad one among the first: (its error, rewards of the others,
+    workers of this kind that were made)."""
+    made = []
+
+    def make():
+        made.append(kind())
+        return made[-1]
+
+    scorer = Scorer(lambda sample: 1.0, RolloutConfig(reward=config), make_worker=make)
+    names = [f"g0-{i}" for i in range(number)]
+    names.insert(9, "bad")
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(
+            *(scorer.score(dataclasses.replace(SAMPLE, sample_id=name)) for name in names),
+            return_exceptions=True,
+        )
+    error = results.pop(9)
+    return error, [result.reward for result in results], made
 
 
 class Stuck(InProcessWorker):
@@ -312,24 +327,10 @@ async def test_a_call_that_keeps_the_interpreter_costs_no_other_call(monkeypatch
     """known fault: so it did each one that had begun in the same moment."""
     monkeypatch.setattr(scoring.ray, "kill", lambda worker: worker.kill())
     monkeypatch.setattr(scoring, "_GRACE_S", 0.2)
-    made = []
-
-    def make():
-        made.append(Stuck())
-        return made[-1]
-
-    config = RolloutConfig(reward={"concurrency": concurrency, "timeout_s": 0.2, "retries": 0})
-    scorer = Scorer(lambda sample: 1.0, config, make_worker=make)
-    names = [f"g0-{number}" for number in range(30)]
-    names.insert(9, "bad")
-    async with asyncio.timeout(60):
-        results = await asyncio.gather(
-            *(scorer.score(dataclasses.replace(SAMPLE, sample_id=name)) for name in names),
-            return_exceptions=True,
-        )
-    error = results.pop(9)
+    config = {"concurrency": concurrency, "timeout_s": 0.2, "retries": 0}
+    error, rewards, made = await score_with_a_bad_one(Stuck, config, 30)
     assert (error.kind, error.sample_id) == ("timeout", "bad")
-    assert [result.reward for result in results] == [1.0] * 30
+    assert rewards == [1.0] * 30
     assert len(made) == 3
 
 
@@ -340,24 +341,10 @@ async def test_a_call_that_ends_its_process_costs_no_other_call(
 ):
     """known fault: all calls that were in a worker failed with it, after 34 workers."""
     monkeypatch.setattr(scoring.ray, "kill", lambda worker: None)
-    made = []
-
-    def make():
-        made.append(Mortal())
-        return made[-1]
-
     config = {"concurrency": concurrency, "num_workers": num_workers}
-    scorer = Scorer(lambda sample: 1.0, RolloutConfig(reward=config), make_worker=make)
-    names = [f"g0-{number}" for number in range(60)]
-    names.insert(9, "bad")
-    async with asyncio.timeout(60):
-        results = await asyncio.gather(
-            *(scorer.score(dataclasses.replace(SAMPLE, sample_id=name)) for name in names),
-            return_exceptions=True,
-        )
-    error = results.pop(9)
+    error, rewards, made = await score_with_a_bad_one(Mortal, config, 60)
     assert (error.kind, error.sample_id) == ("raised", "bad")
-    assert [result.reward for result in results] == [1.0] * 60
+    assert rewards == [1.0] * 60
     assert len(made) <= num_workers + concurrency.bit_length() + 1
 
 
