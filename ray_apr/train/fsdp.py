@@ -279,6 +279,7 @@ def gradient_scale(model: nn.Module) -> float:
     return float(dist.get_world_size()) if isinstance(model, FSDPModule) else 1.0
 
 
+@torch.no_grad()  # a shard is handed out without a node of autograd then
 def squared_gradient_norm(model: nn.Module) -> torch.Tensor:
     """This rank's part of the sum of squares of all gradients, in float64 (ranks add theirs up)."""
     given = [p.grad for p in model.parameters() if p.grad is not None]
