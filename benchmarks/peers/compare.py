@@ -14,9 +14,9 @@ says: what is left is the time of generation, hand-over and training. `spelling`
         --gpus 2 --rewards 0.1 0.15 0.3 --learning-rate 2e-5 --systems trl sync:awake apr \
         --trl-liger --out spelling.json
 
-A system is `trl` (colocated
-vLLM), or a mode of ray_apr: MODE has half of the GPUs for its engines, MODE:awake and MODE:turns
-have engine and train worker on each (`benchmarks/modes.py`).
+A system is `trl` (colocated vLLM), `verl:MODE` (`verl_modes.py`; spelling alone), or a mode of
+ray_apr: MODE has half of the GPUs for its engines, MODE:awake and MODE:turns have engine and train
+worker on each (`benchmarks/modes.py`).
 
 Each system is a process of its own, timed from its start, from its first generation, and at the end
 of each step.
@@ -46,6 +46,7 @@ import gpu_models
 import host
 import learning
 import modes
+import verl_modes
 
 from ray_apr.tools.report.load import load_run
 from tests.processes import kill_all, marked_environment
@@ -106,8 +107,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of our engines")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="of our runs")
     parser.add_argument("--trl-rows", type=int, default=256, help="TRL's micro batch, of a GPU")
-    parser.add_argument("--trl-memory", type=float, default=0.4, help="TRL's share for vLLM")
-    parser.add_argument("--trl-liger", action="store_true", help="TRL with Liger's layers")
+    parser.add_argument(
+        "--trl-memory", type=float, default=0.4, help="TRL's, verl's share for vLLM"
+    )
+    parser.add_argument("--trl-liger", action="store_true", help="TRL, verl: with Liger's layers")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds of one run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -116,6 +119,8 @@ def _arguments() -> argparse.Namespace:
         parser.error("--task replay needs --trace")
     if args.task == "spelling" and None in (args.model, args.prompts):
         parser.error("--task spelling needs --model and --prompts")
+    if args.task != "spelling" and any(system.startswith("verl") for system in args.systems):
+        parser.error("verl runs --task spelling alone")
     return args
 
 
@@ -193,7 +198,7 @@ def one_run(
 ) -> dict[str, Any]:
     """Train once; a run that fails or exceeds its limit says so, with the end of its log beside the
     steps that it has done."""
-    run = our_run if system != "trl" else trl_run
+    run = PEERS.get(system.partition(":")[0], our_run)
     log = args.out.with_name(f"{args.out.stem}-{system.replace(':', '-')}-{seed}.log")
     began = time.time()
     with memory_peaks() as peaks, log.open("w") as out:
@@ -277,9 +282,33 @@ def trl_run(
     return {**ended, **trl_steps(result, task["gpus"]), **found}
 
 
-def run_to_end(command: list[str], out: Any, limit_s: float) -> dict[str, str]:
-    """Run a command, and leave none of its processes; says how it failed, if it did."""
+def verl_run(
+    system: str, seed: int, task: dict[str, Any], folder: Path, out: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """verl in a mode of its V1 trainer."""
+    mode = system.partition(":")[2]
+    prompts, log = folder / "verl.parquet", folder / f"verl-{mode}-{seed}.jsonl"
+    verl_modes.write_prompts(task, prompts)
+    steps = verl_modes.Steps(log)
+    steps.start()
+    try:
+        command = verl_modes.command(mode, seed, task, prompts)
+        ended = run_to_end(command, out, args.limit, verl_modes.environment(log))
+    finally:
+        steps.end()
+    return {**ended, **steps.found(task)}
+
+
+PEERS = {"trl": trl_run, "verl": verl_run}
+
+
+def run_to_end(
+    command: list[str], out: Any, limit_s: float, more: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Run a command, with more variables, and leave none of its processes; says how it failed, if
+    it did."""
     mark, env = marked_environment()
+    env |= more or {}
     process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
     try:
         code = process.wait(limit_s)

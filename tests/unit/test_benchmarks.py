@@ -45,6 +45,35 @@ def peer_run(*ends: float, system: str = "trl", rewards: tuple[float, ...] = ())
     return {"system": system, "repeat": 0, "start_s": 30.0, "steps": steps}
 
 
+def test_verls_steps_are_stamped_as_they_come(benchmark_named, tmp_path: Path):
+    log = tmp_path / "verl.jsonl"
+    row = {"critic/score/mean": 0.5, "response_length/mean": 3.0, "timing_s/step": 2.0}
+    steps = benchmark_named("verl_modes").Steps(log)
+    steps.start()
+    whole = json.dumps({"step": 1, "data": row}) + "\n"
+    before = time.time()
+    log.write_text(whole + whole[:5])  # a line that is being written
+    steps.end()
+
+    found = steps.found({"batch_size": 4})
+    assert found["steps"] == [{"time_s": pytest.approx(2.0), "reward_mean": 0.5, "num_tokens": 12}]
+    assert before <= found["first_generation"] + 2.0 <= time.time()
+
+
+def test_verls_engines_have_gpus_of_their_own_in_separate_async_alone(benchmark_named):
+    task = {
+        "kind": "spelling", "gpus": 2, "batch_size": 256, "group_size": 8, "steps": 4,
+        "max_response_tokens": 256, "max_model_len": 512, "model": "m", "learning_rate": 1e-5,
+        "memory_share": 0.4, "liger": False,
+    }  # fmt: skip
+    command = benchmark_named("verl_modes").command
+    together = command("sync", 0, task, Path("p"))
+    apart = command("separate_async", 0, task, Path("p"))
+    assert "trainer.n_gpus_per_node=2" in together
+    assert {"trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"} < set(apart)
+    assert not any("rollout.n_gpus_per_node" in given for given in together)
+
+
 def test_a_steps_seconds_leave_the_first_two_steps_out(compare):
     """Both sides compile in them, and engines fill."""
     assert compare.step_seconds(peer_run(50.0, 60.0, 63.0, 67.0)) == [3.0, 4.0]
