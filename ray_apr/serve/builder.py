@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Ray's variable, by which its actors see also the GPUs that they have not."""
 _POLL_S = 0.5
+_LOOK_S = 0.1
+"""Between looks whether replicas have ended: Serve's own client looks once a second."""
+_DELETION_S = 60.0
 _ALONE_S = 60.0
 _SERVE = threading.Lock()
 """Held while Serve's settings are made or read: Ray pickles a class of its own for each of them, in
@@ -84,7 +87,7 @@ def build_rollout_app(
         max_ongoing_requests=100_000,
         max_constructor_retry_count=2,
         graceful_shutdown_timeout_s=2.0,
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_wait_loop_s=_LOOK_S,
         health_check_period_s=2.0,
         health_check_timeout_s=60.0,
         **_placement(spec, config.engine.num_cpus_per_replica, runtime_env),
@@ -283,13 +286,18 @@ def stop_rollout_servers(app_name: str) -> None:
 
     An error is logged: whoever calls this has more to take away, or an error of its own to tell.
 
-    Waits for: Serve. Unblocked by: the end of the application, or Serve's own limit of 60 s.
+    Waits for: Serve. Unblocked by: the end of the application, or `_DELETION_S`.
     """
     try:
         with _alone():
             if app_name in serve.status().applications:
-                serve.delete(app_name)
-            if not serve.status().applications:
+                serve.delete(app_name, _blocking=False)
+            deadline = time.monotonic() + _DELETION_S
+            while app_name in (left := serve.status().applications):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it is there after {_DELETION_S:g} s")
+                time.sleep(_LOOK_S)
+            if not left:
                 serve.shutdown()
     except (RayError, RayServeException, TimeoutError, ValueError) as error:
         logger.warning("Serve application %s could not be deleted: %s", app_name, error)

@@ -90,24 +90,6 @@ def test_a_lease_that_starts_again_after_its_holder_has_died_finds_none(monkeypa
     assert not lease.is_held()
 
 
-@pytest.mark.parametrize("applications", [{"app": None}, {}])
-def test_servers_that_serve_is_slow_to_delete_hide_no_other_error(
-    monkeypatch, caplog, applications
-):
-    """`serve.delete` gives up after a minute, with Python's own TimeoutError."""
-
-    def delete(name):
-        raise TimeoutError("not deleted within 60 s")
-
-    shut: list[str] = []
-    monkeypatch.setattr(builder.serve, "status", lambda: SimpleNamespace(applications=applications))
-    monkeypatch.setattr(builder.serve, "delete", delete)
-    monkeypatch.setattr(builder.serve, "shutdown", lambda: shut.append("Serve"))
-    builder.stop_rollout_servers("app")
-    assert ("not deleted within 60 s" in caplog.text) == bool(applications)
-    assert shut == ([] if applications else ["Serve"])
-
-
 def overviews(monkeypatch, *answers) -> list:
     """What `serve.status` answers, in turn; an exception is raised."""
     left = list(answers)
@@ -176,3 +158,63 @@ def test_replicas_of_a_kept_deployment_go_on_when_it_is_deployed_again():
     first, second = (kept_deployment(deployment, "01000000").options(name=n) for n in "ab")
     assert first.version == second.version == "01000000"
     assert deployment.version is None, "Serve draws one by chance"
+
+
+# -- the end of the servers ------------------------------------------------------------------------
+
+
+class ServeThatDeletes:
+    """Serve, as `stop_rollout_servers` uses it: the application is gone after some looks."""
+
+    def __init__(self, looks: float, *, others: tuple[str, ...] = ()) -> None:
+        self.left, self.others, self.calls = looks, others, list[str]()
+
+    def status(self) -> SimpleNamespace:
+        own = ("app",) if self.left > 0 else ()
+        if self.calls:
+            self.left -= 1
+        return SimpleNamespace(applications=dict.fromkeys((*own, *self.others)))
+
+    def delete(self, name: str, _blocking: bool) -> None:
+        assert not _blocking, "Serve's own client looks once a second"
+        self.calls.append(f"delete {name}")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def serve_that(monkeypatch):
+    def build(*args, **options) -> ServeThatDeletes:
+        serve = ServeThatDeletes(*args, **options)
+        monkeypatch.setattr(builder, "serve", serve)
+        monkeypatch.setattr(builder, "_LOOK_S", 0.001)
+        return serve
+
+    return build
+
+
+def test_servers_are_looked_at_until_they_are_gone_and_serve_ends_then(serve_that):
+    serve = serve_that(3)
+    builder.stop_rollout_servers("app")
+    assert (serve.left, serve.calls) == (-1, ["delete app", "shutdown"])
+
+
+def test_servers_that_are_gone_already_are_not_deleted(serve_that):
+    serve = serve_that(0)
+    builder.stop_rollout_servers("app")
+    assert serve.calls == ["shutdown"]
+
+
+def test_serve_stays_where_another_application_is_on_it(serve_that):
+    serve = serve_that(1, others=("another",))
+    builder.stop_rollout_servers("app")
+    assert serve.calls == ["delete app"]
+
+
+def test_servers_that_do_not_end_are_told_of_and_serve_stays(serve_that, monkeypatch, caplog):
+    monkeypatch.setattr(builder, "_DELETION_S", 0.01)
+    serve = serve_that(float("inf"))
+    builder.stop_rollout_servers("app")
+    assert serve.calls == ["delete app"]
+    assert "app could not be deleted: it is there after 0.01 s" in caplog.text
