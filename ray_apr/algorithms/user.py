@@ -2,7 +2,7 @@
 
 They see whole samples: `_N` of a micro-batch or `_B` of the whole batch, with their response
 tokens `_T`. Where a micro-batch is padded, the mask is 0, and what stands in the other tensors has
-no meaning.
+no meaning. They may change what they are given, which is a copy.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def costs_of(
             figures.
     """
     if _takes(function, "behavior_logprobs"):
-        kwargs = {"behavior_logprobs": behavior_logprobs, **kwargs}
-    returned = function(logprobs, proximal_logprobs, advantages, mask, **kwargs)
+        kwargs = {"behavior_logprobs": behavior_logprobs.clone(), **kwargs}
+    given = (logprobs, proximal_logprobs, advantages, mask)
+    returned = function(*(tensor.clone() for tensor in given), **kwargs)
     costs, figures = (returned, {}) if isinstance(returned, torch.Tensor) else _pair(returned)
     _check_shape("loss", costs, mask, "the cost of each token")
     if logprobs.requires_grad and not costs.requires_grad:
@@ -113,7 +114,8 @@ def weights_of(
     Raises:
         TrainError: If they are of another shape.
     """
-    weights = function(proximal_logprobs, behavior_logprobs, mask, **kwargs)
+    given = (proximal_logprobs, behavior_logprobs, mask)
+    weights = function(*(tensor.clone() for tensor in given), **kwargs)
     _check_shape("correction", weights, mask, "the weight of each token")
     return weights.masked_fill(mask == 0, 0.0)  # type: ignore[no-any-return]
 

@@ -288,6 +288,56 @@ def test_a_correction_of_the_users_weighs_like_the_one_that_is_built_in(folder):
     assert figures[0]["importance_capped_fraction"] == 0 < figures[1]["importance_capped_fraction"]
 
 
+def near_loss(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs):
+    near = (proximal_logprobs - behavior_logprobs).exp() < 2
+    return -(logprobs - proximal_logprobs.clamp(min=-3)).exp() * advantages * near
+
+
+def near_loss_in_place(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs):
+    behavior_logprobs.sub_(proximal_logprobs)
+    proximal_logprobs.clamp_(min=-3)
+    mask *= behavior_logprobs.neg_().exp_() < 2
+    advantages *= mask
+    return -logprobs.sub_(proximal_logprobs).exp() * advantages
+
+
+def near_weights(proximal_logprobs, behavior_logprobs, mask):
+    ratio = (proximal_logprobs - behavior_logprobs).exp()
+    return ratio * (ratio < 2)
+
+
+def near_weights_in_place(proximal_logprobs, behavior_logprobs, mask):
+    ratio = proximal_logprobs.sub_(behavior_logprobs).exp_()
+    mask *= ratio < 2
+    behavior_logprobs.zero_()
+    return ratio * mask
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "in_place"),
+    [
+        ("loss", near_loss, near_loss_in_place),
+        ("correction", near_weights, near_weights_in_place),
+    ],
+)
+def test_functions_of_the_users_may_change_what_they_are_given(folder, name, plain, in_place):
+    """Known fault: masks, denominators and the policies of later epochs were changed with it."""
+    (row,) = make_batches(make_samples(), micro_batch_tokens=64)
+    train = dataclasses.replace(TRAIN, epochs=2)
+    found = []
+    for function in (plain, in_place):
+        model = load(folder)
+        config = AlgorithmConfig(aggregation="seq-mean-token-mean", **{name: function})
+        optimizer = Recorder(model, moves=True)
+        figures = train_step(model, optimizer, row, config, train)
+        found.append((optimizer.gradients, figures))
+    (expected, expected_figures), (gradients, figures) = found
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert distance(ours, theirs) < 1e-5
+    for figure, value in expected_figures.items():
+        assert figures[figure] == pytest.approx(value, rel=1e-4, abs=1e-6), figure
+
+
 def test_a_loss_whose_figures_change_their_names_is_an_error(folder):
     calls = iter(range(99))
 
