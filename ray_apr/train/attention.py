@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -94,7 +95,7 @@ def varlen_attention(
         module: The attention layer.
         query: [1, heads, L, head size].
         key: [1, key heads, L, head size].
-        value: Like `key`.
+        value: Like `key`; its heads may be smaller, as with a latent attention.
         attention_mask: Not used; there is none.
         scaling: Factor of the scores.
         cu_seq_lens_q: `Packing.boundaries`; None: the row is one sample.
@@ -102,7 +103,7 @@ def varlen_attention(
         sliding_window: Tokens that a token sees, itself included; None: all before it.
 
     Returns:
-        [1, L, heads, head size], and no attention weights.
+        [1, L, heads, head size of `value`], and no attention weights.
 
     Raises:
         ConfigError: For a sliding window, where PyTorch's attention has none.
@@ -112,6 +113,9 @@ def varlen_attention(
         cu_seq_lens_q = torch.tensor([0, length], dtype=torch.int32, device=query.device)
     groups = query.shape[1] // key.shape[1]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    num_missing = query.shape[-1] - value.shape[-1]
+    if num_missing:  # flash attention has one size for all heads
+        v = F.pad(v, (0, num_missing))
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"window_size": (left, 0)}
     if groups > 1 and "enable_gqa" in _PARAMETERS:
@@ -136,7 +140,7 @@ def varlen_attention(
         **options,
     )
     assert isinstance(out, torch.Tensor)
-    return out[None], None
+    return out[None, ..., : value.shape[-1]], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
