@@ -34,7 +34,7 @@ def group_advantages(
 
     Returns:
         [B, T], the sample's advantage on its trained tokens and 0 elsewhere, in the dtype of
-        `rewards`.
+        `rewards`; of whole numbers in float32.
 
     Raises:
         ConfigError: For an estimator that does not exist.
@@ -77,7 +77,7 @@ def sample_advantages(
     mean_G = mean_G.masked_fill(alone_G, 0.0)
     advantages_B = rewards - mean_G[ids_B]
     if estimator == "grpo":
-        square_G = torch.zeros_like(size_G).index_add(0, ids_B, advantages_B.square())
+        square_G = torch.zeros_like(mean_G).index_add(0, ids_B, advantages_B.square())
         std_G = (square_G / (size_G - 1).clamp(min=1)).sqrt().masked_fill(alone_G, 1.0)
         advantages_B = advantages_B / (std_G[ids_B] + _STD_EPS)
     elif estimator == "rloo":

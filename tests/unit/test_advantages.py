@@ -41,3 +41,12 @@ def test_groups_need_not_be_neighbours_nor_numbered_from_zero():
 def test_unknown_estimator_names_the_known_ones():
     with pytest.raises(ConfigError, match="grpo, dr_grpo"):
         group_advantages(tensor([1.0]), torch.tensor([0]), torch.ones(1, 1), "gae")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rewards_may_be_whole_numbers(estimator):
+    """Known fault: grpo ended with an error of torch's about data types."""
+    rewards, groups = torch.tensor([1, 0, 0, 3, 3]), torch.tensor([0, 0, 0, 1, 1])
+    mask = torch.ones(5, 2)
+    found = group_advantages(rewards, groups, mask, estimator)
+    torch.testing.assert_close(found, group_advantages(rewards.float(), groups, mask, estimator))
