@@ -22,6 +22,7 @@ from ray_apr.config import AlgorithmConfig
 from ray_apr.core.exceptions import TrainError
 from ray_apr.train.figures import Totals
 from ray_apr.train.step import train_step
+from tests.code_blocks import ROOT, blocks
 from tests.plain_policies import TRAIN, Policies, Recorder, distance, gradients_of, load
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples
@@ -286,6 +287,31 @@ def test_a_correction_of_the_users_weighs_like_the_one_that_is_built_in(folder):
         figures[1]["importance_weight_mean"]
     )
     assert figures[0]["importance_capped_fraction"] == 0 < figures[1]["importance_capped_fraction"]
+
+
+def test_the_functions_of_the_docs_weigh_a_stale_token_once(folder):
+    """Known fault: the loss of the page had the ratio that its correction has, too."""
+    (block,) = [b for b in blocks(ROOT / "docs/objectives.md") if b.name == "my_file.py"]
+    own: dict = {}
+    exec(compile(block.text, str(block), "exec"), own)
+    p = Policies(make_samples())
+    model = load(folder)
+    config = AlgorithmConfig(
+        advantage=own["advantage"],
+        advantage_kwargs={"scale": 0.5},
+        loss=own["loss"],
+        loss_kwargs={"most": 99.0},
+        correction=own["correction"],
+        correction_kwargs={"cap": 1.5},
+    )
+    (row,) = make_batches(p.samples)
+    optimizer = Recorder(model)
+    train_step(model, optimizer, row, config, TRAIN)
+    current = p.of(model)[0]
+    weights = (current.detach() - p.behavior).exp().clamp(max=1.5)
+    advantages = 0.5 * (p.rewards - p.rewards.mean()).float()[:, None]
+    expected = gradients_of(aggregate(-current * advantages * weights, p.mask, "token-mean"), model)
+    assert distance(optimizer.gradients[0], expected) < 1e-5
 
 
 def near_loss(logprobs, proximal_logprobs, advantages, mask, *, behavior_logprobs):
