@@ -98,8 +98,7 @@ class Totals:
         num_steps, num_ranks, _ = exchanged.shape
         summed = exchanged[:, :, : _ENDS[-1]].sum(dim=1)
         norms = summed[:, _NORM].sqrt().tolist()
-        for loss, norm in zip(summed[:, _LOSS].tolist(), norms, strict=True):
-            _check_finite({"loss": loss, "grad_norm": norm}, step)
+        _check_finite(summed[:, _LOSS].tolist(), norms, step)
         sums = dict(zip(SUMS, summed.sum(dim=0).tolist(), strict=False))
         of_epoch = num_steps // self.num_epochs  # the gaps are those of the first one
         num_known = of_epoch if self.num_steps_known is None else self.num_steps_known
@@ -219,10 +218,15 @@ def _exchange(local_K: torch.Tensor) -> torch.Tensor:
     return torch.stack(gathered)
 
 
-def _check_finite(figures: dict[str, float], step: int) -> None:
-    for name, value in figures.items():
-        if not math.isfinite(value):
+def _check_finite(losses: Sequence[float], norms: Sequence[float], step: int) -> None:
+    """Check those of each optimizer step of a batch."""
+    for number, pair in enumerate(zip(losses, norms, strict=True)):
+        for name, value in zip(("loss", "grad_norm"), pair, strict=True):
+            if math.isfinite(value):
+                continue
+            kept = f"are those after {number} of its {len(losses)} optimizer steps"
             raise TrainError(
-                f"step {step}: {name} is {value}; the weights did not change. Look at rewards and "
-                "log-probs of this batch, lower the learning rate, or set importance_cap"
+                f"step {step}: {name} is {value}; the weights "
+                f"{kept if number else 'did not change'}. Look at rewards and log-probs of this "
+                "batch, lower the learning rate, or set importance_cap"
             )

@@ -182,6 +182,29 @@ def test_a_mini_batch_after_one_that_is_not_finite_changes_nothing_either(folder
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [(0, "did not change"), (-1, "are those after 1 of its 2 optimizer steps")],
+)
+def test_what_is_not_finite_says_what_became_of_the_weights(folder, broken, said):
+    """Known fault: they had not changed, it said, also after the steps of earlier mini-batches."""
+    (row,) = make_batches(make_samples(), mini_batches=2)
+    logprobs = list(row.behavior_logprobs)
+    logprobs[broken] = float("nan")
+    model = load(folder)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(TrainError, match=f"loss is nan; the weights {said}"):
+        train_step(
+            model,
+            build_optimizer(model, TRAIN),
+            dataclasses.replace(row, behavior_logprobs=logprobs),
+            AlgorithmConfig(),
+            dataclasses.replace(TRAIN, mini_batches=2),
+        )
+    is_same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert is_same == (broken == 0)
+
+
 def test_steps_raise_the_chance_of_what_was_rewarded(folder):
     model = load(folder)
     optimizer = build_optimizer(model, TRAIN)
