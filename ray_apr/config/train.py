@@ -163,7 +163,7 @@ class TrainConfig:
     report_every: int = 10
     """Steps between reports to Ray Train, and through it to Ray Tune; the last step is always
     reported, and the run folder has every step. 1 reports each step: Ray Train's controller takes
-    about one report in two seconds, and makes a faster worker wait."""
+    about two reports a second, and makes a faster worker wait."""
     weight_transport: str | Callable[..., Any] = "auto"
     """How weights travel: "nccl" between GPUs, "gloo" on CPU, "shared" where engines and train
     workers have the same devices (rollout.engine.placement); auto takes the one that fits. Or a

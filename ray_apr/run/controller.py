@@ -53,7 +53,7 @@ from ray_apr.run.final import (
     write_outcome,
 )
 from ray_apr.run.model import check_hub_model
-from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, placement_limit
+from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, settings_of_ray_train
 from ray_apr.run.progress import follow_progress, starts
 from ray_apr.run.ranks import choose_ranks, lost_nodes_excused, note_ranks, watched_ranks
 from ray_apr.run.restarts import run_with_restarts
@@ -268,7 +268,8 @@ class _Parts:
             watched = watched_ranks(self.spec, self.side.fail)
             own = self._actors.name_of("recorder")
             drained = NodeWatch(self.spec, self.side, own, self._started_at, self._show)
-            with watched, drained, placement_limit(limit_s), starts(self.recorder, "train workers"):
+            read, begun = settings_of_ray_train(limit_s), starts(self.recorder, "train workers")
+            with watched, drained, read, begun:
                 result = self._make_trainer().fit()
             self.side.finish_samples()
             return result

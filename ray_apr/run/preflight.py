@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 60.0
 """Limit for a node to say what it sees."""
 _PLACEMENT_LIMIT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+_LOOKS = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+_LOOK_S = 0.5
+"""Between Ray Train's looks at its workers, by itself 2.0; it takes one report at each."""
 _NO_PLACE = "WorkerGroupStartupTimeoutError"
 _LAG_S = 5.0
 """A shared file system may show a new file as late as this."""
@@ -142,19 +145,20 @@ def _is_there(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def placement_limit(limit_s: float) -> Iterator[None]:
-    """Have Ray Train, which reads it in the environment, wait so long for room for its workers.
+def settings_of_ray_train(placement_limit_s: float) -> Iterator[None]:
+    """Have Ray Train, which reads its settings in the environment, wait so long for room for its
+    workers, and look more often whether these report, end or fail.
 
     A variable that is set outside wins.
     """
-    if _PLACEMENT_LIMIT in os.environ:
-        yield
-        return
-    os.environ[_PLACEMENT_LIMIT] = str(limit_s)
+    wanted = {_PLACEMENT_LIMIT: str(placement_limit_s), _LOOKS: str(_LOOK_S)}
+    given = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ |= given
     try:
         yield
     finally:
-        del os.environ[_PLACEMENT_LIMIT]
+        for name in given:
+            del os.environ[name]
 
 
 def wait_for_cpu(limit_s: float) -> None:
@@ -181,7 +185,7 @@ def wait_for_cpu(limit_s: float) -> None:
 
 
 def found_no_place(error: Exception) -> bool:
-    """Whether Ray Train says that its workers found no place within `placement_limit`."""
+    """Whether Ray Train says that its workers found no place within their limit."""
     failure = getattr(error, "controller_failure", None)
     return type(failure).__name__ == _NO_PLACE  # which is not public
 
@@ -200,7 +204,7 @@ def not_placed(scaling: ray.train.ScalingConfig, limit_s: float) -> ResourceErro
         if lacks
         else "no node has as much of them as one worker wants"
     )
-    given = os.environ.get(_PLACEMENT_LIMIT)  # see `placement_limit`
+    given = os.environ.get(_PLACEMENT_LIMIT)  # see `settings_of_ray_train`
     limit = f"{limit_s:g} s (rollout.engine.start_timeout_s)"
     if given is not None:
         limit = f"{given} s ({_PLACEMENT_LIMIT})"

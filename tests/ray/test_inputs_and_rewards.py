@@ -29,7 +29,7 @@ from ray_apr.data.encoding import encode_dataset
 from ray_apr.data.held import first_row
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.run.host import is_captured
-from ray_apr.run.preflight import found_no_place, nodes_without, not_placed, placement_limit
+from ray_apr.run.preflight import found_no_place, nodes_without, not_placed, settings_of_ray_train
 from tests.run_specs import run_spec
 from tests.tiny_model import make_tiny_model
 
@@ -101,7 +101,7 @@ def test_train_workers_that_cannot_be_placed_end_the_run(tmp_path):
     plan = run_spec(run=ray.train.RunConfig(name="app", storage_path=str(tmp_path)))
     scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
     trainer = TorchTrainer(lambda: None, scaling_config=scaling, run_config=plan.run_config)
-    with placement_limit(2.0), pytest.raises(Exception, match="startup timed out") as raised:
+    with settings_of_ray_train(2.0), pytest.raises(Exception, match="startup timed out") as raised:
         trainer.fit()
     assert found_no_place(raised.value)
     assert "6 CPU" in str(not_placed(scaling, 2.0))

@@ -18,7 +18,7 @@ from ray_apr.run.preflight import (
     make_run_folder,
     not_placed,
     other_nodes,
-    placement_limit,
+    settings_of_ray_train,
     wait_for_cpu,
 )
 from ray_apr.run.spec import RESTARTS
@@ -196,11 +196,17 @@ def test_prompts_that_find_no_cpu_say_so(monkeypatch, is_placed):
 
 
 @pytest.mark.parametrize("before", [None, "7"])
-def test_the_limit_of_placement_reaches_ray_train_and_does_not_stay(monkeypatch, before):
-    name = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "90.0"),
+        ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"),
+    ],
+)
+def test_a_runs_settings_reach_ray_train_and_do_not_stay(monkeypatch, name, value, before):
     monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv(name, before)
-    with placement_limit(90.0):
-        assert os.environ[name] == (before or "90.0"), "a user's variable wins"
+    with settings_of_ray_train(90.0):
+        assert os.environ[name] == (before or value), "a user's variable wins"
     assert os.environ.get(name) == before
