@@ -91,8 +91,8 @@ def _with_engines_that_fit(spec: RunSpec) -> RunSpec:
 
 
 def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
-    """Have the run folder say how many train workers go on from a step, with how many engines, and
-    what their machines have.
+    """Have the run folder say how many train workers go on from a step, with how many engines, by
+    which batch size and bound of staleness, and what their machines have.
 
     Args:
         spec: With their number.
@@ -104,6 +104,8 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
         "step": step,
         "num_train_workers": spec.scaling.num_workers,
         "num_engines": spec.rollout.num_replicas,
+        "batch_size": spec.step_size,
+        "max_staleness": spec.partial_rollout.max_staleness,
         **_machines(),
     }
     add_row(spec.folder / RANKS_FILE, row)

@@ -7,9 +7,10 @@ at from there on, as `begun.json` says it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
+from ray_apr.tools.report.load import set_at
 
 _LEAST_P = 0.05
 """Below it the lengths that were trained are not those that were generated."""
@@ -36,6 +38,7 @@ _NEEDED = {
     ),
     "ended.jsonl": ("sample_id", "num_generated"),
     DROPPED_FILE: ("group_id", "reason"),
+    "ranks.jsonl": ("step",),
     FINAL_FILE: ("batch_size", "max_staleness"),
 }  # fmt: skip
 """What each row, or the file, must have."""
@@ -64,6 +67,8 @@ class Recorded:
     """By sample; of one that ended twice, before and after a restart, the last time."""
     dropped: list[dict[str, Any]]
     """Groups."""
+    ranks: list[dict[str, Any]]
+    """Each start of train workers, with the settings from there on."""
     begun: dict[str, Any]
     """Where it began (`run.begun`)."""
 
@@ -98,8 +103,14 @@ class Recorded:
             samples=_rows(folder / "samples.jsonl"),
             ended={row["sample_id"]: row for row in _rows(folder / "ended.jsonl")},
             dropped=_rows(folder / DROPPED_FILE),
+            ranks=_rows(folder / "ranks.jsonl"),
             begun=_ANEW | (read_object(begun) if begun.is_file() else {}),
         )
+
+    def set_at(self, name: str) -> dict[int, int]:
+        """Value of a setting by which each step was trained."""
+        steps = sorted({row["step"] for row in (*self.steps, *self.samples)})
+        return {step: set_at(self.ranks, step, name, self.final[name]) for step in steps}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -152,21 +163,29 @@ def _steps(run: Recorded) -> Check:
 
 def _batches(run: Recorded) -> Check:
     """Each step trained whole batches, and no sample was trained twice."""
-    size = run.final["batch_size"]
-    sizes = Counter({row["step"]: 0 for row in run.steps})
-    sizes.update(row["step"] for row in run.samples)
-    wrong = sorted(step for step, number in sizes.items() if number != size)
+    wanted, sizes = run.set_at("batch_size"), Counter(row["step"] for row in run.samples)
+    wrong = [step for step, size in wanted.items() if sizes[step] != size]
     twice = [i for i, n in Counter(row["sample_id"] for row in run.samples).items() if n > 1]
-    seen = f"{len(run.samples)} samples in batches of {size}"
+    seen = f"{len(run.samples)} samples in batches of {_values(wanted)}"
     seen += _named("; other sizes in steps", wrong) + _named("; trained twice", twice)
     return Check("batches", not wrong and not twice, seen)
 
 
 def _staleness(run: Recorded) -> Check:
     """No token in a loss was older than the bound."""
-    bound = run.final["max_staleness"]
-    oldest = max((row["staleness"] or 0 for row in run.samples), default=0)
-    return Check("staleness", oldest <= bound, f"at most {oldest}, the bound is {bound}")
+    bounds = run.set_at("max_staleness")
+    ages = [(row["step"], row["staleness"] or 0) for row in run.samples]
+    oldest = max((age for _, age in ages), default=0)
+    too_old = sorted({step for step, age in ages if age > bounds[step]})
+    seen = f"at most {oldest}, the bound is {_values(bounds)}"
+    seen += _named("; above it in steps", too_old)
+    return Check("staleness", not too_old, seen)
+
+
+def _values(of_steps: Mapping[int, int]) -> str:
+    """Values of a setting in the order of the steps: one, unless it was changed."""
+    values = [str(value) for value, _ in itertools.groupby(of_steps.values())]
+    return ", then ".join(values) or "no step"
 
 
 def _versions(run: Recorded) -> Check:

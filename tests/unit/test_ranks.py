@@ -11,7 +11,7 @@ import pytest
 import ray.train
 
 from ray_apr.compat.ray import RAY, free_by_node, size_by_node
-from ray_apr.config import RolloutConfig, TrainConfig
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, RanksChange, ResourceError, TrainError
@@ -50,17 +50,23 @@ def with_number(number):
         ({"CPU": 8.0, "GPU": 8.0, "node:a": 2.0}, {"num_cpus": 8.0, "num_gpus": 8.0}),
     ],
 )
-def test_the_run_folder_says_what_the_machines_have(tmp_path, monkeypatch, cluster, has):
+def test_the_run_folder_says_what_a_part_has(tmp_path, monkeypatch, cluster, has):
     """known fault: of settings that give Ray more CPUs than there are nothing told the machine."""
     cluster = {**cluster, "node:__internal_head__": 1.0}
     monkeypatch.setattr(module.ray, "cluster_resources", lambda: cluster)
     monkeypatch.setattr(module, "cpus_of_this_machine", lambda: 2)
-    spec = types.SimpleNamespace(folder=tmp_path, scaling=with_number(3).scaling, rollout=ROLLOUT)
+    folder = ray.train.RunConfig(name=tmp_path.name, storage_path=str(tmp_path.parent))
+    spec = dataclasses.replace(
+        with_number(3),
+        name=tmp_path.name,
+        run=folder,
+        rollout=ROLLOUT,
+        partial_rollout=PartialRolloutConfig(max_staleness=2, batches_per_step=2),
+    )
     module.note_ranks(spec, 5, 0.0)
     row = json.loads((tmp_path / "ranks.jsonl").read_text())
-    assert (
-        row == {"time_s": row["time_s"], "step": 5, "num_train_workers": 3, "num_engines": 2} | has
-    )
+    parts = {"num_train_workers": 3, "num_engines": 2, "batch_size": 48, "max_staleness": 2}
+    assert row == {"time_s": row["time_s"], "step": 5} | parts | has
 
 
 @pytest.mark.parametrize("given", [0, "2", True, (2, 1), (0, 2), (1, 2, 3), (1.0, 2)])

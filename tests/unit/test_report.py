@@ -228,6 +228,16 @@ def test_the_rewards_at_both_ends_of_a_short_run_share_no_step(
     assert html._reward(summary)[1] == remark
 
 
+def test_the_bound_is_the_largest_that_a_step_had(make_run: Callable[..., Path]) -> None:
+    """known fault: a run that went on with a smaller one was said to have trained old tokens."""
+    folder = make_run(max_staleness=1)
+    starts = [(0, 2), (3, 1), (6, 9)]  # the last one trained nothing
+    rows = [{"time_s": float(step), "step": step, "max_staleness": age} for step, age in starts]
+    (folder / "ranks.jsonl").write_text(lines(rows))
+    assert summarize(load_run(folder))["max_staleness"] == 2
+    assert not warnings_of(folder)
+
+
 @pytest.mark.parametrize(
     ("final", "warning"),
     [

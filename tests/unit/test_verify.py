@@ -144,6 +144,39 @@ def test_what_was_not_kept_is_found(run, name, seen, damage):
     assert cli.main(["verify", str(run)]) == 1
 
 
+def test_a_run_may_go_on_with_another_batch_size_and_bound(run):
+    """known fault: all steps were held against what the last part had, so that a run was said to
+    have trained too old tokens, and batches that were none, once it went on with less."""
+    fewer = [row for row in rows(run, "samples.jsonl") if row["step"] < 3]
+    halved = [r for r in rows(run, "samples.jsonl") if r["step"] >= 3 and r["group_id"][-1] in "79"]
+    write(run, "samples.jsonl", [*fewer, *halved])
+    write(run, "metrics.jsonl", rows(run, "metrics.jsonl")[:5])
+    change_rows("samples.jsonl", lambda found: [r | {"step": 4} if r["group_id"] == "e0-9" else r
+                                                for r in found])(run)  # fmt: skip
+    left = sum(row["num_generated"] - 1 for row in rows(run, "samples.jsonl"))
+    change_final(
+        steps=5, batch_size=2, max_staleness=0, tokens_trained=left,
+        prompts_pending=[8, 10, 11, 12, 13, 14],
+    )(run)  # fmt: skip
+    change_rows("samples.jsonl", lambda found: [r | {"staleness": 0} if r["step"] >= 3 else r
+                                                for r in found])(run)  # fmt: skip
+    assert list(broken(run)) == ["batches", "staleness"], "as a folder that does not tell it"
+    parts = [
+        {"step": 0, "batch_size": SIZE, "max_staleness": 1},
+        {"step": 4, "batch_size": 8, "max_staleness": 1},  # whose steps were trained once more
+        {"step": 3, "batch_size": 2, "max_staleness": 0},
+    ]
+    write(run, "ranks.jsonl", parts)
+    assert broken(run) == {}
+    seen = {check.name: check.seen for check in verify(run)}
+    assert seen["batches"] == "16 samples in batches of 4, then 2"
+    assert seen["staleness"] == "at most 1, the bound is 1, then 0"
+    change_rows("samples.jsonl", put(-1, staleness=1))(run)
+    assert broken(run) == {"staleness": f"{seen['staleness']}; above it in steps 4"}
+    write(run, "ranks.jsonl", parts[:2])
+    assert list(broken(run)) == ["batches"]
+
+
 def test_a_step_without_its_row_is_found(run):
     """known fault: as `final.json` counts rows, one that was lost at the end was not missed."""
     change_rows("metrics.jsonl", lambda found: found[:-1])(run)

@@ -105,6 +105,19 @@ def load_run(path: str | Path) -> RunData:
     )
 
 
+def set_at(ranks: Sequence[Row], step: int, name: str, last: Any) -> Any:
+    """Value of a setting by which a step was trained; parts of a run may differ in it.
+
+    Args:
+        ranks: Rows of ``ranks.jsonl``.
+        step: As in ``metrics.jsonl``.
+        name: Of the setting, as there.
+        last: Value at the end of the run, for rows of an older version, which lack it.
+    """
+    told = (row[name] for row in reversed(ranks) if row["step"] <= step and name in row)
+    return next(told, last)
+
+
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings as in ``config.json`` with their dotted names; an empty mapping is a value."""
     for name, value in values.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.run.failed_groups import failed_line
-from ray_apr.tools.report.load import Row, RunData
+from ray_apr.tools.report.load import Row, RunData, set_at
 from ray_apr.tools.report.parts import Window, parts_of, seconds_of, setup_s, training_windows
 
 _MOST_END_STEPS = 5
@@ -52,9 +52,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "ledger_error": final.get("ledger_error"),
         "staleness_max": max(staleness, default=None),
         "staleness_mean": mean(staleness),
-        "max_staleness": final.get(
-            "max_staleness", _setting(run, "partial_rollout", "max_staleness")
-        ),
+        "max_staleness": _largest_bound(run),
         "policy_version": final.get("policy_version", _last(run, "policy_version")),
         "num_replicas": final.get("num_replicas", _setting(run, "rollout", "num_replicas")),
         "num_train_workers": final.get(
@@ -186,6 +184,14 @@ def _disagreements(run: RunData, final: Row) -> list[str]:
 def trained_ages(run: RunData) -> list[int]:
     """Staleness of each trained sample, by its oldest token in the loss; none without such."""
     return [int(row["staleness"]) for row in run.samples if row["staleness"] is not None]
+
+
+def _largest_bound(run: RunData) -> int | None:
+    """Of the staleness in any step; one that was gone on with may have had another one before."""
+    name = "max_staleness"
+    last = (run.final or {}).get(name, _setting(run, "partial_rollout", name))
+    told = [set_at(run.ranks, row["step"], name, last) for row in run.steps]
+    return max((bound for bound in told if bound is not None), default=last)
 
 
 def finite(values: Iterable[Any]) -> list[float]:
