@@ -442,6 +442,29 @@ def test_the_machine_of_a_run_has_the_engines_that_it_had_last():
     assert (found.gpus, found.rollout_gpus) == (7, 6)
 
 
+def test_the_machine_of_a_run_has_the_train_workers_that_it_had_last():
+    """known fault: of `scaling.num_workers: [1, 4]` the most were taken, so that a run that had one
+    of them was advised a fifth, and the gain of a second was that of a fifth."""
+    run, _ = simulated(SLOW)
+    alone = estimate(run).changes[0]
+    run.config["scaling"]["num_workers"] = [1, 4]
+    starts = [{"time_s": 0.0, "step": 0, "num_train_workers": 1, "num_engines": 2}]
+    elastic = dataclasses.replace(run, ranks=starts)
+    assert cluster_of(elastic) == cluster_of(simulated(SLOW)[0])
+    assert estimate(elastic).changes[0] == alone
+    assert "a train worker more (scaling.num_workers: 2)" in alone.what
+    grown = dataclasses.replace(
+        run, ranks=[*starts, starts[0] | {"step": 12, "num_train_workers": 2}]
+    )
+    for row in run.steps[12:]:
+        tokens_s = row["num_tokens"] / SLOW.tokens_per_s_per_gpu
+        row["trainer_step_s"] = SLOW.step_overhead_s + tokens_s / 2
+    found = cluster_of(grown)
+    assert (found.gpus, found.num_train_gpus()) == (4, 2)
+    assert found.trainer.tokens_per_s_per_gpu == pytest.approx(SLOW.tokens_per_s_per_gpu)
+    assert found.trainer.step_overhead_s == pytest.approx(SLOW.step_overhead_s, abs=1e-3)
+
+
 @pytest.mark.parametrize(("trainer", "first"), [(SLOW, "a train worker"), (FAST, "an engine more")])
 def test_what_limits_a_run_is_what_the_simulator_would_add(trainer, first):
     guess = estimate(simulated(trainer)[0])

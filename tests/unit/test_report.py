@@ -238,6 +238,19 @@ def test_the_bound_is_the_largest_that_a_step_had(make_run: Callable[..., Path])
     assert not warnings_of(folder)
 
 
+@pytest.mark.parametrize(("starts", "has"), [([1, 3, 2], 2), ([], 4)])
+def test_a_run_whose_train_workers_come_and_go_has_a_report_before_its_end(
+    make_run: Callable[..., Path], starts: list[int], has: int
+) -> None:
+    """known fault: a TypeError, as the settings say `[least, most]`."""
+    folder = make_run()
+    (folder / "final.json").unlink()
+    (folder / "config.json").write_text('{"scaling": {"num_workers": [1, 4]}}')
+    rows = [{"time_s": 0.0, "step": k, "num_train_workers": n} for k, n in enumerate(starts)]
+    (folder / "ranks.jsonl").write_text(lines(rows))
+    assert dict(write_report(folder).headline)["Mode"].endswith(f"{has} train workers)")
+
+
 @pytest.mark.parametrize(
     ("final", "warning"),
     [

@@ -105,7 +105,7 @@ def load_run(path: str | Path) -> RunData:
     )
 
 
-def set_at(ranks: Sequence[Row], step: int, name: str, last: Any) -> Any:
+def set_at(ranks: Sequence[Row], step: float, name: str, last: Any) -> Any:
     """Value of a setting by which a step was trained; parts of a run may differ in it.
 
     Args:
@@ -116,6 +116,13 @@ def set_at(ranks: Sequence[Row], step: int, name: str, last: Any) -> Any:
     """
     told = (row[name] for row in reversed(ranks) if row["step"] <= step and name in row)
     return next(told, last)
+
+
+def train_workers_at(run: RunData, step: float) -> Any:
+    """Train workers that a step had; the most that its settings say where the run does not tell."""
+    said = run.config.get("scaling", {}).get("num_workers")
+    most = said[-1] if isinstance(said, Sequence) else said
+    return set_at(run.ranks, step, "num_train_workers", most)
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.run.failed_groups import failed_line
-from ray_apr.tools.report.load import Row, RunData, set_at
+from ray_apr.tools.report.load import Row, RunData, set_at, train_workers_at
 from ray_apr.tools.report.parts import Window, parts_of, seconds_of, setup_s, training_windows
 
 _MOST_END_STEPS = 5
@@ -55,9 +55,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "max_staleness": _largest_bound(run),
         "policy_version": final.get("policy_version", _last(run, "policy_version")),
         "num_replicas": final.get("num_replicas", _setting(run, "rollout", "num_replicas")),
-        "num_train_workers": final.get(
-            "num_train_workers", _setting(run, "scaling", "num_workers")
-        ),
+        "num_train_workers": final.get("num_train_workers", train_workers_at(run, math.inf)),
         "generation_idle_ratio": _generation_idle_ratio(run, windows),
         "trainer_idle_ratio": _trainer_idle_ratio(run, windows),
         "weight_sync_s": _weight_sync(run),

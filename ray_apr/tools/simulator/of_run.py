@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.report.load import Row, RunData
+from ray_apr.tools.report.load import Row, RunData, train_workers_at
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
 from ray_apr.tools.report.summary import engine_counts
 from ray_apr.tools.room import lacks
@@ -123,7 +123,7 @@ def _too_short(run: RunData) -> ConfigError:
 
 
 def cluster_of(run: RunData) -> ClusterConfig:
-    """The machine of a run; a GPU stands for an engine or a train worker. It has as many engines as
+    """The machine of a run; a GPU stands for an engine or a train worker. It has as many of both as
     the run had last.
 
     Raises:
@@ -148,16 +148,14 @@ def cluster_of(run: RunData) -> ClusterConfig:
             "does not tell its settings, or what its engines did in a step: an older ray_apr made "
             "it, or config.json is missing",
         )
-    scaling = settings["scaling"]
-    workers = scaling["num_workers"]
-    num_workers = workers if isinstance(workers, int) else workers[-1]
+    num_workers = train_workers_at(run, rows[-1]["step"])
     num_engines = engine_counts(run)[-1][1]
     group_size = settings["rollout"]["group_size"]
     return ClusterConfig(
         gpus=num_engines + num_workers,
         rollout_gpus=num_engines,
         engine=_engine_of(run),
-        trainer=_trainer_of(run, num_workers),
+        trainer=_trainer_of(run),
         weight_sync_s=_stop_s(rows),
         reward_workers=settings["rollout"]["reward"]["concurrency"],
         batch=BatchConfig(
@@ -208,12 +206,14 @@ def _engine_of(run: RunData) -> EngineConfig:
     )
 
 
-def _trainer_of(run: RunData, num_workers: int) -> TrainerConfig:
-    points = [(row["num_tokens"], row["trainer_step_s"]) for row in steady_steps(run)]
+def _trainer_of(run: RunData) -> TrainerConfig:
+    points = [
+        (row["num_tokens"] / train_workers_at(run, row["step"]), row["trainer_step_s"])
+        for row in steady_steps(run)
+    ]
     overhead_s, slope_s = fitted(points)
     return TrainerConfig(
-        tokens_per_s_per_gpu=1.0 / (max(slope_s, 1.0 / _NO_LIMIT) * num_workers),
-        step_overhead_s=overhead_s,
+        tokens_per_s_per_gpu=1.0 / max(slope_s, 1.0 / _NO_LIMIT), step_overhead_s=overhead_s
     )
 
 
