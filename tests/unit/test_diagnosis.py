@@ -518,6 +518,38 @@ def test_what_has_no_room_is_not_simulated():
 
 
 @pytest.mark.parametrize(
+    ("parts", "train", "machines", "tried"),
+    [
+        ((2, 1), {}, {"cpus": 64.0}, [(3, 1), (2, 2), (1, 2)]),
+        ((4, 2), {}, {"cpus": 64.0}, [(5, 2), (4, 4), (2, 4), (5, 1)]),
+        ((4, 3), {"batch_size": 24}, {"cpus": 64.0}, [(5, 3), (4, 4), (3, 4), (5, 2)]),
+        ((4, 2), {"mini_batches": 16}, {"cpus": 64.0}, [(5, 2), (5, 1)]),
+        ((4, 4), {"shard_ranks": 4}, {"cpus": 64.0}, [(5, 4), (4, 8)]),
+        ((2, 2), {"batch_size": 24}, {"cpus": 1.0, "gpus": 6.0, **ON_CUDA}, [(1, 3)]),
+        ((2, 2), {"batch_size": 24}, {"cpus": 2.0, "gpus": 2.0}, []),
+    ],
+)  # fmt: skip
+def test_machines_that_a_run_cannot_have_are_not_tried(parts, train, machines, tried):
+    """known fault: `scaling.num_workers: 3` was advised for batches of 32, which it refuses; and a
+    train worker was to make room for an engine of two GPUs, or for one on CPU cores."""
+    run = with_settings(on(simulated(SLOW)[0], **machines), "train", **train)
+    engines, workers = parts
+    run = dataclasses.replace(
+        run, ranks=[run.ranks[0] | {"num_engines": engines, "num_train_workers": workers}]
+    )
+    changes = of_run._changes(run, cluster_of(run), PartialRolloutConfig.preset("apr"), 0.0)
+    assert [(other.rollout_gpus, other.num_train_gpus()) for _, other, _ in changes[:-1]] == tried
+    if parts == (4, 2) and not train:
+        own = "with a GPU or CPU cores of its own"
+        assert [what for what, *_ in changes[:-1]] == [
+            f"an engine more (rollout.num_replicas: 5), {own}",
+            f"2 train workers more (scaling.num_workers: 4), each {own}",
+            "2 engines less and 2 train workers more (2 and 4)",
+            "a train worker less and an engine more (1 and 5)",
+        ]
+
+
+@pytest.mark.parametrize(
     ("mode", "own", "kept"),
     [
         ("sync", {}, True),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ray_apr.config import PartialRolloutConfig
+from ray_apr.config import PartialRolloutConfig, TrainConfig
+from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import Row, RunData, train_workers_at
 from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, seconds_of, steady_steps
@@ -42,7 +43,6 @@ _SLOW_REWARDS = 0.1
 """
 _COUNTED = ("engines_tokens", "engines_busy_s", "engines_request_s")
 """Of the engines, in a step's row; one has none of them before the rollout worker told any."""
-_OWN = ", with a GPU or CPU cores of its own"
 
 Tried = tuple[str, ClusterConfig, PartialRolloutConfig]
 """What is changed, in words, and the machine and settings with it."""
@@ -234,7 +234,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _changes(
     run: RunData, cluster: ClusterConfig, config: PartialRolloutConfig, reward_steps: float
 ) -> list[Tried]:
-    """What is tried, each alone; no more engines or train workers than there is room for.
+    """What is tried, each alone.
 
     Args:
         run: What it recorded.
@@ -243,24 +243,11 @@ def _changes(
         reward_steps: What a reward takes, in steps.
     """
     engines, workers = cluster.rollout_gpus or 0, cluster.num_train_gpus()
-    more = dataclasses.replace(cluster, gpus=cluster.gpus + 1)
     tried: list[Tried] = []
-    if lacks(run, engines=1) is None:
-        what = f"an engine more (rollout.num_replicas: {engines + 1}){_OWN}"
-        tried.append((what, more.with_rollout_gpus(engines + 1), config))
-    if lacks(run, workers=1) is None:
-        what = f"a train worker more (scaling.num_workers: {workers + 1}){_OWN}"
-        tried.append((what, more, config))
-    if engines > 1:
-        tried.append(
-            (f"an engine less and a train worker more ({engines - 1} and {workers + 1})",
-             cluster.with_rollout_gpus(engines - 1), config)
-        )  # fmt: skip
-    if workers > 1:
-        tried.append(
-            (f"a train worker less and an engine more ({workers - 1} and {engines + 1})",
-             cluster.with_rollout_gpus(engines + 1), config)
-        )  # fmt: skip
+    for what, more_engines, more_workers in _machines(run, engines, workers):
+        gpus, of_engines = cluster.gpus + more_engines + more_workers, engines + more_engines
+        other = dataclasses.replace(cluster, gpus=gpus, rollout_gpus=of_engines)
+        tried.append((what, other, config))
     at_once = cluster.reward_workers
     if reward_steps * cluster.batch.size >= _SLOW_REWARDS * at_once:
         tried.append(
@@ -275,6 +262,39 @@ def _changes(
         older = dataclasses.replace(config, max_staleness=staleness)
         tried.append((f"partial_rollout.max_staleness: {staleness}", cluster, older))
     return tried
+
+
+def _machines(run: RunData, engines: int, workers: int) -> Iterator[tuple[str, int, int]]:
+    """Other numbers of engines and train workers: in words, and how many more of each. There is
+    room for them, and a batch can be cut for these train workers."""
+    names = ("batch_size", "mini_batches", "shard_ranks")
+    train = TrainConfig(**{k: v for k, v in run.config["train"].items() if k in names})
+    counts = RankRange(1, 2 * workers).counts(train)
+    up = min((n for n in counts if n > workers), default=workers) - workers
+    down = workers - max((n for n in counts if n < workers), default=workers)
+    for what, more_engines, more_workers in (
+        (f"an engine more (rollout.num_replicas: {engines + 1}){_own(1)}", 1, 0),
+        (f"{_workers(up)} more (scaling.num_workers: {workers + up}){_own(up)}", 0, up),
+        (f"{_engines(up)} less and {_workers(up)} more ({engines - up} and {workers + up})",
+         -up, up),
+        (f"{_workers(down)} less and {_engines(down)} more ({workers - down} and {engines + down})",
+         down, -down),
+    ):  # fmt: skip
+        has_some = (more_engines or more_workers) and engines + more_engines > 0
+        if has_some and lacks(run, engines=more_engines, workers=more_workers) is None:
+            yield what, more_engines, more_workers
+
+
+def _engines(number: int) -> str:
+    return "an engine" if number == 1 else f"{number} engines"
+
+
+def _workers(number: int) -> str:
+    return "a train worker" if number == 1 else f"{number} train workers"
+
+
+def _own(number: int) -> str:
+    return f", {'' if number == 1 else 'each '}with a GPU or CPU cores of its own"
 
 
 def _as_apr(config: PartialRolloutConfig) -> PartialRolloutConfig | None:
