@@ -569,6 +569,21 @@ def test_another_mode_keeps_what_a_run_has_set(mode, own, kept):
     assert found == expected
 
 
+def test_what_an_environment_said_is_not_generated():
+    """known fault: the simulated engines made these tokens, too, so that of a run with short turns
+    and long answers of a tool nothing was right, in `tune --run` without a word about it."""
+    run, _ = simulated(FAST)
+    samples = [
+        row | {"num_tokens": 3 * row["num_tokens"], "num_generated": row["num_tokens"]}
+        for row in run.samples
+    ]
+    steps = [row | {"num_tokens": 3 * row["num_tokens"]} for row in run.steps]
+    heard = dataclasses.replace(run, samples=samples, steps=steps)
+    found, alike = cluster_of(heard), cluster_of(run)
+    assert found.trainer.tokens_per_s_per_gpu == pytest.approx(alike.trainer.tokens_per_s_per_gpu)
+    assert estimate(heard).off == pytest.approx(estimate(run).off)
+
+
 def test_slow_rewards_are_simulated_and_more_of_them_at_once_are_tried():
     """known fault: they counted as instant, so that such a run was 85 % off and got no estimate."""
     run, _ = simulated(FAST, reward_s=3.0)  # 32 samples, 16 rewards at once: 6 s a step

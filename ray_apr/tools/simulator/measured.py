@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.tools.report.load import RunData
+from ray_apr.tools.report.load import Row, RunData
 from ray_apr.tools.simulator.trace import Trace
 
 RUN_NOTE = (
     "lengths are those of the samples that the run trained: what it dropped, and what was still "
-    "being generated at its end, is not among them; each reward takes the mean time of the run's"
+    "being generated at its end, is not among them; each reward takes the mean time of the run's; "
+    "what an environment says between turns, and the time that it takes, are left out"
 )
 
 
@@ -34,11 +35,22 @@ def trace_of(run: RunData) -> Trace:
                 "prompt_id": group_id,
                 "sample_index": seen[group_id],
                 "prompt_tokens": sample.get("num_prompt_tokens", 0),
-                "response_tokens": sample["num_tokens"],
+                "response_tokens": _num_generated(sample),
                 "reward_s": reward_s,
             }
         )
     return Trace(rows)
+
+
+def generated_share(run: RunData) -> float:
+    """Share of the trained samples' tokens that engines made; an environment said the others."""
+    num_tokens = sum(sample["num_tokens"] for sample in run.samples)
+    return sum(map(_num_generated, run.samples)) / num_tokens if num_tokens else 1.0
+
+
+def _num_generated(sample: Row) -> int:
+    tokens: int = sample.get("num_generated", sample["num_tokens"])
+    return tokens
 
 
 def reward_s_of(run: RunData) -> float:

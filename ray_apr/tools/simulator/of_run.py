@@ -2,8 +2,9 @@
 
 An engine's decode step is fitted as ``decode_base_s + decode_per_sequence_s * n`` to the steps of
 the run, which had different numbers n of requests; what a request costs beside that is in these
-two. A trainer's step is fitted as ``step_overhead_s + tokens / tokens_per_s``. The run as it was is
-simulated, too: how far that is off is told beside the estimates.
+two. A trainer's step is fitted as ``step_overhead_s + tokens / tokens_per_s``, where tokens are
+those that engines made. The run as it was is simulated, too: how far that is off is told beside the
+estimates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ray_apr.tools.report.parts import FILLING_STEPS, left_out, parts_of, second
 from ray_apr.tools.report.summary import engine_counts
 from ray_apr.tools.room import lacks
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
-from ray_apr.tools.simulator.measured import reward_s_of, trace_of
+from ray_apr.tools.simulator.measured import generated_share, reward_s_of, trace_of
 from ray_apr.tools.simulator.run import Simulation
 from ray_apr.tools.simulator.trace import Trace
 
@@ -207,8 +208,9 @@ def _engine_of(run: RunData) -> EngineConfig:
 
 
 def _trainer_of(run: RunData) -> TrainerConfig:
+    share = generated_share(run)
     points = [
-        (row["num_tokens"] / train_workers_at(run, row["step"]), row["trainer_step_s"])
+        (share * row["num_tokens"] / train_workers_at(run, row["step"]), row["trainer_step_s"])
         for row in steady_steps(run)
     ]
     overhead_s, slope_s = fitted(points)
