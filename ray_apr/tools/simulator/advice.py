@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import yaml
 
 from ray_apr.config import PartialRolloutConfig
+from ray_apr.tools.simulator.cluster import ClusterConfig
 from ray_apr.tools.simulator.tuner import TUNED, Trial, Tuning
 
 _BUSY = 0.10
@@ -76,6 +78,7 @@ def why(tuning: Tuning) -> list[str]:
         *_against_presets(tuning),
         *(line for name in TUNED if (line := _alternatives(tuning, name))),
         *_splits(tuning),
+        *_batch(choice.cluster),
     ]
 
 
@@ -154,3 +157,16 @@ def _changes(config: PartialRolloutConfig) -> str:
     preset = PartialRolloutConfig.preset(config.mode)
     changed = [n for n in TUNED if getattr(config, n) != getattr(preset, n)]
     return "".join(f" {name}={getattr(config, name)}" for name in changed)
+
+
+def _batch(cluster: ClusterConfig) -> list[str]:
+    """What a batch has to be for the chosen train workers, where it cannot be cut for them."""
+    workers, batch = cluster.num_train_gpus(), cluster.batch
+    if cluster.is_colocated or batch.size % workers == 0:
+        return []
+    unit = math.lcm(workers, batch.group_size)
+    sizes = [n for n in (batch.size // unit * unit, (batch.size // unit + 1) * unit) if n]
+    return [
+        f"a batch of {batch.size} cannot be cut for {workers} train workers: take a "
+        f"train.batch_size of {' or '.join(map(str, sizes))}, or another number of them"
+    ]
