@@ -308,9 +308,9 @@ class SampleBuffer:
                 trainer_version=self._stock.trainer_version,
             )
 
-    async def report_rollout(self, diagnosis: str, moves: Moves) -> None:
+    async def report_rollout(self, diagnosis: str, moves: Moves) -> int:
         """The rollout worker says what it is waiting for, shown when the trainer starves, and how
-        far it has come.
+        far it has come; it gets the number of tokens that were dropped here.
 
         The trainer's time limit runs from the first report on: the start of the servers has a
         limit of its own.
@@ -321,6 +321,7 @@ class SampleBuffer:
         waited_s = 0.0 if grant is None or grant.groups else time.monotonic() - grant.granted_at
         self._metrics.set("apr_buffer_limit_samples", self._limit)
         self._metrics.set("apr_buffer_batch_wait_seconds", waited_s)
+        return self._stock.num_discarded
 
     async def fail(self, error: APRError) -> None:
         """The rollout side has stopped for good: every reader gets its error."""

@@ -69,7 +69,7 @@ class Figures:
             client: Of the servers, which are asked for their status.
         """
         diagnosis = self._scheduler.diagnosis()
-        await self._buffer.report_rollout.remote(diagnosis, self._moves())
+        too_old = await self._buffer.report_rollout.remote(diagnosis, self._moves())
         await self._engines.read(client)
         await self.record_ends()
         counts, room = self._scheduler.counts(), self._scheduler.room()
@@ -84,7 +84,7 @@ class Figures:
             "buffered": counts.buffered,
             "engines_version": self._scheduler.policy_version,
             "tokens_generated": ledger.generated,
-            "tokens_discarded": sum(ledger.discarded.values()),
+            "tokens_discarded": sum(ledger.discarded.values()) + too_old,
             "samples_interrupted": counts.interruptions_total,
             "samples_resumed": counts.resumptions_total,
             "waiting_for": diagnosis,

@@ -330,6 +330,11 @@ class Stock:
             held += zip(grant.groups, grant.refs, strict=True)
         return sorted(held, key=lambda pair: pair[0].sequence)
 
+    @property
+    def num_discarded(self) -> int:
+        """Tokens that were dropped here, as they were too old."""
+        return sum(self._ledger.snapshot().discarded.values())
+
     def stats(self) -> BufferStats:
         """Figures of this moment."""
         return BufferStats(

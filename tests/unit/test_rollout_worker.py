@@ -431,7 +431,9 @@ async def test_groups_without_a_signal_are_filtered_replaced_and_tried_again():
     await run.check_ledger(run.summary)
 
 
-async def test_masked_tokens_are_told_apart_from_those_that_were_trained():
+async def test_masked_tokens_are_told_apart_from_those_that_were_trained(monkeypatch):
+    """known fault: rows of steps did not count what was too old among `tokens_discarded`."""
+    monkeypatch.setattr(worker_module, "_HEARTBEAT_S", 0.01)
     engine = ScriptedEngine(default_length=6)
     async with running(engine, max_staleness=1, oversampling_factor=1.0, on_stale="mask") as run:
         await until(lambda: len(engine.running) == 4)
@@ -442,6 +444,8 @@ async def test_masked_tokens_are_told_apart_from_those_that_were_trained():
         engine.advance(3)
         assert len(await run.step(3)) == 4
         stats = await run.buffer.stats()
+        told = lambda: [row for row in run.recorder.rows if row["kind"] == "status"]  # noqa: E731
+        await until(lambda: told()[-1]["tokens_discarded"] == 4 * 2)
     tokens = (stats.ledger.trained, stats.ledger.discarded["masked"])
     assert tokens == (4 * 4, 4 * 2), "versions 2, 3, 3, 3"
     rows = [row for row in run.recorder.rows if row["kind"] == "sample"]
