@@ -99,12 +99,15 @@ class Watched:
         return rows
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """What each engine and the trainer did lately, as shares of that time."""
+        """What each engine and the trainer did lately, as shares of that time. What the trainer is
+        at, which is recorded as it ends, is told as under way."""
         file = self.folder / "timeline.jsonl"
         spans = [object_of(line.encode(), file) for line in last_lines(file, _END_OF_FILE)]
         end = max((span["end_s"] for span in spans), default=0.0)
+        ended = max((span["end_s"] for span in spans if span["actor"] == "trainer"), default=end)
+        now = {"actor": "trainer", "what": "under way", "start_s": ended, "end_s": end}
         found: dict[str, Counter[str]] = {}
-        for span in spans:
+        for span in (*spans, now):
             begin = max(span["start_s"], end - _RECENT_S)
             if span["end_s"] > begin and span["actor"].startswith(("engine", "trainer")):
                 found.setdefault(span["actor"], Counter())[span["what"]] += span["end_s"] - begin

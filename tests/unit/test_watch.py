@@ -70,6 +70,18 @@ def test_a_view_says_how_far_a_run_is_and_who_waits_for_whom(folder):
     assert "weights" not in text and "score" not in text
 
 
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [(100, "train 100%"), (76, "under way 80%  train 20%"), (65, "under way 100%")],
+)
+def test_a_view_says_what_share_of_the_time_a_trainer_is_at_something(folder, ended, told):
+    """known fault: as a span is recorded when it ends, a trainer that had waited for 24 of 30 s was
+    said to train all of the time, and one that had waited for longer was not there."""
+    row = {"actor": "trainer", "what": "train", "start_s": ended - 40, "end_s": ended}
+    add_row(folder / "timeline.jsonl", row)
+    assert re.search(f"trainer +{told} *\n", shown(folder))
+
+
 def test_a_view_has_the_last_evaluation_with_its_suites(folder):
     assert "held-out" not in shown(folder)
     for version, failed in ((0, 1), (4, 0)):
