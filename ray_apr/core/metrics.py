@@ -89,7 +89,7 @@ SPECS: tuple[MetricSpec, ...] = (
         "Staleness of a trained sample, by its oldest token in the loss.",
         boundaries=_STEPS,
     ),
-    MetricSpec("apr_trainer_policy_version", "gauge", "Optimizer steps done."),
+    MetricSpec("apr_trainer_policy_version", "gauge", "Batches trained."),
     MetricSpec("apr_trainer_reward_mean", "gauge", "Mean reward of the last batch."),
     MetricSpec("apr_trainer_loss", "gauge", "Loss of the last batch."),
     MetricSpec("apr_trainer_entropy_nats", "gauge", "Mean entropy of a token of the last batch."),

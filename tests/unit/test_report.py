@@ -18,6 +18,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.metrics import SPECS
 from ray_apr.run.progress import step_line
 from ray_apr.tools.report import html, page, timeline
 from ray_apr.tools.report.compare import comparison_text, other_settings, write_comparison
@@ -226,6 +227,16 @@ def test_the_rewards_at_both_ends_of_a_short_run_share_no_step(
     assert summary["reward_first"] == pytest.approx(first)
     assert summary["reward_last"] == pytest.approx(last)
     assert html._reward(summary)[1] == remark
+
+
+def test_a_step_is_none_of_the_optimizer(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """known fault: with `train.mini_batches` or `epochs` a step has several of these."""
+    report = write_report(make_run())
+    assert dict(report.headline)["Steps"] == "6  (policy version 6)"
+    compared = write_comparison([make_run("a"), make_run("b")], tmp_path / "compare.html")
+    pages = [report.html_path.read_text(), (tmp_path / "compare.html").read_text()]
+    texts = [*pages, comparison_text(compared), *(spec.description for spec in SPECS)]
+    assert not any("optimizer step" in text.lower() for text in texts)
 
 
 def test_the_bound_is_the_largest_that_a_step_had(make_run: Callable[..., Path]) -> None:

@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
 _FIGURES = (
     ("wall_s", "wall time (s)", ",.1f", True),
     ("setup_s", "of it starting (s)", ",.1f", True),
-    ("steps", "optimizer steps", ",.0f", True),
+    ("steps", "steps", ",.0f", True),
     ("samples_trained", "samples trained", ",.0f", True),
     ("rollout_tokens_per_s", "tokens generated per second", ",.0f", True),
     ("tokens_generated", "tokens generated", ",.0f", True),
@@ -89,7 +89,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Comparison:
     body = [
         warning_list(compared.notes),
         _chart("Reward against wall time", "time since the run began (s)", "time_s", runs, labels),
-        _chart("Reward against steps", "optimizer step", "step", runs, labels),
+        _chart("Reward against steps", "step", "step", runs, labels),
         table(_header(labels).cells, [row.cells for row in compared.figures]),
         "<h2>Settings that differ</h2>",
         table(["", *labels], [row.cells[:-1] for row in compared.settings])

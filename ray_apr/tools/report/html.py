@@ -125,8 +125,7 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     return [
         ("Mode", str(s["mode"] or _UNKNOWN), f"{_counted(s['num_replicas'], 'engine')}, "
          f"{_counted(s['num_train_workers'], 'train worker')}", False),
-        ("Optimizer steps", number(s["steps"]), f"policy version {number(s['policy_version'])}",
-         False),
+        ("Steps", number(s["steps"]), f"policy version {number(s['policy_version'])}", False),
         ("Reward", reward, of_steps, False),
         *_held_out(s["held_out"]),
         ("Wall time", duration(s["wall_s"]), f"of it {duration(s['setup_s'])} until the engines "

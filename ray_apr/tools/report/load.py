@@ -47,7 +47,7 @@ class RunData:
     path: Path
     config: Row
     steps: Sequence[Row]
-    """One row an optimizer step, in order."""
+    """One row a step, in order."""
     samples: Sequence[Row]
     """One row a trained sample."""
     timeline: Sequence[Row]

@@ -27,7 +27,7 @@ from ray_apr.tools.report.summary import finite, reward_parts, trained_ages
 _NUM_LENGTH_BINS = 24
 _MAX_PARTS = 12
 """Figures of rewards that have a chart; metrics.jsonl has all."""
-_STEP = "optimizer step"
+_STEP = "step"
 _SMALL_PX = 230
 
 STEP_PARTS = {
@@ -83,7 +83,7 @@ def staleness_chart(run: RunData, bound: int | None) -> str:
     return figure(
         title,
         [bars],
-        x_label="staleness (optimizer steps between the oldest token in the loss and its training)",
+        x_label="staleness (policy versions between the oldest token in the loss and its training)",
         y_label="samples",
         hovermode="closest",
         xaxis_range=[-0.6, max(*counts, bound or 0) + 0.75],

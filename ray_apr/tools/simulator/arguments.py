@@ -39,7 +39,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-staleness",
         type=int,
         metavar="N",
-        help="oldest token that may be trained, in optimizer steps; default: that of the mode",
+        help="oldest token that may be trained, in policy versions; default: that of the mode",
     )
     parser.add_argument(
         "--mode",

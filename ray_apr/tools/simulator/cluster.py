@@ -92,7 +92,7 @@ class TrainerConfig:
     tokens_per_s_per_gpu: float = 1850.0
     """Response tokens that one GPU trains in a second."""
     step_overhead_s: float = 2.0
-    """Seconds that an optimizer step costs beside its tokens."""
+    """Seconds that a step costs beside its tokens."""
     cores: float = 1.0
     """CPU cores that a GPU's train worker keeps busy; counts where ``host_cores`` is set."""
 
@@ -105,7 +105,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """One optimizer step."""
+    """One step of the trainer."""
 
     prompts: int = 64
     """Prompts of a step, each with a group of samples."""
@@ -150,7 +150,7 @@ class ClusterConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """What a step trains."""
     steps: int = 32
-    """Optimizer steps of the run."""
+    """Steps of the trainer in the run."""
     notes: str = ""
     """For people: where the figures come from."""
 

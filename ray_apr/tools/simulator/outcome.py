@@ -31,7 +31,7 @@ class Outcome:
     """Of those that were started, the prompts that are neither trained nor dropped at the end."""
     num_events: int = 0
     step_ends: list[float] = field(default_factory=list)
-    """When each optimizer step was done."""
+    """When each step was done."""
 
     @property
     def staleness_mean(self) -> float:

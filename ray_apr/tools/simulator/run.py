@@ -43,7 +43,7 @@ from ray_apr.tools.simulator.trace import Trace, TraceGroup, TraceSample
 
 @dataclass(slots=True, eq=False)
 class _Training:
-    """An optimizer step under way."""
+    """A step under way."""
 
     grant: Grant
     begin: float

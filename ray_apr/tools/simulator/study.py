@@ -121,7 +121,7 @@ def best_split(
 
 
 def search_steps(cluster: ClusterConfig) -> int:
-    """Optimizer steps of one run of a search: all of them, unless that takes too long."""
+    """Steps of one run of a search: all of them, unless that takes too long."""
     too_long = cluster.steps * cluster.batch.size > _SEARCH_SAMPLES
     return min(cluster.steps, _SEARCH_STEPS) if too_long else cluster.steps
 
