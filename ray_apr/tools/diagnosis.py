@@ -325,11 +325,12 @@ def _of_samples(run: RunData) -> Iterator[Finding]:
             groups.setdefault((row["step"], row["group_id"]), []).append(row["reward"])
     of_several = [rewards for rewards in groups.values() if len(rewards) > 1]
     alike = sum(max(rewards) == min(rewards) for rewards in of_several)
-    if of_several and alike / len(of_several) >= _MOSTLY:
+    is_own = ":" in (_setting(run, "algorithm.advantage") or "")  # which may not compare them
+    if of_several and not is_own and alike / len(of_several) >= _MOSTLY:
         yield Finding(
             share=alike / len(of_several),
             what=f"in {alike / len(of_several):.0%} of the trained groups all samples have the "
-            "same reward, so that their advantages are 0",
+            "same reward, which then tells none of them apart",
             remedy=_remedy(
                 run,
                 ("partial_rollout.filter_zero_variance", True),

@@ -322,9 +322,12 @@ def test_samples_that_teach_little_are_told():
         for k in range(4)
         for i in range(4)
     ]  # fmt: skip
-    text = said(run_of(samples=samples))
-    assert "in 75% of the trained groups all samples have the same reward" in text
-    assert "75% of the trained responses were cut" in text
+    run = run_of(samples=samples)
+    alike = "in 75% of the trained groups all samples have the same reward"
+    assert alike in said(run) and "75% of the trained responses were cut" in said(run)
+    assert alike in said(with_settings(run, "algorithm", advantage="rloo"))
+    own = said(with_settings(run, "algorithm", advantage="rules:of_each_sample"))
+    assert "same reward" not in own, "it was said to be 0"
 
 
 def test_responses_that_are_cut_are_not_to_be_shorter():
