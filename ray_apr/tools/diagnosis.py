@@ -241,6 +241,7 @@ def _take_long(run: RunData, shares: Shares, reward_s: float) -> bool:
     at_once, batch = _setting(run, "rollout.reward.concurrency"), _setting(run, "train.batch_size")
     if not reward_s or not at_once or not batch:
         return True
+    batch *= _setting(run, "partial_rollout.batches_per_step") or 1
     return bool(reward_s * max(1.0, batch / at_once) * len(shares.waits) >= _MUCH * shares.seconds)
 
 

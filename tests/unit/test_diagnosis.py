@@ -19,6 +19,7 @@ from ray_apr.tools.room import lacks
 from ray_apr.tools.shares import has_batch, shares_of
 from ray_apr.tools.simulator import of_run
 from ray_apr.tools.simulator.cluster import BatchConfig, ClusterConfig, EngineConfig, TrainerConfig
+from ray_apr.tools.simulator.commands import cluster_to_tune
 from ray_apr.tools.simulator.measured import trace_of
 from ray_apr.tools.simulator.of_run import cluster_of, estimate, fitted, steps_to_simulate
 from ray_apr.tools.simulator.study import study
@@ -597,6 +598,22 @@ def test_slow_rewards_are_simulated_and_more_of_them_at_once_are_tried():
     assert all(change.gain < 0.05 for change in guess.changes[1:])
     quick = estimate(simulated(FAST, reward_s=0.01)[0])
     assert not any("rollout.reward" in change.what for change in quick.changes)
+
+
+def test_a_step_of_several_batches_is_one_of_so_many_samples(monkeypatch):
+    """known fault: rewards, and steps to simulate, were looked at as of one batch."""
+    step_s = of_run.measured_step_s(simulated(FAST)[0])
+    run, _ = simulated(FAST, reward_s=0.07 * step_s)
+    halves = with_settings(run, "train", batch_size=GROUPS * SIZE // 2)
+    halves = with_settings(halves, batches_per_step=2)
+    monkeypatch.setattr(of_run, "_MOST_SAMPLES", 22 * GROUPS * SIZE)
+    assert estimate(halves) == estimate(run)
+    assert any("rollout.reward" in change.what for change in estimate(run).changes)
+    assert cluster_to_tune(halves) == cluster_to_tune(run)
+    rows = [{"inflight": 2, "unscored": 30, "reward_s": 0.3}] * NUM_STEPS
+    waits = run_of(waits=0.5, generates=0.5, rows=rows)
+    assert "samples wait for their reward" not in said(waits)
+    assert "samples wait for their reward" in said(with_settings(waits, batches_per_step=2))
 
 
 @pytest.mark.parametrize("trainer", [SLOW, FAST])

@@ -78,7 +78,8 @@ def estimate(run: RunData) -> Estimate:
     """
     cluster = cluster_of(run)
     trace, config = trace_of(run), _config_of(run)
-    cluster = dataclasses.replace(cluster, steps=steps_to_simulate(cluster))
+    num_steps = steps_to_simulate(cluster.with_batches_per_step(config.batches_per_step))
+    cluster = dataclasses.replace(cluster, steps=num_steps)
     base = _step_s(trace, cluster, config)
     off = base / measured_step_s(run) - 1
     if abs(off) > _MOST_OFF:
@@ -251,7 +252,8 @@ def _changes(
         other = dataclasses.replace(cluster, gpus=gpus, rollout_gpus=of_engines)
         tried.append((what, other, config))
     at_once = cluster.reward_workers
-    if reward_steps * cluster.batch.size >= _SLOW_REWARDS * at_once:
+    num_samples = config.step_size(cluster.batch.size)
+    if reward_steps * num_samples >= _SLOW_REWARDS * at_once:
         tried.append(
             (f"rollout.reward.concurrency: {2 * at_once}, if rewards wait more than they compute",
              dataclasses.replace(cluster, reward_workers=2 * at_once), config)
