@@ -37,7 +37,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "first prompts only": _first_prompts(settings.prompts),
             "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],
             "reward": settings.reward or "given by the environment",
-            "group filter": settings.group_filter or "none: every scored group is trained",
+            "group filter": _filter(settings),
             "environment": settings.environment or "none: every response is one turn",
             "objective": _objective(settings),
             "learning rate": _learning_rate(train),
@@ -73,6 +73,13 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
 def _first_prompts(prompts: PromptsSettings) -> str:
     limits = [str(file.limit or "all") for file in prompts.all_files]
     return "no, all of them" if set(limits) == {"all"} else ", ".join(limits)
+
+
+def _filter(settings: RunSettings) -> str:
+    drops = settings.partial_rollout.filter_zero_variance
+    equal = "drops groups whose rewards are all equal" if drops else ""
+    filters = filter(None, (settings.group_filter, equal))
+    return ", and ".join(filters) or "none: every scored group is trained"
 
 
 def _end(train: TrainConfig) -> str:

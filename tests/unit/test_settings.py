@@ -187,6 +187,20 @@ def test_the_plan_names_the_model_s_size_and_the_learning_rate() -> None:
     assert plan["learning rate"] == "0.0001, cosine after a warm-up of 5 steps"
 
 
+def test_the_plan_names_what_drops_groups() -> None:
+    """known fault: with partial_rollout.filter_zero_variance it said that each one is trained."""
+    file = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.yaml"
+    equal = "drops groups whose rewards are all equal"
+    for own, drops, told in (
+        ("null", "false", "none: every scored group is trained"),
+        ("null", "true", equal),
+        ("task.py:reward", "false", "task.py:reward"),
+        ("task.py:reward", "true", f"task.py:reward, and {equal}"),
+    ):
+        given = [f"group_filter={own}", f"partial_rollout.filter_zero_variance={drops}"]
+        assert make_plan(load_settings(file, given))["run"]["group filter"] == told
+
+
 def test_parameters_of_weights_that_are_not_here_or_broken_are_not_known(tmp_path: Path) -> None:
     assert num_parameters("owner/name") is None
     assert num_parameters(str(tmp_path)) is None
