@@ -249,6 +249,18 @@ def test_the_bound_is_the_largest_that_a_step_had(make_run: Callable[..., Path])
     assert not warnings_of(folder)
 
 
+def test_a_run_that_was_given_engines_has_them_before_its_end(
+    make_run: Callable[..., Path],
+) -> None:
+    """known fault: its report had those of its settings until final.json was there."""
+    folder = make_run()
+    (folder / "final.json").unlink()
+    (folder / "config.json").write_text('{"rollout": {"num_replicas": 2}}')
+    assert summarize(load_run(folder))["num_replicas"] == 2
+    (folder / "engines.jsonl").write_text(lines([{"time_s": 12.0, "before": 2, "after": 3}]))
+    assert summarize(load_run(folder))["num_replicas"] == 3
+
+
 @pytest.mark.parametrize(("starts", "has"), [([1, 3, 2], 2), ([], 4)])
 def test_a_run_whose_train_workers_come_and_go_has_a_report_before_its_end(
     make_run: Callable[..., Path], starts: list[int], has: int

@@ -54,7 +54,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "staleness_mean": mean(staleness),
         "max_staleness": _largest_bound(run),
         "policy_version": final.get("policy_version", _last(run, "policy_version")),
-        "num_replicas": final.get("num_replicas", _setting(run, "rollout", "num_replicas")),
+        "num_replicas": final.get("num_replicas", engine_counts(run)[-1][1] or None),
         "num_train_workers": final.get("num_train_workers", train_workers_at(run, math.inf)),
         "generation_idle_ratio": _generation_idle_ratio(run, windows),
         "trainer_idle_ratio": _trainer_idle_ratio(run, windows),
