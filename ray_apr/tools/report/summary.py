@@ -59,7 +59,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         "generation_idle_ratio": _generation_idle_ratio(run, windows),
         "trainer_idle_ratio": _trainer_idle_ratio(run, windows),
         "weight_sync_s": _weight_sync(run),
-        "rollout_tokens_per_s": _rate(tokens_generated, windows),
+        "rollout_tokens_per_s": _rate(_tokens_by_last_step(run), windows),
         "read_ahead_max": final.get("read_ahead_max"),
     }
 
@@ -301,6 +301,13 @@ def _weight_sync(run: RunData) -> dict[str, float | None]:
         "p50": statistics.median(times) if times else None,
         "max": max(times, default=None),
     }
+
+
+def _tokens_by_last_step(run: RunData) -> int | None:
+    """Tokens of the training time, which ends there: a run that was ended before its time may have
+    generated for long after it."""
+    is_whole = (run.final or {}).get("status", "ok") == "ok"
+    return _counter(run, "tokens_generated") if is_whole else _last(run, "tokens_generated")
 
 
 def _rate(tokens: int | None, windows: Sequence[Window]) -> float | None:
