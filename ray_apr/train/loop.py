@@ -162,6 +162,7 @@ class _TrainLoop:
         self._publisher.close()
         with self._span("checkpoint"):
             self._writer.close()
+        self._say("end")  # for which Ray Train may take a minute
 
     def _train_steps(self) -> None:
         if self._control is not None:
@@ -195,6 +196,7 @@ class _TrainLoop:
         version = self._progress.policy_version
         if not is_sent:
             self._publisher.publish(version, timeout_s=self._train.weight_sync_timeout_s)
+        self._say("wait for the last evaluation")
         if self._control is not None:
             self._control.evaluate_last(version)
 
