@@ -229,10 +229,7 @@ def _of_idle_engines(run: RunData, shares: Shares, share: float) -> Finding:
         parts = (*_against(run, limit), (_MODE, "apr"))
     else:
         what += "; the longest responses of a batch are waited for"
-        parts = (
-            (_MODE, "apr"),
-            "a larger partial_rollout.oversampling_factor or max_staleness",
-        )
+        parts = ((_MODE, "apr"), *_more_samples(run, "oversampling_factor or max_staleness"))
     return Finding(share=share, what=what, remedy=_remedy(run, *parts))
 
 
@@ -248,13 +245,30 @@ def _take_long(run: RunData, shares: Shares, reward_s: float) -> bool:
 def _against(run: RunData, limit: str) -> tuple[Part, ...]:
     """What moves a limit of the scheduler: of its settings, or of a rule of admission."""
     name = limit.removesuffix(" is reached")
-    if name == "max_staleness" and _setting(run, _MODE) == "sync":
-        return ()  # it has none
-    if name in ("oversampling_factor", "max_staleness", "max_live_batches"):
+    if name in ("oversampling_factor", "max_staleness"):
+        return _more_samples(run, name)
+    if name == "max_live_batches":
         return (f"a larger partial_rollout.{name}",)
     if name == "interrupt":
         return (("partial_rollout.after_interrupt", "resume"),)
     return (("partial_rollout.admission", "stream"),)
+
+
+def _more_samples(run: RunData, names: str) -> tuple[Part, ...]:
+    """Advice to keep more samples under generation, which the bound of staleness has to let be.
+
+    Args:
+        run: What it recorded.
+        names: Of the settings that do it, or one of them.
+    """
+    partial = _setting(run, "partial_rollout") or {}
+    if partial.get("mode") == "sync":
+        return ()  # it has neither
+    factor, bound = partial.get("oversampling_factor", 1.0), partial.get("max_staleness", 1)
+    restarts = partial.get("interrupt") == "batch_full" and partial["after_interrupt"] != "resume"
+    if factor >= bound + 1 and not restarts:  # it cannot be larger
+        return ("a larger partial_rollout.max_staleness, and oversampling_factor with it",)
+    return (f"a larger partial_rollout.{names}",)
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

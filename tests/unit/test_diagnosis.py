@@ -207,6 +207,22 @@ def test_a_synchronous_run_is_not_advised_the_staleness_that_it_refuses():
     assert said(with_settings(run, mode="sync", max_staleness=0)).count("-> mode: apr") == 1
 
 
+@pytest.mark.parametrize("limit", ["oversampling_factor is reached", None])
+def test_no_more_samples_are_advised_than_the_staleness_lets_be(limit):
+    """known fault: a synchronous run was told to have a larger oversampling_factor, which its mode
+    refuses, and others one beyond `max_staleness + 1`, which is refused as well."""
+    run = run_of(waits=0.5, generates=0.5, rows=[{"limited_by": limit}] * NUM_STEPS)
+    sync = said(with_settings(run, mode="sync", max_staleness=0, oversampling_factor=1.0))
+    assert sync.endswith("-> mode: apr")
+    larger = "a larger partial_rollout.max_staleness, and oversampling_factor with it"
+    bound = said(with_settings(run, mode="async", max_staleness=1, oversampling_factor=2.0))
+    assert larger in bound and "a larger partial_rollout.oversampling_factor" not in bound
+    stream = {"max_staleness": 0, "interrupt": "batch_full", "after_interrupt": "restart"}
+    for free in ({"max_staleness": 2}, stream):
+        text = said(with_settings(run, mode="stream", oversampling_factor=2.0, **free))
+        assert larger not in text and "a larger partial_rollout.oversampling_factor" in text
+
+
 def test_nothing_is_advised_that_is_in_use():
     """known fault: a run with mode: apr was advised mode: apr."""
     row = {"inflight": 2, "unscored": 30}
