@@ -14,6 +14,7 @@ from ray_apr.core.exceptions import ConfigError
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.simulator import commands
 from ray_apr.tools.simulator.commands import cluster_to_tune
+from ray_apr.tools.simulator.measured import RUN_NOTE
 from tests.unit.test_diagnosis import GROUPS, SIZE, SLOW, run_of, simulated
 
 
@@ -99,7 +100,10 @@ def test_a_run_is_simulated_in_place_of_a_trace(tmp_path, capsys):
         told.startswith("cluster: that of the run") and "lengths are those of the samples" in told
     )
     assert main(["simulate", "--run", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mode"] == "apr"
+    result = json.loads(capsys.readouterr().out)
+    assert result["mode"] == "apr"
+    cluster, lengths = result["notes"]  # known fault: they were in the text alone
+    assert cluster.startswith("cluster: that of the run") and lengths == RUN_NOTE
 
 
 def test_without_a_trace_it_is_said_where_one_is_to_be_had(capsys):

@@ -35,7 +35,9 @@ def simulate(args: argparse.Namespace) -> str:
         cluster = dataclasses.replace(cluster, placement=args.placement)
     config = read_config(args.mode, args.overrides)
     result = study(trace, cluster, config, seed=args.seed).to_dict()
-    return json.dumps(result) if args.json else "\n".join([*notes, _table(result)])
+    if args.json:
+        return json.dumps({**result, "notes": notes})
+    return "\n".join([*notes, _table(result)])
 
 
 def tune(args: argparse.Namespace) -> str:
