@@ -175,3 +175,20 @@ def test_a_folder_tells_its_parts(tmp_path):
         "(resumed 6; samples that were in flight where it was gone on"
         in headline["Responses interrupted"]
     )
+
+
+@pytest.mark.parametrize(
+    ("noted", "until"),
+    [
+        ({"ended": "ok", "steps_repeated": 0}, 120.0),
+        ({"ended": "ok", "steps_repeated": 2}, 170.0),
+        ({"ended": "killed", "steps_repeated": 0}, 170.0),
+        ({}, 170.0),
+    ],
+)
+def test_the_end_of_a_part_that_had_trained_all_of_its_steps_is_no_training(noted, until):
+    """known fault: a run whose `train.steps` were raised after it had come to its end had engines
+    that were idle while its last checkpoint was written and its parts ended."""
+    run = paused(with_trainer(run_of()))  # steps until 120 and 640 s
+    run = dataclasses.replace(run, resumes=[{"time_s": 170.0, "step": HALF, **noted}])
+    assert [window[1] for window in training_windows(run)] == [until, 640.0]

@@ -3,7 +3,7 @@
 The times of its rows go on from the end of the part before, so that the start of a part, in which
 neither side can do anything, lies between. A part trains from the trainer's first span after
 loading and compiling, or from when its engines are ready, whichever is later; to its last step, or,
-where another part follows, to the end of what it recorded.
+where another part follows and it had not come to its own end, to the end of what it recorded.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def parts_of(run: RunData) -> tuple[Part, ...]:
     resumes = sorted(run.resumes, key=lambda row: row["time_s"])
     begins = [0.0, *(row["time_s"] for row in resumes)]
     ends = [*begins[1:], math.inf]
+    # the next one trains further steps: it had no other ones to train
+    is_whole = [row.get("ended") == "ok" and not row.get("steps_repeated") for row in resumes]
     first = [0, *(row["step"] for row in resumes)]
     steps: list[list[Row]] = [[] for _ in begins]
     for row in run.steps:
         of_part = max(i for i, step in enumerate(first) if step <= max(row["step"], 0))
         steps[of_part].append(row)
     return tuple(
-        Part(begin_s=begin, end_s=end, steps=rows, window=_window(run, begin, end, rows))
-        for begin, end, rows in zip(begins, ends, steps, strict=True)
+        Part(begin_s=begin, end_s=end, steps=rows, window=_window(run, begin, end, rows, whole))
+        for begin, end, rows, whole in zip(begins, ends, steps, [*is_whole, True], strict=True)
     )
 
 
@@ -89,8 +91,10 @@ def left_out(run: RunData) -> str:
     return f"the first {FILLING_STEPS}{of_each}"
 
 
-def _window(run: RunData, begin: float, end: float, steps: Sequence[Row]) -> Window | None:
-    """When a part trained."""
+def _window(
+    run: RunData, begin: float, end: float, steps: Sequence[Row], is_whole: bool
+) -> Window | None:
+    """When a part trained; one that is whole did so until its last step."""
     is_last = math.isinf(end)
     spans = [row for row in run.timeline if begin <= row["start_s"] < end]
     generating = [row["start_s"] for row in spans if row["what"] == "generate"]
@@ -99,9 +103,9 @@ def _window(run: RunData, begin: float, end: float, steps: Sequence[Row]) -> Win
         for row in spans
         if row["actor"] == "trainer" and row["what"] not in ("load", "compile")
     ]
-    if not steps and (is_last or not generating or not at_work):
+    if not steps and (is_whole or not generating or not at_work):
         return None
-    until = steps[-1]["time_s"] if is_last else end
+    until = steps[-1]["time_s"] if is_whole else end
     first_end = steps[0]["time_s"] if steps else until
     took = sum(steps[0].get(k) or 0.0 for k in ("trainer_wait_s", "trainer_step_s")) if steps else 0
     start = max(begin, min(at_work, default=first_end - took))
