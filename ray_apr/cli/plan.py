@@ -27,6 +27,9 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
     rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
     batch_size, num_steps = settings.step_size, settings.with_steps().train.steps
     under_generation = math.ceil(partial.oversampling_factor * batch_size)
+    alive = math.floor(partial.live_batches * batch_size)
+    if partial.restarts and partial.on_stale != "wait":  # what generates has no age there
+        alive += under_generation
     return {
         "run": {
             "mode": settings.mode,
@@ -54,7 +57,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
         "generation": {
             "samples under generation": under_generation,
             "in the engines at once, at most": partial.max_inflight or under_generation,
-            "samples alive, at most": math.floor(partial.live_batches * batch_size),
+            "samples alive, at most": alive,
             "max staleness (steps)": partial.max_staleness,
             "interrupt": partial.interrupt,
             "response budget (tokens)": rollout.max_response_tokens,
