@@ -25,7 +25,6 @@ from ray_apr.config import BufferConfig, OnStale
 from ray_apr.core.exceptions import APRError, ResourceError, StarvedError
 from ray_apr.core.group import SampleMeta
 from ray_apr.core.metrics import Metrics
-from ray_apr.core.staleness import staleness_capacity
 from ray_apr.data.buffer_notes import BufferNotes
 from ray_apr.data.journal import JournalFolder
 from ray_apr.data.kept_samples import KeptSamples
@@ -104,9 +103,6 @@ class SampleBuffer:
         self._diagnosis = ""
         self._movement = Movement(time.monotonic)
         self._metrics = Metrics(run)
-        self._limit = staleness_capacity(
-            batch_size=batch_size, max_staleness=max_staleness, num_live=0
-        )
         self._notes = BufferNotes(journal, epoch, header, self._stock)
         self._ended: tuple[int, Mapping[str, float]] = (-1, {})
         """The last step that was trained, and what the trainer was told."""
@@ -319,7 +315,6 @@ class SampleBuffer:
         self._movement.report(moves)
         grant = self._stock.granted
         waited_s = 0.0 if grant is None or grant.groups else time.monotonic() - grant.granted_at
-        self._metrics.set("apr_buffer_limit_samples", self._limit)
         self._metrics.set("apr_buffer_batch_wait_seconds", waited_s)
         return self._stock.num_discarded
 

@@ -135,6 +135,7 @@ class Figures:
                 "apr_rollout_held_samples": counts.interrupted,
                 "apr_rollout_unfinished_samples": counts.unfinished,
                 "apr_rollout_unfinished_limit_samples": self._scheduler.max_unfinished,
+                "apr_buffer_limit_samples": self._scheduler.max_buffered,
             }
         )
         for reason, tokens in ledger.discarded.items():

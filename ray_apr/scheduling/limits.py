@@ -76,6 +76,11 @@ class Limits:
         return self._may_generate(0)
 
     @property
+    def max_buffered(self) -> int:
+        """Samples that have ended and are not trained beyond which no group starts."""
+        return math.floor(self._config.live_batches * self._batch_size)
+
+    @property
     def is_held(self) -> bool:
         """Whether nothing starts because all batches until the next sync are there (batch_full).
 

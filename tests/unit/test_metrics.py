@@ -104,6 +104,23 @@ async def test_queues_and_their_limits_lengths_and_discards_of_a_run(monkeypatch
         assert ("run", "a-run") in tags, name
 
 
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"max_live_batches": 2.5}, 10),
+        ({"max_live_batches": 2.5, "sync_every": 2}, 14),
+        ({"max_live_batches": None}, 20),
+    ],
+)
+async def test_the_limit_of_the_buffer_is_the_tighter_one(monkeypatch, limits, most):
+    """known fault: it was that of the staleness alone, so that a buffer that was full by
+    `max_live_batches` was shown far below its limit."""
+    shown = without_ray(monkeypatch)
+    async with running(ScriptedEngine(), max_staleness=4, **limits):
+        await until(lambda: shown.of("apr_buffer_limit_samples", **RUN))
+    assert set(shown.of("apr_buffer_limit_samples", **RUN)) == {most}
+
+
 async def test_what_engines_spend_their_time_on_adds_up_to_their_time(shown):
     client = ScriptedEngine()
     (begin,) = await client.status()
