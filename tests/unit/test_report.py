@@ -229,6 +229,16 @@ def test_the_rewards_at_both_ends_of_a_short_run_share_no_step(
     assert html._reward(summary)[1] == remark
 
 
+def test_engines_that_are_paused_are_not_called_idle(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """known fault: the share in which engines are paused was in it, beside doctor's idle share."""
+    headline = dict(write_report(make_run()).headline)
+    assert headline["Generation"] == "10 tok/s  (engines idle or paused 50.0% of the time)"
+    compared = write_comparison([make_run("a"), make_run("b")], tmp_path / "compare.html")
+    assert "engines idle or paused" in [row.name for row in compared.figures]
+
+
 def test_a_step_is_none_of_the_optimizer(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """known fault: with `train.mini_batches` or `epochs` a step has several of these."""
     report = write_report(make_run())

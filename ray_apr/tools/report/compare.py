@@ -51,7 +51,7 @@ _FIGURES = (
     ("samples_trained", "samples trained", ",.0f", True),
     ("rollout_tokens_per_s", "tokens generated per second", ",.0f", True),
     ("tokens_generated", "tokens generated", ",.0f", True),
-    ("generation_idle_ratio", "engines idle", ".1%", False),
+    ("generation_idle_ratio", "engines idle or paused", ".1%", False),
     ("trainer_idle_ratio", "trainer idle", ".1%", False),
     ("staleness_mean", "staleness, mean (steps)", ".2f", False),
     ("staleness_max", "staleness, max (steps)", ",.0f", False),

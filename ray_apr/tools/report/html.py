@@ -137,7 +137,7 @@ def _cards(summary: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Token ledger", balanced, f"{number(s['tokens_generated'])} tokens generated",
          bool(error)),
         ("Generation", number(s["rollout_tokens_per_s"], ",.0f", " tok/s"),
-         f"engines idle {number(s['generation_idle_ratio'], '.1%')} of the time", False),
+         f"engines idle or paused {number(s['generation_idle_ratio'], '.1%')} of the time", False),
         ("Trainer idle", number(s["trainer_idle_ratio"], ".1%"), "waiting for a batch", False),
         ("Weight sync, median", number(sync["p50"], ".2f", " s"),
          f"longest {number(sync['max'], '.2f', ' s')}", False),

@@ -85,9 +85,9 @@ def why(tuning: Tuning) -> list[str]:
 def _limit(trial: Trial) -> str:
     out, share = trial.study.outcome, trial.score / trial.study.bound_tokens_per_s
     idle = (
-        f"the engines idle {out.generation_idle_ratio:.0%} of the time and the trainer "
-        f"{out.trainer_idle_ratio:.0%}; {trial.score:.0f} trained tokens/s are {share:.0%} of what "
-        "a schedule without waste could reach"
+        f"the engines are idle or paused {out.generation_idle_ratio:.0%} of the time and the "
+        f"trainer idles {out.trainer_idle_ratio:.0%}; {trial.score:.0f} trained tokens/s are "
+        f"{share:.0%} of what a schedule without waste could reach"
     )
     reason = {
         "trainer": "the trainer limits: more of the GPUs on its side, or a faster step, would help",
