@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ray_apr.tools.simulator.advice import tuning_text, why
+from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
+from ray_apr.config.engine import EngineConfig
+from ray_apr.config.sections import check_placement
+from ray_apr.tools.simulator.advice import settings, tuning_text, why
 from ray_apr.tools.simulator.cluster import BatchConfig
 from ray_apr.tools.simulator.tuner import Tuner
 from tests.traces import make_cluster, make_trace
@@ -34,3 +37,18 @@ def test_a_batch_that_cannot_be_cut_for_the_train_workers_is_told(gpus, prompts,
         assert f"batch of {4 * prompts} cannot be cut for 3 train workers" in told[0]
         assert f"take a train.batch_size of {sizes}, or another" in told[0]
         assert f"# {told[0]}\n" in tuning_text(tuning)
+
+
+@pytest.mark.parametrize("mode", ["apr", "sync"])
+def test_the_settings_of_a_choice_are_those_of_a_run_on_its_cluster(mode):
+    """known fault: those of a colocated cluster did not say that it is one, and `overlap_sync` of
+    the mode is refused there."""
+    cluster = make_cluster(placement="colocated", rollout_gpus=None, steps=2)
+    chosen = settings(Tuner(make_trace(), cluster).run(mode).choice)
+    partial = PartialRolloutConfig.preset(chosen["mode"], **chosen["partial_rollout"])
+    engine = EngineConfig(**chosen["rollout"].pop("engine"))
+    rollout = RolloutConfig(engine=engine, **chosen["rollout"])
+    assert rollout.is_colocated and chosen["scaling"] == {"num_workers": 4}
+    check_placement(rollout, partial, TrainConfig(), 4)
+    split = settings(Tuner(make_trace(), make_cluster(steps=2)).run(mode).choice)
+    assert (split["rollout"], split["scaling"]) == ({"num_replicas": 2}, {"num_workers": 2})

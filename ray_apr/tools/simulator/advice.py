@@ -50,13 +50,16 @@ def tuning_text(tuning: Tuning, notes: tuple[str, ...] = ()) -> str:
 
 def settings(choice: Trial) -> dict[str, Any]:
     """The sections of a run's YAML file; one rollout server for each GPU that generates."""
-    config = choice.config
-    shown = {name: getattr(config, name) for name in TUNED}
-    sections: dict[str, Any] = {"mode": config.mode, "partial_rollout": shown}
-    if not choice.cluster.is_colocated:
-        sections["rollout"] = {"num_replicas": choice.study.rollout_gpus}
-        sections["scaling"] = {"num_workers": choice.cluster.gpus - choice.study.rollout_gpus}
-    return sections
+    config, cluster = choice.config, choice.cluster
+    partial: dict[str, Any] = {name: getattr(config, name) for name in TUNED}
+    rollout: dict[str, Any] = {"num_replicas": choice.study.rollout_gpus}
+    if cluster.is_colocated:
+        partial["overlap_sync"] = False  # as the simulator has it there
+        rollout["engine"] = {"placement": cluster.placement}
+    scaling = {"num_workers": cluster.num_train_gpus()}
+    return {
+        "mode": config.mode, "partial_rollout": partial, "rollout": rollout, "scaling": scaling,
+    }  # fmt: skip
 
 
 def limited_by(trial: Trial) -> str:
@@ -162,7 +165,7 @@ def _changes(config: PartialRolloutConfig) -> str:
 def _batch(cluster: ClusterConfig) -> list[str]:
     """What a batch has to be for the chosen train workers, where it cannot be cut for them."""
     workers, batch = cluster.num_train_gpus(), cluster.batch
-    if cluster.is_colocated or batch.size % workers == 0:
+    if batch.size % workers == 0:
         return []
     unit = math.lcm(workers, batch.group_size)
     sizes = [n for n in (batch.size // unit * unit, (batch.size // unit + 1) * unit) if n]
