@@ -112,7 +112,7 @@ def _of_time(run: RunData, shares: Shares) -> Iterator[Finding]:
                 f"trainer takes its batches no faster (it waits {shares.starves:.0%} for samples)",
                 remedy=_remedy(
                     run, _more(run, "train workers"), *_fewer_engines(run),
-                    ("train.packing", "packed"), *_compiled(run), "larger train.micro_batch_tokens",
+                    *_packed(run), *_compiled(run), "larger train.micro_batch_tokens",
                 ),
             )  # fmt: skip
     elif takes_turns and idle + shares.paused >= _MUCH:
@@ -157,10 +157,16 @@ def _fewer_engines(run: RunData) -> list[Part]:
     return [] if _setting(run, "rollout.num_replicas") == 1 else ["fewer engines"]
 
 
+def _packed(run: RunData) -> list[Part]:
+    is_packed = _setting(run, "train.packing") == "auto" and _setting(run, "scaling.use_gpu")
+    return [] if is_packed else [("train.packing", "packed")]
+
+
 def _compiled(run: RunData) -> list[Part]:
     selective = _setting(run, "train.activation_checkpointing") == "selective"
     on_cpu = _setting(run, "scaling.use_gpu") is False  # there it makes tiny models no faster
-    return [] if selective or on_cpu else [("train.compile", True)]
+    is_compiled = _setting(run, "train.compile") == "auto"  # on GPUs
+    return [] if selective or on_cpu or is_compiled else [("train.compile", True)]
 
 
 def _of_hand_over(shares: Shares) -> Finding:

@@ -248,6 +248,10 @@ def test_nothing_is_advised_that_is_in_use():
     assert "weight_transport" not in said(syncs), "there is one alone"
     trainer = run_of(generates=0.5)
     assert "train.packing: packed" in said(trainer) and "train.compile: true" in said(trainer)
+    auto = with_settings(trainer, "train", packing="auto", compile="auto")
+    on_gpu = said(with_settings(auto, "scaling", use_gpu=True))
+    assert "packing" not in on_gpu and "compile" not in on_gpu, "auto is both of them there"
+    assert "train.packing: packed" in said(with_settings(auto, "scaling", use_gpu=False))
     fast = with_settings(trainer, "train", packing="packed", compile=True)
     on_cpu = with_settings(trainer, "scaling", use_gpu=False)
     assert "packing" in said(on_cpu) and "compile" not in said(on_cpu)
