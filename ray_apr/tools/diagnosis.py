@@ -323,13 +323,16 @@ _AT_THE_END = ("none: they were under way at the end of the run",)
 def _of_tokens(run: RunData, summary: Mapping[str, Any]) -> Iterator[Finding]:
     """Tokens that were generated and not trained."""
     generated = summary["tokens_generated"] or 0
+    is_least = _setting(run, "partial_rollout.oversampling_factor") == 1
     for reason, tokens in summary["tokens_discarded"].items():
+        parts: Sequence[Part] = _REMEDIES.get(reason, _AT_THE_END)
+        if is_least:
+            parts = [part for part in parts if not str(part).endswith("oversampling_factor")]
         if generated and tokens / generated >= _SOME:
             yield Finding(
                 share=tokens / generated,
                 what=f"{tokens / generated:.0%} of the generated tokens were discarded: {reason}",
-                remedy=_remedy(run, *_REMEDIES.get(reason, _AT_THE_END))
-                + _last_failure(run, reason),
+                remedy=_remedy(run, *parts) + _last_failure(run, reason),
             )
 
 

@@ -324,6 +324,17 @@ def test_what_stops_engines_and_what_is_thrown_away_is_told_by_its_share():
     assert "5% of the generated tokens were discarded: shutdown -> none" in text
 
 
+@pytest.mark.parametrize("reason", ["stale", "masked", "surplus"])
+def test_no_less_than_one_batch_is_advised_to_be_under_generation(reason):
+    """known fault: a run whose oversampling_factor is 1 was told to have a smaller one, which is
+    refused."""
+    run = run_of(tokens_generated=10, tokens_discarded={reason: 5})
+    for factor in (1.0, 2.0):
+        told = said(with_settings(run, oversampling_factor=factor))
+        assert f"discarded: {reason} -> " in told
+        assert ("oversampling_factor" in told) is (factor > 1)
+
+
 def test_a_failure_that_cost_tokens_is_told_with_its_error():
     run = run_of(tokens_generated=100, tokens_discarded={"failed": 24})
     error = "reward of sample e0-4-5 raised: ValueError: cannot score"
