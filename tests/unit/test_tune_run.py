@@ -103,6 +103,7 @@ def test_a_run_is_simulated_in_place_of_a_trace(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["mode"] == "apr"
     cluster, lengths = result["notes"]  # known fault: they were in the text alone
+    assert "2 of them for engines" in cluster and "any split is tried" in cluster, "in its place"
     assert cluster.startswith("cluster: that of the run") and lengths == RUN_NOTE
 
 

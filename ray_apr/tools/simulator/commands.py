@@ -84,7 +84,8 @@ def cluster_to_tune(run: RunData) -> tuple[ClusterConfig, str]:
         return cluster, f"{assumed(cluster)}; of the run it cannot be told: {error.remedy}"
     of_step = run.config["partial_rollout"].get("batches_per_step", 1)
     cluster = cluster.with_batches_per_step(of_step)
-    told = f"cluster: that of the run, from its rows: {_machine(cluster)}; another: --cluster FILE"
+    told = f"cluster: that of the run, from its rows: {_machine(cluster)}; any split is "
+    told += "tried; another cluster: --cluster FILE"
     steps = steps_to_simulate(cluster)
     return dataclasses.replace(cluster, rollout_gpus=None, steps=steps), told
 
