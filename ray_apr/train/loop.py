@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT_S = 7 * 24 * 3600.0
 """Longer than any response takes."""
+_LAST_CHECKPOINT = "write the last checkpoint"
 
 
 def train_loop_per_worker(spec: WorkerSpec) -> None:
@@ -199,6 +200,7 @@ class _TrainLoop:
         self._say("wait for the last evaluation")
         if self._control is not None:
             self._control.evaluate_last(version)
+        self._say(_LAST_CHECKPOINT)  # which a large model may still have on its way
 
     def _step(self) -> None:
         """One turn of the loop."""
@@ -273,7 +275,7 @@ class _TrainLoop:
         """Report a step to Ray Train where one is due, with a checkpoint where one is due."""
         every = self._train.checkpoint_every
         if is_last:
-            self._say("write the last checkpoint")
+            self._say(_LAST_CHECKPOINT)
         if is_last or (every and self._progress.step % every == 0):
             self._checkpoint(row, is_last=is_last)
         elif self._progress.step % self._train.report_every == 0:

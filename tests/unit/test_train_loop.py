@@ -280,4 +280,4 @@ def test_what_comes_after_the_last_checkpoint_is_told_of(loop):
     loop._progress, loop._spec.evaluation = Progress(step=0, policy_version=0), EvaluationConfig()
     loop.run()
     evaluates = ["weights", "wait for the last evaluation", "evaluated"]
-    assert told == ["", ends[0], *evaluates, *ends[1:]]
+    assert told == ["", ends[0], *evaluates, *ends], "what may be waited for after an evaluation"
