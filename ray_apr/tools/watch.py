@@ -104,7 +104,7 @@ class Watched:
         file = self.folder / "timeline.jsonl"
         spans = [object_of(line.encode(), file) for line in last_lines(file, _END_OF_FILE)]
         end = max((span["end_s"] for span in spans), default=0.0)
-        ended = max((span["end_s"] for span in spans if span["actor"] == "trainer"), default=end)
+        ended = max((span["end_s"] for span in spans if span["actor"] == "trainer"), default=0.0)
         now = {"actor": "trainer", "what": "under way", "start_s": ended, "end_s": end}
         found: dict[str, Counter[str]] = {}
         for span in (*spans, now):
