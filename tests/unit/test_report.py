@@ -270,6 +270,20 @@ def test_what_was_generated_after_the_last_step_makes_no_run_faster(
     assert summary["rollout_tokens_per_s"] == pytest.approx(100 / 12)
 
 
+def test_a_part_that_came_to_no_step_takes_no_tokens_from_those_before_it(
+    make_run: Callable[..., Path],
+) -> None:
+    """known fault: of a run that was killed, and failed as it was gone on with, the rate had all of
+    the time and the tokens until the last step alone."""
+    folder = make_run(status="failed", tokens_generated=900)
+    row = {"time_s": 40.0, "step": 6, "ended": "killed", "tokens_generated": 800}
+    (folder / "resumes.jsonl").write_text(lines([row]))
+    run = load_run(folder)
+    ((begin, end),) = training_windows(run)
+    seconds = end - begin
+    assert end == 40.0 and summarize(run)["rollout_tokens_per_s"] == pytest.approx(800 / seconds)
+
+
 def test_a_run_that_was_given_engines_has_them_before_its_end(
     make_run: Callable[..., Path],
 ) -> None:

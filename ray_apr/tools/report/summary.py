@@ -305,9 +305,12 @@ def _weight_sync(run: RunData) -> dict[str, float | None]:
 
 def _tokens_by_last_step(run: RunData) -> int | None:
     """Tokens of the training time, which ends there: a run that was ended before its time may have
-    generated for long after it."""
-    is_whole = (run.final or {}).get("status", "ok") == "ok"
-    return _counter(run, "tokens_generated") if is_whole else _last(run, "tokens_generated")
+    generated for long after it. A part that came to no step has none; that of the ones before it
+    goes to their ends."""
+    if (run.final or {}).get("status", "ok") == "ok":
+        return _counter(run, "tokens_generated")
+    counts = (row.get("tokens_generated") for row in (*run.resumes, *run.steps[-1:]))
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _rate(tokens: int | None, windows: Sequence[Window]) -> float | None:
