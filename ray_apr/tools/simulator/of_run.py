@@ -273,7 +273,7 @@ def _machines(run: RunData, engines: int, workers: int) -> Iterator[tuple[str, i
     room for them, and a batch can be cut for these train workers."""
     names = ("batch_size", "mini_batches", "shard_ranks")
     train = TrainConfig(**{k: v for k, v in run.config["train"].items() if k in names})
-    counts = RankRange(1, 2 * workers).counts(train)
+    counts = RankRange(1, train.batch_size).counts(train)
     up = min((n for n in counts if n > workers), default=workers) - workers
     down = workers - max((n for n in counts if n < workers), default=workers)
     for what, more_engines, more_workers in (
