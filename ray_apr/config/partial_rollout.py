@@ -180,7 +180,7 @@ class PartialRolloutConfig:
         return self.interrupt == "batch_full" and self.after_interrupt != "resume"
 
     def step_size(self, batch_size: int) -> int:
-        """Samples of one optimizer step."""
+        """Samples of one step."""
         return batch_size * self.batches_per_step
 
     def max_inflight_samples(self, step_size: int) -> int:

@@ -47,7 +47,7 @@ class Sections:
 
     @property
     def step_size(self) -> int:
-        """Samples of one optimizer step."""
+        """Samples of one step."""
         return self.partial_rollout.step_size(self.train.batch_size)
 
     def with_steps(self, num_prompts: int | None = None) -> Self:

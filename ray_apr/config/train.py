@@ -267,7 +267,7 @@ class TrainConfig:
         """The same with `steps` instead of `total_samples` or `passes`.
 
         Args:
-            step_size: Samples of one optimizer step.
+            step_size: Samples of one step.
             group_size: Samples of one prompt.
             num_prompts: Prompts of a pass; None: they are not counted yet, and `passes` stays.
 

@@ -62,8 +62,8 @@ def leaves_none_behind(
         ready_by_version: Samples that can be trained, by the version of their oldest token.
         unfinished_by_version: Samples that still generate or wait for their reward.
         policy_version: Version p that the batch trains at.
-        max_staleness: The bound eta, in optimizer steps.
-        batch_size: Samples B of one optimizer step.
+        max_staleness: The bound eta, in policy versions.
+        batch_size: Samples B of one step.
     """
     ready = total = 0
     oldest = oldest_trainable(policy_version, max_staleness)
@@ -84,8 +84,8 @@ def staleness_capacity(*, batch_size: int, max_staleness: int, num_live: int) ->
     ones are trained, which leaves ``(eta + 1) * B - live``.
 
     Args:
-        batch_size: Samples of one optimizer step.
-        max_staleness: The bound eta, in optimizer steps.
+        batch_size: Samples of one step.
+        max_staleness: The bound eta, in policy versions.
         num_live: Samples that were started and are neither trained nor dropped; those of the step
             that is being trained count as live until it ends.
 
@@ -101,7 +101,7 @@ def supplementation_capacity(
     """How many more samples may generate at once: ``ceil(factor * B) - unfinished``, at least 0.
 
     Args:
-        batch_size: Samples of one optimizer step.
+        batch_size: Samples of one step.
         oversampling_factor: Samples kept under generation, in batches (>= 1).
         num_unfinished: Samples waiting, in flight or interrupted.
     """
@@ -121,7 +121,7 @@ def num_untrained(
 
     Args:
         num_buffered: Samples that the buffer reported.
-        batch_size: Samples of one optimizer step.
+        batch_size: Samples of one step.
         trainer_version: Version of the trainer when the buffer reported: it has been told that
             every step before this version is trained.
         policy_version: Version of the engines.

@@ -59,7 +59,7 @@ class RolloutWorker(WeightSyncs):
     Args:
         rollout: Sampling, limits and rewards.
         partial_rollout: When samples are started, interrupted, resumed.
-        batch_size: Samples of one optimizer step.
+        batch_size: Samples of one step.
         tokenizer: Of the model.
         make_prompts: Makes the endless prompts inside this process.
         make_client: Makes the client of the rollout servers inside this process, once they run.

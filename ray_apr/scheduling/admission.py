@@ -30,7 +30,7 @@ class Load:
     policy_version: int
     """Of the engines."""
     batch_size: int
-    """Samples of one optimizer step."""
+    """Samples of one step."""
     group_size: int
     num_unfinished: int
     """Samples that have not ended."""

@@ -232,7 +232,7 @@ def plan_batch(
 
     Args:
         groups: The chosen groups, in the order of the batch.
-        step: Optimizer step, from 0.
+        step: Of the trainer, from 0.
         policy_version: Version of the trainer at the start of the step.
         oldest_version: Version of the oldest token that enters the loss.
         num_ranks: Train workers.

@@ -56,7 +56,7 @@ class Scheduler(Intake):
 
     Args:
         config: When samples are started, interrupted and dropped.
-        batch_size: Samples of one optimizer step, a multiple of `group_size`.
+        batch_size: Samples of one step, a multiple of `group_size`.
         group_size: Samples of one prompt.
         max_inflight: Most samples in the engines at once.
         budgets: Response tokens of the samples of a prompt; cycled if they are fewer.

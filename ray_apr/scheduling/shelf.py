@@ -39,7 +39,7 @@ class Shelf:
 
     Args:
         batch_size: Samples of one step.
-        max_staleness: The bound, in optimizer steps.
+        max_staleness: The bound, in policy versions.
         on_stale: What becomes of groups whose oldest token is beyond the bound.
     """
 

@@ -57,8 +57,8 @@ class Stock:
     """What the buffer holds, and what became of the rest.
 
     Args:
-        batch_size: Samples of one optimizer step.
-        max_staleness: Oldest token that is trained, in optimizer steps.
+        batch_size: Samples of one step.
+        max_staleness: Oldest token that is trained, in policy versions.
         on_stale: What becomes of groups whose oldest token is beyond that.
         num_ranks: Train workers.
         micro_batch_tokens: Token budget of one forward pass.
