@@ -34,7 +34,7 @@ def group_advantages(
 
     Returns:
         [B, T], the sample's advantage on its trained tokens and 0 elsewhere, in the dtype of
-        `rewards`; of whole numbers in float32.
+        `rewards`; of whole numbers, true and false in float32.
 
     Raises:
         ConfigError: For an estimator that does not exist.
@@ -45,6 +45,8 @@ def group_advantages(
         ... ).flatten().tolist()
         [0.5, -0.5]
     """
+    if not rewards.is_floating_point():
+        rewards = rewards.float()
     mask_BT = mask.to(rewards.dtype)
     advantages_B = sample_advantages(rewards, groups, mask_BT.sum(dim=1), estimator)
     return advantages_B.unsqueeze(1) * mask_BT
@@ -77,7 +79,7 @@ def sample_advantages(
     mean_G = mean_G.masked_fill(alone_G, 0.0)
     advantages_B = rewards - mean_G[ids_B]
     if estimator == "grpo":
-        square_G = torch.zeros_like(mean_G).index_add(0, ids_B, advantages_B.square())
+        square_G = torch.zeros_like(size_G).index_add(0, ids_B, advantages_B.square())
         std_G = (square_G / (size_G - 1).clamp(min=1)).sqrt().masked_fill(alone_G, 1.0)
         advantages_B = advantages_B / (std_G[ids_B] + _STD_EPS)
     elif estimator == "rloo":

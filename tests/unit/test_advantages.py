@@ -44,9 +44,11 @@ def test_unknown_estimator_names_the_known_ones():
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_rewards_may_be_whole_numbers(estimator):
-    """Known fault: grpo ended with an error of torch's about data types."""
-    rewards, groups = torch.tensor([1, 0, 0, 3, 3]), torch.tensor([0, 0, 0, 1, 1])
-    mask = torch.ones(5, 2)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_rewards_may_be_whole_numbers_or_true_and_false(estimator, dtype):
+    """Known faults: grpo ended with an error of torch's about data types, all of them did with
+    what is true or false, and sums beyond 255 of small whole numbers began at 0 again."""
+    rewards = torch.tensor([200, 100, 0, 3, 3]).to(dtype)
+    groups, mask = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, 2)
     found = group_advantages(rewards, groups, mask, estimator)
     torch.testing.assert_close(found, group_advantages(rewards.float(), groups, mask, estimator))
