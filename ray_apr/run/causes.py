@@ -31,12 +31,14 @@ _NOT_MADE = "The actor died because of an error raised in its creation task"
 
 
 def cause_of(error: BaseException) -> APRError:
-    """The error of ours behind one that Ray raised; without any, what was raised first."""
+    """The error of ours behind one that Ray raised; without any, the death of a process, or what
+    the first train worker raised."""
     leaves = list(_leaves(error))
     ours = next((leaf for leaf in leaves if isinstance(leaf, APRError)), None)
     if ours is not None:
         return ours
-    first = leaves[0]
+    deaths = (leaf for leaf in leaves if isinstance(leaf, RayActorError))
+    first = next(deaths, leaves[0])  # the others only lose their connections to what has died
     if isinstance(first, (ObjectStoreFullError, OutOfDiskError)):
         return of_full_store(first)
     if isinstance(first, RayActorError):

@@ -109,7 +109,9 @@ def test_the_death_of_an_actor_is_told_by_its_reason():
     unwell = RuntimeError("A worker health check failed.")
     unwell.health_check_failure = died  # as Ray Train has it
     of_a_worker = group_error(rank0=unwell)
-    for error in (died, of_a_worker):
+    # known fault: where another rank than the first died, its peer's lost connection was told
+    peer = OfAWorker(RuntimeError("Connection closed by peer"))
+    for error in (died, of_a_worker, group_error(rank0=peer, rank1=unwell)):
         said = "training failed: a process of it died: The actor is dead because of a signal."
         assert str(cause_of(error)) == said
 
