@@ -215,7 +215,7 @@ def _wait_until_running(app_name: str, timeout_s: float, cancelled: threading.Ev
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        app = _status_of(app_name)
+        app = (_applications() or {}).get(app_name)
         if app is not None and app.status == ApplicationStatus.RUNNING:
             return
         deployments = [] if app is None else app.deployments.values()
@@ -271,13 +271,13 @@ def engines_of(app_name: str, actors: Iterable[Mapping[str, Any]]) -> tuple[str,
     return tuple(sorted(name for name in names if name.startswith("engine-")))
 
 
-def _status_of(app_name: str) -> ApplicationStatusOverview | None:
-    """Status of an application; None where Serve has none, or is in the midst of a change."""
+def _applications() -> Mapping[str, ApplicationStatusOverview] | None:
+    """What runs on Serve; None while it is in the midst of a change, and cannot say."""
     try:
         with _alone():
-            return serve.status().applications.get(app_name)
+            return serve.status().applications
     except (RayTaskError, ActorUnavailableError, ValueError) as error:
-        logger.debug("Serve cannot say how %s is: %s", app_name, error)
+        logger.debug("Serve cannot say what runs on it: %s", error)
         return None
 
 
@@ -292,12 +292,13 @@ def stop_rollout_servers(app_name: str) -> None:
         with _alone():
             if app_name in serve.status().applications:
                 serve.delete(app_name, _blocking=False)
-            deadline = time.monotonic() + _DELETION_S
-            while app_name in (left := serve.status().applications):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"it is there after {_DELETION_S:g} s")
-                time.sleep(_LOOK_S)
-            if not left:
+        deadline = time.monotonic() + _DELETION_S
+        while (left := _applications()) is None or app_name in left:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it is there after {_DELETION_S:g} s")
+            time.sleep(_LOOK_S)
+        if not left:
+            with _alone():
                 serve.shutdown()
     except (RayError, RayServeException, TimeoutError, ValueError) as error:
         logger.warning("Serve application %s could not be deleted: %s", app_name, error)

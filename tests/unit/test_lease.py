@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -168,11 +169,14 @@ class ServeThatDeletes:
 
     def __init__(self, looks: float, *, others: tuple[str, ...] = ()) -> None:
         self.left, self.others, self.calls = looks, others, list[str]()
+        self.silent_at = math.nan
 
     def status(self) -> SimpleNamespace:
         own = ("app",) if self.left > 0 else ()
         if self.calls:
             self.left -= 1
+            if self.left == self.silent_at:
+                raise ValueError("Serve is in the midst of a change")
         return SimpleNamespace(applications=dict.fromkeys((*own, *self.others)))
 
     def delete(self, name: str, _blocking: bool) -> None:
@@ -198,6 +202,13 @@ def test_servers_are_looked_at_until_they_are_gone_and_serve_ends_then(serve_tha
     serve = serve_that(3)
     builder.stop_rollout_servers("app")
     assert (serve.left, serve.calls) == (-1, ["delete app", "shutdown"])
+
+
+def test_a_look_that_serve_does_not_answer_is_one_more_look(serve_that, caplog):
+    serve = serve_that(3)
+    serve.silent_at = 1
+    builder.stop_rollout_servers("app")
+    assert (serve.calls, caplog.text) == (["delete app", "shutdown"], "")
 
 
 def test_servers_that_are_gone_already_are_not_deleted(serve_that):
