@@ -119,8 +119,10 @@ def _arguments() -> argparse.Namespace:
         parser.error("--task replay needs --trace")
     if args.task == "spelling" and None in (args.model, args.prompts):
         parser.error("--task spelling needs --model and --prompts")
-    if args.task != "spelling" and any(system.startswith("verl") for system in args.systems):
-        parser.error("verl runs --task spelling alone")
+    for system in args.systems:
+        peer, _, mode = system.partition(":")
+        if peer == "verl" and (mode not in verl_modes.MODES or args.task != "spelling"):
+            parser.error(f"{system}: verl:MODE runs --task spelling, in {verl_modes.MODES}")
     return args
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+MODES = ("sync", "colocate_async", "separate_async")
 PARTS = Path(__file__).with_name("verl_parts.py")
 _LOOK_S = 0.01
 
