@@ -10,7 +10,7 @@ from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import require, takes_one
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.names import last_parts
-from ray_apr.core.user import REWARD_SIGNATURE
+from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.run.model import context_of
 from ray_apr.run.spec import RESTARTS, RunSpec
@@ -50,8 +50,8 @@ def _check_code(spec: RunSpec) -> None:
     if isinstance(transport, str) and ":" in transport:
         remedy = "must be a class or function here; its name is taken in YAML"
         raise ConfigError("train.weight_transport", transport, remedy)
-    if environment is not None and not callable(getattr(environment, "step", None)):
-        raise ConfigError("environment", environment, "must have a method step(sample) -> Step")
+    if environment is not None:
+        _check_environment(environment)
     own = [] if spec.evaluation is None else list(spec.evaluation.rewards)
     if environment is not None and own:
         remedy = "cannot be had beside an environment, whose last step gives rewards; leave it out"
@@ -67,6 +67,17 @@ def _check_code(spec: RunSpec) -> None:
     if not callable(reward):
         raise ConfigError("reward", reward, "must be a function of a Sample")
     takes_one("reward", reward, REWARD_SIGNATURE)
+
+
+def _check_environment(environment: Environment) -> None:
+    """Check that an environment answers turns, as a run calls it."""
+    remedy = "must be an object that has a method step(sample) -> Step"
+    step = getattr(environment, "step", None)
+    has_own = getattr(type(environment), "step", None) is not Environment.step
+    require(callable(step) and has_own, "environment", environment, remedy)
+    takes_one("environment", step, remedy)
+    if callable(reset := getattr(environment, "reset", None)):
+        takes_one("environment", reset, "must have reset(sample) as its method, or no reset at all")
 
 
 def _check_context(rollout: RolloutConfig, context: int | None) -> None:

@@ -20,6 +20,7 @@ from ray_apr.config import (
     TrainConfig,
 )
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.user import Environment, Step
 from ray_apr.data.rows import PromptRows
 from ray_apr.run import options, training
 from ray_apr.run.checks import check_spec
@@ -184,6 +185,42 @@ def test_a_reward_may_have_more_arguments_of_its_own(more):
 
 def own_reward(sample):
     return 1.0
+
+
+class Game(Environment):
+    def step(self, sample):
+        return Step(done=True, reward=1.0)
+
+
+class Misspelt(Environment):
+    def stepp(self, sample):
+        return Step(done=True, reward=1.0)
+
+
+class OtherStep(Environment):
+    def step(self, prompt, response):
+        return Step(done=True, reward=1.0)
+
+
+class OtherReset(Game):
+    def reset(self, *, seed=None):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        (Misspelt(), "has a method step"),
+        (OtherStep(), "has a method step.*missing a required argument: 'response'"),
+        (OtherReset(), r"must have reset\(sample\).*too many positional arguments"),
+        (Game, "must be an object.*missing a required argument: 'sample'"),
+    ],
+)
+def test_an_environment_that_could_not_be_called_is_refused(environment, why):
+    """known fault: its steps failed one after the other, once the engines were up."""
+    check_spec(run_spec(environment=Game()))
+    with pytest.raises(ConfigError, match=f"^environment = .*{why}"):
+        check_spec(run_spec(environment=environment))
 
 
 SUITES = [{"prompt": [1], "suite": "easy"}, {"prompt": [2], "suite": "hard"}]
