@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ray import cloudpickle
+
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import require, takes_one
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.run.model import context_of
-from ray_apr.run.spec import RESTARTS, RunSpec
+from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
 if TYPE_CHECKING:
     import ray.train
@@ -30,6 +32,7 @@ def check_spec(spec: RunSpec) -> None:
     """
     spec.check(spec.scaling)
     _check_code(spec)
+    _check_sent(spec)
     _check_context(spec.rollout, context_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
     check_restarts(spec.run, spec.train.checkpoint_every)
@@ -78,6 +81,24 @@ def _check_environment(environment: Environment) -> None:
     takes_one("environment", step, remedy)
     if callable(reset := getattr(environment, "reset", None)):
         takes_one("environment", reset, "must have reset(sample) as its method, or no reset at all")
+
+
+def _check_sent(spec: RunSpec) -> None:
+    """Check that the user's code can be sent to the processes of the run."""
+    code = {name: getattr(spec, name) for name in ("reward", "environment", "group_filter")}
+    if spec.evaluation is not None:
+        code |= {f"evaluation.rewards.{s}": own for s, own in spec.evaluation.rewards.items()}
+    for section, names in RULES.items():
+        code |= {f"{section}.{name}": getattr(getattr(spec, section), name) for name in names}
+    for name, given in code.items():
+        try:
+            cloudpickle.dumps(given)
+        except Exception as error:  # what pickling an object of the user's may raise
+            remedy = (
+                f"cannot be sent to the run's processes: {one_line(error)}; make what it holds "
+                "where it is called, as in the function"
+            )
+            raise ConfigError(name, getattr(given, "__qualname__", given), remedy) from error
 
 
 def _check_context(rollout: RolloutConfig, context: int | None) -> None:

@@ -239,13 +239,13 @@ class RunSpec(Sections):
             named = {suite: _name(reward) for suite, reward in self.evaluation.rewards.items()}
             plain = replace(self.evaluation, rewards={})  # what a function holds is not copied
             sections["evaluation"] = dataclasses.asdict(plain) | {"rewards": named}
-        for section, names in _RULES.items():
+        for section, names in RULES.items():
             for name in names:
                 if callable(sections[section][name]):
                     sections[section][name] = _name(sections[section][name])
         digests = {
             f"algorithm.{name}": digest
-            for name in _RULES["algorithm"]
+            for name in RULES["algorithm"]
             if (digest := _digest(getattr(self.algorithm, name)))
         }
         least, most = dataclasses.astuple(self.ranks)
@@ -258,7 +258,7 @@ class RunSpec(Sections):
         return described | {"digests": digests}
 
 
-_RULES = {
+RULES = {
     "algorithm": ("advantage", "loss", "correction"),
     "partial_rollout": ("admission", "resume_order"),
 }
