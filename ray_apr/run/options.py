@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,6 +21,7 @@ from ray_apr.config import (
 )
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.trackers import TrackersConfig
+from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction, RunCallback
 from ray_apr.data.rows import PromptRows
@@ -36,14 +37,28 @@ if TYPE_CHECKING:
 
     Prompts: TypeAlias = ray.data.Dataset | PromptRows
 
+_KINDS: dict[str, type] = {
+    "prompts_config": PromptsConfig,
+    "rollout_config": RolloutConfig,
+    "partial_rollout_config": PartialRolloutConfig,
+    "buffer_config": BufferConfig,
+    "algorithm_config": AlgorithmConfig,
+    "evaluation_config": EvaluationConfig,
+    "train_config": TrainConfig,
+    "scaling_config": ray.train.ScalingConfig,
+    "run_config": ray.train.RunConfig,
+    "trackers_config": TrackersConfig,
+}
+"""What each argument is that holds settings; a mapping would be none."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RunOptions:
     """The arguments of `APRTrainer`, which says what they are; it checks the spec, too.
 
     Raises:
-        ConfigError: If the model or the checkpoint is not there, an evaluation has no prompts, a
-            callback is none, or the number of train workers is none.
+        ConfigError: If an argument is of another kind, the model or the checkpoint is not there, an
+            evaluation has no prompts, a callback is none, or the number of train workers is none.
     """
 
     model: str
@@ -69,6 +84,14 @@ class RunOptions:
     """What the run is made of."""
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            given, home = getattr(self, name), kind.__module__.partition(".config")[0]
+            remedy = f"must be a {home}.{kind.__name__}, or be left out"
+            require(given is None or isinstance(given, kind), name, given, remedy)
+        remedy = "must be the path of a folder, or a hub id as owner/name"
+        require(isinstance(self.model, str | Path), "model", self.model, remedy)
+        remedy = "must be a list of callbacks"
+        require(isinstance(self.callbacks, Iterable), "callbacks", self.callbacks, remedy)
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
         names = [name_of(callback) for callback in self.run_callbacks]
         if len(set(names)) < len(names):

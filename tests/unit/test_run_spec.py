@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray.train
+import ray.tune
 
 from ray_apr.config import (
     AlgorithmConfig,
@@ -21,7 +22,7 @@ from ray_apr.config import (
     TrainConfig,
 )
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.user import Environment, Step
+from ray_apr.core.user import Environment, RunCallback, Step
 from ray_apr.data.rows import PromptRows
 from ray_apr.run import options, training
 from ray_apr.run.checks import check_spec
@@ -136,6 +137,28 @@ def test_what_the_model_does_not_hold_is_refused(model, rollout, field):
     with pytest.raises(ConfigError) as caught:
         make_trainer(model, rollout_config=RolloutConfig(**rollout))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "remedy"),
+    [
+        ("rollout_config", {"num_replicas": 1}, "must be a ray_apr.RolloutConfig, or be left out"),
+        ("train_config", {"steps": 1}, "must be a ray_apr.TrainConfig"),
+        ("partial_rollout_config", "apr", "must be a ray_apr.PartialRolloutConfig"),
+        ("prompts_config", {"on_too_long": "drop"}, "must be a ray_apr.PromptsConfig"),
+        ("algorithm_config", "grpo", "must be a ray_apr.AlgorithmConfig"),
+        ("trackers_config", {"tensorboard": {}}, "must be a ray_apr.TrackersConfig"),
+        ("scaling_config", 2, "must be a ray.train.ScalingConfig"),
+        ("run_config", ray.tune.RunConfig(), "must be a ray.train.RunConfig"),
+        ("model", None, "must be the path of a folder"),
+        ("callbacks", RunCallback(), "must be a list"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_its_name(model, field, given, remedy):
+    """known fault: an AttributeError named an attribute of ours, and trackers failed in `fit`."""
+    arguments = {"model": model, "prompts": PromptRows([{"prompt": [1]}]), "reward": own_reward}
+    with pytest.raises(ConfigError, match=f"^{field} = .*{remedy}"):
+        APRTrainer(**arguments | {field: given})
 
 
 def test_python_refuses_what_yaml_refuses():
