@@ -98,7 +98,8 @@ class APRTrainer(RunOptions):
                 check_replayed(self.prompts, rollout.replay_column)
         if held_out is not None and spec.evaluation is not None:
             suites = spec.evaluation.suite_column
-            check_dataset(held_out, spec.model, rollout.prompt_column, suite_column=suites)
+            column, name = rollout.prompt_column, "evaluation_prompts"
+            check_dataset(held_out, spec.model, column, suite_column=suites, name=name)
             if suites is not None and isinstance(held_out, PromptRows):
                 check_suites(held_out.column(suites), spec.evaluation)
         if spec.remote_storage is None:

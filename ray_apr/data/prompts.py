@@ -53,6 +53,8 @@ def check_dataset(
     replay_column: str | None = None,
     source_column: str | None = None,
     suite_column: str | None = None,
+    *,
+    name: str = "prompts",
 ) -> None:
     """Check the columns and the first prompt, which shows what kind all of them are.
 
@@ -66,36 +68,36 @@ def check_dataset(
         replay_column: That of a trace, if one is replayed.
         source_column: That of the prompts' sources, if these have weights.
         suite_column: That of the suites of held-out prompts, if there are any.
+        name: Of the argument that has them.
 
     Raises:
-        ConfigError: If a column is missing, there are no rows, or chat messages have no template.
+        ConfigError: If it is none, a column is missing, there are no rows, or chat messages have no
+            template.
     """
     if isinstance(dataset, PromptRows):
-        names, first = dataset.names, next(iter(dataset.slice(0, 1)), None)
+        columns, first = dataset.names, next(iter(dataset.slice(0, 1)), None)
     elif hasattr(dataset, "map_batches"):
         with of_one_kind():
-            names = list(getattr(dataset.schema(), "names", None) or [])
+            columns = list(getattr(dataset.schema(), "names", None) or [])
             first = first_row(dataset)
     else:
-        raise ConfigError("prompts", type(dataset).__name__, "must be a ray.data.Dataset")
-    if not names or first is None:
-        raise ConfigError("prompts", "0 rows", "the dataset is empty; give it at least one prompt")
-    columns = {
+        remedy = "must be a ray.data.Dataset, as ray.data.from_items makes of a list of rows"
+        raise ConfigError(name, type(dataset).__name__, remedy)
+    if not columns or first is None:
+        raise ConfigError(name, "0 rows", "the dataset is empty; give it at least one prompt")
+    needed = {
         "rollout.prompt_column": column,
         "rollout.replay_column": replay_column,
         "prompts.source_column": source_column,
         "evaluation.suite_column": suite_column,
     }
-    for field, name in columns.items():
-        if name is not None and name not in names:
-            raise ConfigError(
-                field,
-                name,
-                f"the dataset has no such column, only {', '.join(names)}; name the right one",
-            )
+    for field, given in needed.items():
+        if given is not None and given not in columns:
+            remedy = f"{name} has no such column, only {', '.join(columns)}; name the right one"
+            raise ConfigError(field, given, remedy)
     if is_chat(first.get(column)) and not has_chat_template(model):
         raise ConfigError(
-            f"prompts[0].{column}",
+            f"{name}[0].{column}",
             "chat messages",
             f"the tokenizer of {model} has no chat template; save one beside the weights as "
             "chat_template.jinja, or give the prompts as text",
