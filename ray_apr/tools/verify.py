@@ -85,7 +85,8 @@ class Recorded:
             raise ConfigError(
                 "RUN_DIR",
                 str(folder),
-                "holds no final.json: the run has not ended; go on with it first (--resume)",
+                "holds no final.json: it is no run folder, or the run has not ended; go on with it "
+                "first (--resume)",
             )
         values = read_object(final)
         if came_to_nothing(folder):

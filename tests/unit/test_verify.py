@@ -331,7 +331,9 @@ def test_a_sample_that_ended_twice_counts_once(run):
 
 
 def test_a_run_that_has_not_ended_is_not_judged(tmp_path):
-    with pytest.raises(ConfigError, match=r"RUN_DIR = .*has not ended.*--resume"):
+    with pytest.raises(
+        ConfigError, match=r"RUN_DIR = .*is no run folder, or .*has not ended.*--resume"
+    ):
         verify(tmp_path)
     assert cli.main(["verify", str(tmp_path)]) == 2
 
