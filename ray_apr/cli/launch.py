@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.prompt_files import read_prompts
-from ray_apr.cli.quiet import ray_lines_in
+from ray_apr.cli.quiet import no_advice_to_delete, ray_lines_in
 from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard
@@ -52,6 +52,7 @@ JOB_METADATA = "ray_apr_run"
 """Key of a job's metadata under which Ray's table of jobs has the name of the run."""
 
 
+@no_advice_to_delete()
 def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
     """Check what a run would check, all of its prompts, and one call of each reward; start nothing.
 

@@ -50,6 +50,19 @@ def skip_daemons_lines() -> None:
 
 
 @contextlib.contextmanager
+def no_advice_to_delete() -> Iterator[None]:
+    """Have Ray Train not say that it found checkpoints where nothing is trained: it goes on to
+    advise to delete the run folder."""
+    ray_train = logging.getLogger("ray.train")
+    level = ray_train.level
+    ray_train.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        ray_train.setLevel(level)
+
+
+@contextlib.contextmanager
 def ray_lines_in(file: Path) -> Iterator[None]:
     """Have what Ray says go to a file, and to the terminal from warnings on, without progress bars
     of Ray Data.

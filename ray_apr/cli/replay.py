@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.launch import read_prompts, trainer_arguments
+from ray_apr.cli.quiet import no_advice_to_delete
 from ray_apr.cli.resume import settings_of_run
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ _SHOWN = 60
 """Characters of a prompt or a response in a line."""
 
 
+@no_advice_to_delete()
 def replay_run(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     """Train a step of a run again, from its folder, into which nothing is written.
 

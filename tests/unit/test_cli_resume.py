@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -191,6 +192,28 @@ def test_a_dry_run_shows_what_a_run_would_go_on_with(
     wrong = ["--set", "train.batch_size=9"]
     assert cli.main(["resume", str(run_dir), "--dry-run", *wrong]) == 2
     assert "train.batch_size" in capsys.readouterr().err
+
+
+def test_where_nothing_is_trained_ray_does_not_advise_to_delete_the_run(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """known fault: `replay` and a dry run showed it, where people look at a run to go on with."""
+    run_dir = begin_run(config)
+    found = logging.getLogger("ray.train.v2.checkpoint_manager")
+    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
+    caplog.set_level(logging.INFO)
+
+    def look(*_: Any, **__: Any) -> None:
+        found.info("If you meant to start a brand new training job, delete the existing folder.")
+        raise ConfigError("train.steps", 3, "none is left")
+
+    monkeypatch.setattr(launch, "make_trainer", look)
+    assert cli.main(["resume", str(run_dir), "--dry-run"]) == 2
+    monkeypatch.setattr("ray_apr.run.replaying.replay_step", look)
+    assert cli.main(["replay", str(run_dir), "--step", "0"]) == 2
+    assert "delete" not in caplog.text
+    found.info("delete, where it is trained")
+    assert "delete, where it is trained" in caplog.text
 
 
 def test_a_run_keeps_its_command_once_it_has_begun(
