@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
+from ray_apr import rewards
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import require, takes_one
@@ -69,7 +70,18 @@ def _check_code(spec: RunSpec) -> None:
         return
     if not callable(reward):
         raise ConfigError("reward", reward, "must be a function of a Sample")
+    for field, given in _rewards_of(spec).items():
+        name = getattr(given, "__name__", None)
+        if name in rewards.__all__ and getattr(rewards, name) is given:
+            remedy = f"makes rewards: give what {name}(...) returns, in YAML by a name in a file"
+            raise ConfigError(field, name, remedy)
     takes_one("reward", reward, REWARD_SIGNATURE)
+
+
+def _rewards_of(spec: RunSpec) -> dict[str, Any]:
+    """The reward of a run and those of its suites, by their settings."""
+    own = {} if spec.evaluation is None else spec.evaluation.rewards
+    return {"reward": spec.reward} | {f"evaluation.rewards.{s}": of for s, of in own.items()}
 
 
 def _check_environment(environment: Environment) -> None:
@@ -85,9 +97,8 @@ def _check_environment(environment: Environment) -> None:
 
 def _check_sent(spec: RunSpec) -> None:
     """Check that the user's code can be sent to the processes of the run."""
-    code = {name: getattr(spec, name) for name in ("reward", "environment", "group_filter")}
-    if spec.evaluation is not None:
-        code |= {f"evaluation.rewards.{s}": own for s, own in spec.evaluation.rewards.items()}
+    code = {name: getattr(spec, name) for name in ("environment", "group_filter")}
+    code |= _rewards_of(spec)
     for section, names in RULES.items():
         code |= {f"{section}.{name}": getattr(getattr(spec, section), name) for name in names}
     for name, given in code.items():

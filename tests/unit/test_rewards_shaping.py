@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ray_apr import rewards
+from ray_apr.config import EvaluationConfig
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.core.user import RewardResult
 from ray_apr.rewards import exact_match, format_reward, length_penalty, weighted_sum
 from ray_apr.rollout.scoring import RewardWorker
+from ray_apr.run.checks import check_spec
 from tests.reward_samples import round_trip, sample_of
+from tests.run_specs import run_spec
 
 
 def test_format_reward_takes_the_whole_response_or_any_part():
@@ -182,3 +186,14 @@ def test_arguments_are_checked_at_once(make, field):
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", rewards.__all__)
+def test_a_maker_in_the_place_of_a_reward_is_refused(name):
+    """known fault: it was called with each sample, and failed with all of it in its error."""
+    maker = getattr(rewards, name)
+    with pytest.raises(ConfigError, match=rf"^reward = '{name}': makes rewards: give what {name}"):
+        check_spec(run_spec(reward=maker))
+    own = EvaluationConfig(suite_column="suite", rewards={"reward": exact_match})
+    with pytest.raises(ConfigError, match=r"^evaluation\.rewards\.reward = .*makes rewards"):
+        check_spec(run_spec(reward=exact_match("answer"), evaluation=own))
