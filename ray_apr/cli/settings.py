@@ -36,7 +36,7 @@ from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of
 from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 from ray_apr.core.names import nearest
 from ray_apr.run.command import Command
-from ray_apr.run.folder import run_folder
+from ray_apr.run.folder import check_run_name, run_folder
 from ray_apr.run.model import check_model
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,8 @@ class RunFolderSettings:
                 self.storage_path,
                 "must be a folder; a URI is taken in Python, by RunConfig(storage_path=...)",
             )
-        name = "-" if self.name is None else self.name
-        if name in ("", ".", "..") or len(name.encode()) > 255 or {*name} & {"/", "\0"}:
-            raise ConfigError("run.name", name, "must be the name of one folder, without a slash")
+        if self.name is not None:
+            check_run_name("run.name", self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,16 @@ def run_folder(storage_path: str, name: str) -> Path:
     return root.expanduser().resolve() / name
 
 
+def check_run_name(setting: str, name: str) -> None:
+    """Check that a run folder can be called so; Ray Train's would be elsewhere.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if name in ("", ".", "..") or len(name.encode()) > 255 or {*name} & {"/", "\0"}:
+        raise ConfigError(setting, name, "must be the name of one folder, without a slash")
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a folder is that of a run that has begun."""
     return (folder / "metrics.jsonl").exists()

@@ -27,6 +27,7 @@ from ray_apr.core.user import Environment, GroupFilter, RewardFunction, RunCallb
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.callbacks import name_of
 from ray_apr.run.command import Command
+from ray_apr.run.folder import check_run_name
 from ray_apr.run.model import check_model, context_of
 from ray_apr.run.ray_loggers import as_run_callback
 from ray_apr.run.spec import RunSpec
@@ -109,6 +110,7 @@ class RunOptions:
         scaling = self.scaling_config or ray.train.ScalingConfig(num_workers=1)
         default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
         run = self.run_config or ray.train.RunConfig(name=default_name)
+        check_run_name("run_config.name", run.name or default_name)
         model, evaluation = check_model(self.model), self.evaluation_config
         if evaluation is not None and self.evaluation_prompts is None:
             remedy = "needs evaluation_prompts; give a dataset, or leave it out"

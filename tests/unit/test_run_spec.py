@@ -352,6 +352,13 @@ def test_the_run_folder_names_the_rewards_of_suites_and_the_trainer_gets_none(mo
     assert not workers[0]["evaluation"].rewards and workers[0]["evaluation"].every == 10
 
 
+@pytest.mark.parametrize("name", ["exp/lr1", "/abs", "..", "x" * 256])
+def test_a_name_of_more_than_one_folder_is_refused_in_python_too(model, name):
+    """known fault: of exp/lr1 the checkpoints went to exp/exp/lr1, where no command looks."""
+    with pytest.raises(ConfigError, match=r"^run_config\.name = .*the name of one folder"):
+        make_trainer(model, run_config=ray.train.RunConfig(name=name))
+
+
 def test_a_run_folder_is_here_wherever_its_storage_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_folder("s3://bucket/x", "a") == tmp_path / "runs" / "a"
