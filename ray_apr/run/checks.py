@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _DEFAULT_RESTARTS = ((-1, "controller_failure_limit"), (-1, "max_preemption_failures"))
 """Ray's own, which nobody has asked for; the run sets them to 0."""
 
+_UPLOADED = "working_dir_files"
+"""Folder of Ray's with the files that came with jobs; it goes with them."""
+
 
 def check_spec(spec: RunSpec) -> None:
     """Check a run as far as that is possible without a cluster.
@@ -36,6 +39,12 @@ def check_spec(spec: RunSpec) -> None:
     _check_sent(spec)
     _check_context(spec.rollout, context_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
+    remedy = (
+        "is in what --working-dir uploaded for a job, which Ray deletes; give the path of a folder "
+        "that stays (in YAML: run.storage_path)"
+    )
+    stays = spec.remote_storage is not None or _UPLOADED not in spec.folder.parts
+    require(stays, "run_config.storage_path", str(spec.folder.parent), remedy)
     check_restarts(spec.run, spec.train.checkpoint_every)
     check_retention(spec.run, spec.train.hours_to_keep_checkpoints)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -357,6 +358,18 @@ def test_a_name_of_more_than_one_folder_is_refused_in_python_too(model, name):
     """known fault: of exp/lr1 the checkpoints went to exp/exp/lr1, where no command looks."""
     with pytest.raises(ConfigError, match=r"^run_config\.name = .*the name of one folder"):
         make_trainer(model, run_config=ray.train.RunConfig(name=name))
+
+
+def test_a_run_folder_that_ray_deletes_with_a_jobs_files_is_refused(tmp_path, monkeypatch):
+    """known fault: `runs`, the default, is there with --working-dir; the model was lost."""
+    uploaded = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    uploaded.mkdir(parents=True)
+    monkeypatch.chdir(uploaded)
+    for path, is_refused in (("runs", True), ("s3://bucket/runs", False), (str(tmp_path), False)):
+        run = ray.train.RunConfig(name="app", storage_path=path)
+        wrong = pytest.raises(ConfigError, match=r"^run_config\.storage_path = .*Ray deletes")
+        with wrong if is_refused else contextlib.nullcontext():
+            check_spec(run_spec(reward=own_reward, run=run))
 
 
 def test_a_run_folder_is_here_wherever_its_storage_is(tmp_path, monkeypatch):
