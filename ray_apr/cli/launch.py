@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,7 @@ from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.quiet import no_advice_to_delete, ray_lines_in
 from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
-from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard
+from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard, reach
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.run.folder import check_new_folder
 from ray_apr.run.model import check_hub_model
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _PREVIEW_LIMIT_S = 60.0
 """Longest time that a dry run encodes prompts of one file."""
-_REACH_LIMIT_S = 10.0
 _STARTS = 3
 _DASHBOARD_S = 60.0
 _OBJECTS = 100_000
@@ -344,7 +342,7 @@ def _init_once(
         local |= {"include_dashboard": True, "num_cpus": settings.num_cpus}
     if runtime_env:
         local["_system_config"] = NONE_AHEAD
-    _reach(joined)
+    reach(joined)
     return init_beside_dashboard(
         address=joined or "local",
         namespace=settings.namespace,
@@ -352,17 +350,6 @@ def _init_once(
         job_config=JobConfig(metadata=metadata, runtime_env=runtime_env or None),
         **local,
     )
-
-
-def _reach(address: str | None) -> None:
-    """Knock at a cluster's door; `ray.init` would wait for minutes where nobody is.
-
-    Raises:
-        OSError: If nothing answers.
-    """
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
 
 
 def _resources_of_cluster(settings: RunSettings) -> Mapping[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ _STORAGE = "ray.train.v2._internal.execution.storage"
 _NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
 _METADATA = "ray.data._internal.execution.metadata_fetcher"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
+_REACH_LIMIT_S = 10.0
 STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -150,6 +152,22 @@ def cluster_of_this_machine() -> str | None:
     """Address of the cluster that `ray start` has last begun or joined here; None: of none."""
     address: str | None = RAY.get("find_bootstrap_address")(None)
     return address
+
+
+def reach(address: str | None) -> None:
+    """Knock at a cluster's door; `ray.init` would wait for minutes where nobody is.
+
+    Args:
+        address: As of `ray.init`; what is no host and port is left to Ray.
+
+    Raises:
+        OSError: If nothing answers.
+    """
+    if address == "auto":
+        address = cluster_of_this_machine()
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
 
 
 def begin_actors_of_train() -> None:

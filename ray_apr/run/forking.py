@@ -10,7 +10,7 @@ import atexit
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from ray_apr.compat.ray import (
     STATE_TRACKING,
     cluster_of_this_machine,
     init_beside_dashboard,
+    reach,
 )
 from ray_apr.config.engine import Device
-from ray_apr.core.exceptions import one_line
+from ray_apr.core.checks import require
+from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.serve.vllm.arguments import environment_on
 from ray_apr.serve.vllm.core_process import WITHOUT_RAY, fork_imports
 from ray_apr.serve.vllm.names import ENGINES
@@ -105,6 +107,7 @@ def init(address: str | None = None, *, device: Device = "auto", **options: Any)
         The dashboard's address as ``host:port``; None where there is none.
 
     Raises:
+        ConfigError: If the cluster to join does not answer, or has CPUs and GPUs of its own.
         Exception: What `ray.init` raises, but for what its dashboard fails of, which is logged.
     """
     import ray
@@ -116,11 +119,28 @@ def init(address: str | None = None, *, device: Device = "auto", **options: Any)
         os.environ.setdefault(STATE_TRACKING, "1")
         given["runtime_env"] = _servers_of_this_process(device)()
         given["_system_config"] = NONE_AHEAD | given.get("_system_config", {})
+    if address != "local" and not ray.is_initialized():
+        _check_joins(address, given)
     dashboard = init_beside_dashboard(address=address, **given)
     if error := dashboard.exception():
         logger.warning("this Ray has no dashboard: %s", one_line(error))
         return None
     return dashboard.result()
+
+
+def _check_joins(address: str, options: Mapping[str, Any]) -> None:
+    """Check that a cluster answers, and is asked for nothing that only one that starts here has."""
+    for name in ("num_cpus", "num_gpus"):
+        remedy = f'the cluster at {address} has its own; leave it out, or give address="local"'
+        require(options.get(name) is None, name, options.get(name), remedy)
+    try:
+        reach(address)
+    except OSError as error:
+        remedy = (
+            f'no Ray cluster can be joined there: {error}; start one, give address="local", or end '
+            "by `ray stop` what is left of one that has died"
+        )
+        raise ConfigError("address", address, remedy) from error
 
 
 @functools.cache

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from concurrent.futures import Future
 
 import pytest
 
 import ray_apr
+from ray_apr.compat import ray as ray_compat
+from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import forking
 
 FORKED = {"py_executable": "forked"}
@@ -32,6 +35,7 @@ def started(monkeypatch):
     monkeypatch.setattr(forking, "init_beside_dashboard", start)
     monkeypatch.setattr(forking, "run_fork_servers", run)
     monkeypatch.setattr(forking, "cluster_of_this_machine", lambda: None)
+    monkeypatch.setattr(forking, "reach", lambda address: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("atexit.register", lambda end: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -83,6 +87,33 @@ def test_workers_are_not_forked_where_ray_has_been_started_or_is_to_set_them_up(
     ray_apr.init(**given)
     assert calls == [{"namespace": "ray_apr", "log_to_driver": False, "address": address} | given]
     assert devices == []
+
+
+def test_a_cluster_that_has_died_is_told_at_once(started, monkeypatch):
+    """known fault: of one that `ray start` had begun, `ray.init` waited for minutes."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(forking, "reach", ray_compat.reach)
+    for module in (forking, ray_compat):
+        monkeypatch.setattr(module, "cluster_of_this_machine", lambda: address)
+    for given in ({}, {"address": "auto"}):
+        with pytest.raises(ConfigError, match=r"^address = .*no Ray cluster can be joined there"):
+            ray_apr.init(**given)
+    ray_apr.init("local")
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    ray_apr.init(ignore_reinit_error=True)
+    assert [given["address"] for given in started[0]] == ["local", address]
+
+
+@pytest.mark.parametrize("name", ["num_cpus", "num_gpus"])
+def test_a_cluster_that_is_joined_has_its_own_cpus(started, monkeypatch, name):
+    """known fault: Ray's error named neither the cluster nor how to start one beside it."""
+    monkeypatch.setattr(forking, "cluster_of_this_machine", lambda: "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=rf'^{name} = 4: the cluster at 10.*address="local"'):
+        ray_apr.init(**{name: 4})
+    ray_apr.init("local", **{name: 4})
+    assert len(started[0]) == 1
 
 
 def test_a_ray_without_its_dashboard_is_one_all_the_same(started, monkeypatch, caplog):

@@ -19,6 +19,7 @@ import ray
 
 from ray_apr.cli import launch
 from ray_apr.cli.settings import RaySettings
+from ray_apr.compat import ray as ray_compat
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError, Stopped
 from ray_apr.data.encoding import LengthLimit
@@ -85,7 +86,8 @@ def test_the_table_of_jobs_has_the_name_of_the_run(inits):
     assert inits[0]["job_config"].metadata == {"ray_apr_run": "a-run"}
 
 
-def test_an_address_is_joined(inits):
+def test_an_address_is_joined(inits, monkeypatch):
+    monkeypatch.setattr(ray_compat, "cluster_of_this_machine", lambda: None)
     with socket.socket() as cluster:
         cluster.bind(("127.0.0.1", 0))
         cluster.listen()
@@ -96,6 +98,9 @@ def test_an_address_is_joined(inits):
         launch._init_ray(RaySettings(address=address))
     launch._init_ray(RaySettings(address="auto"))
     assert [init["address"] for init in inits] == [address, "auto"]
+    monkeypatch.setattr(ray_compat, "cluster_of_this_machine", lambda: address)
+    with pytest.raises(ConfigError, match=r"ray\.address = 'auto': no Ray cluster can be joined"):
+        launch._init_ray(RaySettings(address="auto"))
 
 
 def test_auto_without_a_cluster_is_refused(inits, monkeypatch):
