@@ -105,6 +105,23 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
     assert "KeyError" in str(error)
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_an_exception_is_told_with_its_line(score, awaits, is_part):
+    """known fault: a KeyError of a long reward did not say where, but in a dry run."""
+
+    def plain(sample):
+        return sample.row["anser"]
+
+    async def awaited(sample):
+        return plain(sample)
+
+    reward = awaited if awaits else plain
+    error, _ = score(weighted_sum({"right": (1.0, reward)}) if is_part else reward)
+    line = plain.__code__.co_firstlineno + 1
+    assert str(error).endswith(f"raised: KeyError: 'anser' (test_scoring.py, line {line})")
+
+
 @pytest.mark.parametrize("end", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
 @pytest.mark.parametrize("awaits", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])
