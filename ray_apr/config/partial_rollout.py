@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ray_apr.core.checks import (
+    answers_at_once,
     at_least,
     from_mapping,
     of_type,
@@ -266,3 +267,4 @@ class PartialRolloutConfig:
             require(rule in known, field, rule, remedy)
             return
         takes_one(field, rule, "must take one argument")
+        answers_at_once(field, rule)

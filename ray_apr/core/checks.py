@@ -124,6 +124,18 @@ def takes_one(field: str, function: Any, remedy: str) -> None:
         raise ConfigError(field, name, f"{remedy}: {error}") from error
 
 
+def answers_at_once(field: str, function: Any) -> None:
+    """Check that code of the user's is not async, where nobody would wait for its answer.
+
+    Args:
+        field: Dotted name of the setting.
+        function: The code.
+    """
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    name = getattr(function, "__qualname__", function)
+    require(not is_async, field, name, "must not be async: nobody would wait for its answer")
+
+
 def from_mapping(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     """Build a config of class `cls` from a mapping, naming unknown keys.
 

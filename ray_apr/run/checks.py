@@ -10,7 +10,7 @@ from ray import cloudpickle
 from ray_apr import rewards
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.ranks import RankRange
-from ray_apr.core.checks import require, takes_one
+from ray_apr.core.checks import answers_at_once, require, takes_one
 from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
@@ -56,6 +56,7 @@ def _check_code(spec: RunSpec) -> None:
         remedy = "must be a function of a group's samples that returns whether it is kept"
         require(callable(spec.group_filter), "group_filter", spec.group_filter, remedy)
         takes_one("group_filter", spec.group_filter, remedy)
+        answers_at_once("group_filter", spec.group_filter)
     if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
         remedy = 'must be "vllm" or a function here; its name is taken in YAML'
         raise ConfigError("rollout.engine.factory", rollout.engine.factory, remedy)

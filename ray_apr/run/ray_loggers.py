@@ -8,6 +8,7 @@ from typing import Any
 
 import ray.train
 
+from ray_apr.core.checks import answers_at_once
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunCallback, RunInfo
@@ -22,9 +23,11 @@ def as_run_callback(given: Any) -> RunCallback:
 
     Raises:
         ConfigError: If it is neither a `RunCallback` nor a logger callback of Ray's, or one that
-            was not tried outside of Ray Tune.
+            was not tried outside of Ray Tune, or a method of it is async.
     """
     if isinstance(given, RunCallback):
+        for name in (name for name in vars(RunCallback) if name.startswith("on_")):
+            answers_at_once("callbacks", getattr(given, name))
         return given
     from ray.tune.logger import LoggerCallback
 

@@ -254,3 +254,17 @@ def test_what_is_no_callback_is_refused(tmp_path):
         RunOptions(model="a/b", prompts=None, callbacks=[print])
     with pytest.raises(ConfigError, match=r"callbacks .*must have a `name` of their own"):
         RunOptions(model="a/b", prompts=None, callbacks=[Told(), Told()])
+
+
+@pytest.mark.parametrize(
+    "name", ["on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end"]
+)
+def test_a_callback_that_nobody_would_wait_for_is_refused(name):
+    """known fault: the method was called, and never ran."""
+
+    async def method(self, *_):
+        raise AssertionError("it never runs")
+
+    mine = type("Mine", (RunCallback,), {name: method})()
+    with pytest.raises(ConfigError, match=r"^callbacks = .*method': must not be async"):
+        RunOptions(model="a/b", prompts=None, callbacks=[mine])

@@ -552,6 +552,17 @@ def test_rules_of_the_users_take_one_argument(name):
         PartialRolloutConfig(**{name: lambda: 1})
 
 
+class AsyncRule:
+    async def __call__(self, given):
+        return given
+
+
+@pytest.mark.parametrize("name", ["admission", "resume_order"])
+def test_rules_of_the_users_are_not_async(name):
+    with pytest.raises(ConfigError, match=rf"partial_rollout\.{name} = .*must not be async"):
+        PartialRolloutConfig(**{name: AsyncRule()})
+
+
 @pytest.mark.parametrize(("transport", "use_gpu"), [("nccl", False), ("gloo", True)])
 def test_a_transport_that_does_not_fit_the_train_workers_is_refused(transport, use_gpu):
     sections = Sections(train=TrainConfig(weight_transport=transport))

@@ -215,6 +215,17 @@ def test_a_reward_of_other_arguments_is_refused_with_the_right_ones(reward, why)
         check_spec(run_spec(reward=own_reward, group_filter=reward))
 
 
+def test_a_filter_that_nobody_would_wait_for_is_refused():
+    """known fault: an async filter kept all groups, as what it returns is true whatever it says."""
+
+    async def keep(group):
+        return False
+
+    for own in (keep, functools.partial(keep)):
+        with pytest.raises(ConfigError, match=r"^group_filter = .*must not be async"):
+            check_spec(run_spec(reward=own_reward, group_filter=own))
+
+
 @pytest.mark.parametrize("more", [{}, {"scale": 2.0}])
 def test_a_reward_may_have_more_arguments_of_its_own(more):
     def reward(sample, scale=1.0, **kwargs):
