@@ -18,8 +18,9 @@ def turn_rules(environment: Environment | None, max_turns: int | None) -> TurnRu
     """Rules of a run with this environment; None without one."""
     if environment is None:
         return None
-    reset = getattr(type(environment), "reset", None)
-    return TurnRules(resets=reset not in (None, Environment.reset), max_turns=max_turns)
+    reset = getattr(environment, "reset", None)  # perhaps that of another one, which it wraps
+    resets = callable(reset) and getattr(reset, "__func__", reset) is not Environment.reset
+    return TurnRules(resets=resets, max_turns=max_turns)
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -98,7 +98,7 @@ def _check_environment(environment: Environment) -> None:
     """Check that an environment answers turns, as a run calls it."""
     remedy = "must be an object that has a method step(sample) -> Step"
     step = getattr(environment, "step", None)
-    has_own = getattr(type(environment), "step", None) is not Environment.step
+    has_own = getattr(step, "__func__", step) is not Environment.step
     require(callable(step) and has_own, "environment", environment, remedy)
     takes_one("environment", step, remedy)
     if callable(reset := getattr(environment, "reset", None)):

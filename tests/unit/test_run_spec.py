@@ -298,6 +298,7 @@ class OtherReset(Game):
     ("environment", "why"),
     [
         (Misspelt(), "has a method step"),
+        (SimpleNamespace(step=Misspelt().step), "has a method step"),  # wraps it
         (OtherStep(), "has a method step.*missing a required argument: 'response'"),
         (OtherReset(), r"must have reset\(sample\).*too many positional arguments"),
         (Game, "must be an object.*missing a required argument: 'sample'"),

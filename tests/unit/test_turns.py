@@ -380,5 +380,8 @@ def test_rules_follow_from_the_environment():
     assert turn_rules(None, None) is None
     assert turn_rules(Silent(), 3) == TurnRules(resets=False, max_turns=3)
     assert turn_rules(Speaks(), None) == TurnRules(resets=True)
+    for own, resets in ((Silent(), False), (Speaks(), True)):  # known fault: never asked before
+        wraps = types.SimpleNamespace(step=own.step, reset=own.reset)  # or by __getattr__
+        assert turn_rules(wraps, None) == TurnRules(resets=resets)
     duck = types.SimpleNamespace(step=lambda sample: Step(done=True))
     assert turn_rules(duck, None) == TurnRules(resets=False), "a protocol, not a base class"
