@@ -8,7 +8,7 @@ from typing import Any
 
 import ray.train
 
-from ray_apr.core.checks import answers_at_once
+from ray_apr.core.checks import answers_at_once, require
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunCallback, RunInfo
@@ -26,7 +26,10 @@ def as_run_callback(given: Any) -> RunCallback:
             was not tried outside of Ray Tune, or a method of it is async.
     """
     if isinstance(given, RunCallback):
-        for name in (name for name in vars(RunCallback) if name.startswith("on_")):
+        known = [name for name in vars(RunCallback) if name.startswith("on_")]
+        for name in (name for name in dir(given) if name.startswith("on_")):
+            remedy = f"has {name}, which nobody calls; those that are called are {', '.join(known)}"
+            require(name in known, "callbacks", type(given).__qualname__, remedy)
             answers_at_once("callbacks", getattr(given, name))
         return given
     from ray.tune.logger import LoggerCallback

@@ -268,3 +268,16 @@ def test_a_callback_that_nobody_would_wait_for_is_refused(name):
     mine = type("Mine", (RunCallback,), {name: method})()
     with pytest.raises(ConfigError, match=r"^callbacks = .*method': must not be async"):
         RunOptions(model="a/b", prompts=None, callbacks=[mine])
+
+
+def test_a_callback_with_a_method_that_nobody_calls_is_refused():
+    """known fault: `on_step_end`, as other libraries call it, never ran, without a word."""
+
+    class Mine(Told):
+        def on_step_end(self, row):
+            raise AssertionError("it never runs")
+
+    with pytest.raises(
+        ConfigError, match=r"Mine': has on_step_end, .* called are on_start, on_step, "
+    ):
+        RunOptions(model="a/b", prompts=None, callbacks=[Mine()])
