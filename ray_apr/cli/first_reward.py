@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_apr.config import RolloutConfig
+from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line, raised_at
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
@@ -67,35 +67,40 @@ class Called:
 def rewards_of(
     settings: RunSettings, rows: Mapping[str, PromptRows], spec: RunSpec
 ) -> Iterator[Called]:
-    """The reward of a run and those of its suites, each with the first prompt that it is for.
+    """The reward of a run and those of its suites, each with the first prompt that it is for, and
+    that of the run with the first held-out one of each suite that has none of its own, too.
 
     Args:
         settings: Of the run.
         rows: Prompts, by their setting.
         spec: Of the run.
     """
-    if settings.reward is not None and spec.reward is not None:
-        yield Called(
-            setting="reward",
-            name=settings.reward,
-            reward=spec.reward,
-            row=rows["prompts"].row(0),
-            place=rows["prompts"].place(0) or "prompts[0]",
-        )
-    evaluation = spec.evaluation
-    if evaluation is None or not evaluation.rewards or evaluation.suite_column is None:
-        return
-    held_out = rows["evaluation.prompts"]
-    suites = [str(suite) for suite in held_out.column(evaluation.suite_column)]
-    for suite, reward in evaluation.rewards.items():
-        index = suites.index(suite)
-        yield Called(
-            setting=f"evaluation.rewards.{suite}",
-            name=settings.evaluation_rewards[suite],
-            reward=reward,
-            row=held_out.row(index),
-            place=held_out.place(index) or f"evaluation.prompts[{index}]",
-        )
+    own = {} if spec.evaluation is None else spec.evaluation.rewards
+    for setting, prompts in rows.items():
+        for suite, index in _firsts(prompts, setting, spec.evaluation).items():
+            is_own = suite in own
+            reward = own[suite] if is_own else spec.reward
+            name = settings.evaluation_rewards[suite] if is_own else settings.reward
+            if reward is not None and name is not None:
+                yield Called(
+                    setting=f"evaluation.rewards.{suite}" if is_own else "reward",
+                    name=name,
+                    reward=reward,
+                    row=prompts.row(index),
+                    place=prompts.place(index) or f"{setting}[{index}]",
+                )
+
+
+def _firsts(
+    prompts: PromptRows, setting: str, evaluation: EvaluationConfig | None
+) -> dict[str, int]:
+    """The first row of each suite, in their order; "" is all of those that have no suites."""
+    if setting == "prompts":
+        return {"": 0}
+    if evaluation is None or evaluation.suite_column is None:
+        return {} if evaluation is None else {"": 0}
+    suites = [str(suite) for suite in prompts.column(evaluation.suite_column)]
+    return {suite: suites.index(suite) for suite in dict.fromkeys(suites)}
 
 
 def call_rewards(
@@ -120,10 +125,15 @@ def call_rewards(
         return []
     tokenizer = with_template_kwargs(tokenizer, spec.rollout.chat_template_kwargs)
     warnings = []
+    left: set[str] = set()
+    """What was not called, or did not answer: it is told once."""
     for called in rewards:
         said = f"{called.setting}: {called.name}"
+        if said in left:
+            continue
         if spec.environment is not None:
             tell(f"{said} is not called by a dry run, as it reads what an environment said")
+            left.add(said)
             continue
         sample = _first_sample(called.row, tokenizer, spec.rollout)
         call = _Call(called.reward, sample)
@@ -131,6 +141,8 @@ def call_rewards(
         call.run(limit_s)
         column, text = _answer_of(called.row)
         shown = f"response {text[:_MOST_SHOWN]!r}{column and f', its {column},'} to {called.place}"
+        if call.result is None:
+            left.add(said)
         if call.would is not None:
             tell(f"{said} is not called by a dry run, as it {call.would}")
             if call.unset_key is not None:

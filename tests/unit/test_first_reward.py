@@ -177,8 +177,9 @@ def test_the_reward_of_a_suite_is_called_for_its_first_prompt():
         config = EvaluationConfig(suite_column="suite", rewards={"hard": own})
         return call(lambda sample: 1.0, evaluation=config)
 
-    (_, told), warnings = evaluated(lambda sample: 0.5 * (sample.row["suite"] == "hard"))
+    (_, easy, told), warnings = evaluated(lambda sample: 0.5 * (sample.row["suite"] == "hard"))
     name = "evaluation.rewards.hard"
+    assert easy == "reward: task.py:reward gives 1 for the response '' to evaluation.prompts[0]"
     assert (told, warnings) == (
         f"{name}: own.py:own gives 0.5 for the response '' to evaluation.prompts[1]",
         [],
@@ -186,3 +187,15 @@ def test_the_reward_of_a_suite_is_called_for_its_first_prompt():
     with pytest.raises(ConfigError, match="ZeroDivisionError") as refused:
         evaluated(lambda sample: 1 / 0)
     assert refused.value.field == name
+
+
+@pytest.mark.parametrize("config", [{}, {"suite_column": "suite"}])
+def test_a_reward_that_held_out_prompts_have_no_column_for_is_refused(config):
+    """known fault: the dry run said nothing, and each evaluation of the run failed."""
+    evaluation = EvaluationConfig(**config)
+    with pytest.raises(
+        ConfigError, match=r"^reward = .*KeyError: 'answer'.*evaluation\.prompts\[0"
+    ):
+        call(lambda sample: float(sample.row["answer"]), evaluation=evaluation)
+    told, warnings = call(JUDGE, evaluation=evaluation)
+    assert (len(told), warnings) == (1, []), "what is not called is told once"
