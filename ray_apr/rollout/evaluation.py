@@ -104,6 +104,8 @@ class Evaluator:
         self._no_engine: EngineUnavailableError | None = None
         """What a call met with last, where none has answered for too long."""
         self._num_ended = 0
+        self._error = ""
+        """Why a response failed last, in the evaluation that goes on."""
         """Calls and responses that have ended."""
 
     async def connect(self) -> None:
@@ -167,7 +169,7 @@ class Evaluator:
         Raises:
             NoEngineError: If no engine has answered for ``rollout.engine.stall_timeout_s``.
         """
-        begin, self._no_engine = time.monotonic(), None
+        begin, self._no_engine, self._error = time.monotonic(), None, ""
         slots = asyncio.Semaphore(self._config.max_inflight)
         samples = await asyncio.gather(
             *(
@@ -188,6 +190,8 @@ class Evaluator:
         if self._config.suite_column is not None:
             row["suites"] = by_suite(samples, self._suites, self._config)
         row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
+        if self._error:
+            row["error"] = self._error
         suites = [{"suite": name} for name in self._suites] or [{}] * len(samples)
         rows = [
             sample_row(policy_version, sample) | suite
@@ -265,6 +269,7 @@ class Evaluator:
             result = result or await self._scorer.score(sample)
             self._num_ended += 1
         except (RolloutError, UserCodeError) as error:
+            self._error = one_line(error)
             logger.warning("evaluation of %s failed: %s", sample.sample_id, error)
             return None
         return replace(sample, reward=result.reward)

@@ -41,6 +41,7 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     suites = (row.get("suites") or {}).items()
     parts = [evaluated(row), *(f"{name} {evaluated(of_suite)}" for name, of_suite in suites)]
     failed = f" │ {row['num_failed']} failed" if row.get("num_failed") else ""
+    failed += f"; the last: {row['error']}" if "error" in row else ""
     return f"held-out prompts, version {row['policy_version']} │ {' │ '.join(parts)}{failed}"
 
 

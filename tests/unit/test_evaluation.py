@@ -23,6 +23,7 @@ from ray_apr.core.user import RewardResult, Step
 from ray_apr.rollout import evaluation as module
 from ray_apr.rollout.evaluated import pass_at_k, summarize
 from ray_apr.rollout.evaluation import Evaluator
+from ray_apr.run.evaluations import evaluation_line
 from ray_apr.scheduling.live import TurnRules
 from tests.fakes import FIRST_OBSERVED, FIRST_TOKEN, ScriptedEngine
 
@@ -193,6 +194,20 @@ async def test_failures_are_counted_and_in_no_mean(make):
     row = await evaluator.evaluate(0)
     assert (row["num_samples"], row["num_failed"]) == (2, 2)
     assert row["reward_mean"] == pytest.approx(0.75)
+
+
+async def test_why_responses_failed_is_told(make):
+    """known fault: "no reward, 4 failed" was all that was said of a reward that raised."""
+    rewards = {"0-0": RewardError("0-0", "raised", "no judge")}
+    evaluator, kept = make(ScriptedEngine(auto=1), scorer=FakeScorer(rewards), at_start=False)
+    await evaluator.start(0)
+    row = await evaluator.evaluate(0)
+    assert kept["evaluation"][0]["error"] == "reward of sample 0-0 raised: no judge"
+    assert evaluation_line(row).endswith(
+        "│ 1 failed; the last: reward of sample 0-0 raised: no judge"
+    )
+    rewards.clear()
+    assert "error" not in await evaluator.evaluate(1), "it is not that of the one before"
 
 
 async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, monkeypatch):
