@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -54,9 +55,11 @@ RAY = PrivateNames(
         "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
         "Node": "ray._private.node",
         "find_bootstrap_address": "ray._private.services",
+        "get_ray_address_from_environment": "ray._private.services",
     },
     members={
         "find_bootstrap_address": "(temp_dir)",
+        "get_ray_address_from_environment": "(addr,temp_dir)",
         "Deployment": "options(name,version,_internal)",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
@@ -164,7 +167,8 @@ def reach(address: str | None) -> None:
         OSError: If nothing answers.
     """
     if address == "auto":
-        address = cluster_of_this_machine()
+        with contextlib.suppress(ConnectionError):  # there is none, as Ray will say
+            address = RAY.get("get_ray_address_from_environment")(address, None)
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()

@@ -8,6 +8,7 @@ import socket
 from concurrent.futures import Future
 
 import pytest
+from ray._private import services
 
 import ray_apr
 from ray_apr.compat import ray as ray_compat
@@ -95,8 +96,9 @@ def test_a_cluster_that_has_died_is_told_at_once(started, monkeypatch):
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setattr(forking, "reach", ray_compat.reach)
-    for module in (forking, ray_compat):
-        monkeypatch.setattr(module, "cluster_of_this_machine", lambda: address)
+    monkeypatch.setattr(forking, "cluster_of_this_machine", lambda: address)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: address)
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
     for given in ({}, {"address": "auto"}):
         with pytest.raises(ConfigError, match=r"^address = .*no Ray cluster can be joined there"):
             ray_apr.init(**given)
