@@ -38,6 +38,7 @@ from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
 from ray_apr.core.user import RewardResult
 from ray_apr.rollout.evaluated import by_suite, sample_row, summarize
+from ray_apr.rollout.failures import told
 from ray_apr.rollout.scoring import Scorer
 from ray_apr.rollout.turns import decode, encode_step, with_texts
 from ray_apr.scheduling.live import TurnRules
@@ -104,9 +105,9 @@ class Evaluator:
         self._no_engine: EngineUnavailableError | None = None
         """What a call met with last, where none has answered for too long."""
         self._num_ended = 0
+        """Calls and responses that have ended."""
         self._error = ""
         """Why a response failed last, in the evaluation that goes on."""
-        """Calls and responses that have ended."""
 
     async def connect(self) -> None:
         """Connect to the servers, which run."""
@@ -269,7 +270,7 @@ class Evaluator:
             result = result or await self._scorer.score(sample)
             self._num_ended += 1
         except (RolloutError, UserCodeError) as error:
-            self._error = one_line(error)
+            self._error = told(error, sample.sample_id)
             logger.warning("evaluation of %s failed: %s", sample.sample_id, error)
             return None
         return replace(sample, reward=result.reward)

@@ -210,6 +210,19 @@ async def test_why_responses_failed_is_told(make):
     assert "error" not in await evaluator.evaluate(1), "it is not that of the one before"
 
 
+async def test_why_responses_failed_is_told_as_of_dropped_groups(make):
+    """known fault: an error with the whole response in it filled the terminal, and one of an engine
+    said neither what it was nor of which sample."""
+    rewards = {"0-0": RewardError("0-0", "raised", "so long " * 1000)}
+    evaluator, _ = make(ScriptedEngine(auto=1), scorer=FakeScorer(rewards), at_start=False)
+    await evaluator.start(0)
+    assert len((await evaluator.evaluate(0))["error"]) == 500
+    rewards["0-0"] = RolloutError("no such token")
+    row = await evaluator.evaluate(1)
+    assert row["error"].endswith(": RolloutError: no such token")
+    assert row["error"].startswith("sample evaluation-1-")
+
+
 async def test_responses_wait_for_an_engine_that_is_gone_and_not_for_ever(make, monkeypatch):
     monkeypatch.setattr(module, "_ENGINE_PAUSE_S", 0.001)
     engine = ScriptedEngine(auto=1)
