@@ -139,7 +139,8 @@ def called(function: Callable[[Sample], Any], sample: Sample) -> Any:
     try:
         return function(sample)
     except StopIteration as error:
-        raise RuntimeError("raised StopIteration; give next() a default") from error
+        raised = RuntimeError("raised StopIteration; give next() a default")
+        raise raised.with_traceback(error.__traceback__) from error  # where it was raised
 
 
 def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:

@@ -90,7 +90,7 @@ class RewardWorker:
             if isinstance(error, failure):
                 raise
             where, _ = raised_at(error)
-            detail = f"{type(error).__name__}: {error} ({where})"
+            detail = f"{type(error).__name__} ({where}): {error}"
             raise failure(sample.sample_id, "raised", detail) from error
         return as_result(sample, value) if what == "score" else _checked_step(sample, value)
 

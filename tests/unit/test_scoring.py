@@ -21,6 +21,7 @@ from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardResult, Step
 from ray_apr.rewards import weighted_sum
 from ray_apr.rollout import scoring
+from ray_apr.rollout.failures import told
 from ray_apr.rollout.scoring import RewardWorker, Scorer
 from tests.fakes import unless_dead
 
@@ -119,7 +120,18 @@ def test_an_exception_is_told_with_its_line(score, awaits, is_part):
     reward = awaited if awaits else plain
     error, _ = score(weighted_sum({"right": (1.0, reward)}) if is_part else reward)
     line = plain.__code__.co_firstlineno + 1
-    assert str(error).endswith(f"raised: KeyError: 'anser' (test_scoring.py, line {line})")
+    assert str(error).endswith(f"raised: KeyError (test_scoring.py, line {line}): 'anser'")
+
+
+def test_a_long_error_is_told_with_its_line_too(score):
+    """known fault: the line came last, and was cut off of what a row of dropped.jsonl has."""
+
+    def reward(sample):
+        raise ValueError("so long " * 1000)
+
+    error, _ = score(reward)
+    line = reward.__code__.co_firstlineno + 1
+    assert f"ValueError (test_scoring.py, line {line}): so long" in told(error, "")
 
 
 @pytest.mark.parametrize("end", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
@@ -146,10 +158,11 @@ def test_a_plain_function_that_raises_stop_iteration_has_raised(score, is_part):
     def reward(sample):
         return next(word for word in sample.response_text.split() if word == "answer")
 
+    where = f"test_scoring.py, line {reward.__code__.co_firstlineno + 1}"
     reward = weighted_sum({"first": (1.0, reward)}) if is_part else reward
     error, workers = score(reward, timeout_s=2, retries=0)
     assert (error.kind, workers) == ("raised", 1)
-    assert "RuntimeError: raised StopIteration; give next() a default" in str(error)
+    assert f"RuntimeError ({where}): raised StopIteration; give next() a default" in str(error)
 
 
 def test_a_reward_error_of_the_function_is_passed_on_as_it_is(score):
