@@ -23,14 +23,20 @@ def as_run_callback(given: Any) -> RunCallback:
 
     Raises:
         ConfigError: If it is neither a `RunCallback` nor a logger callback of Ray's, or one that
-            was not tried outside of Ray Tune, or a method of it is async.
+            was not tried outside of Ray Tune, or a method of it is async or called by no run.
     """
     if isinstance(given, RunCallback):
         known = [name for name in vars(RunCallback) if name.startswith("on_")]
-        for name in (name for name in dir(given) if name.startswith("on_")):
-            remedy = f"has {name}, which nobody calls; those that are called are {', '.join(known)}"
-            require(name in known, "callbacks", type(given).__qualname__, remedy)
-            answers_at_once("callbacks", getattr(given, name))
+        own = [cls for cls in type(given).__mro__ if issubclass(cls, RunCallback)]
+        for name in (name for cls in own for name in vars(cls) if name.startswith("on_")):
+            method = getattr(given, name)
+            remedy = (
+                f"has {name}, which no run calls; those that are called are {', '.join(known)}; "
+                "rename one that you call yourself"
+            )
+            is_called = name in known or not callable(method)
+            require(is_called, "callbacks", type(given).__qualname__, remedy)
+            answers_at_once("callbacks", method)
         return given
     from ray.tune.logger import LoggerCallback
 

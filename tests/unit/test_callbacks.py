@@ -18,6 +18,7 @@ from ray_apr.run import callbacks as callbacks_module
 from ray_apr.run.callbacks import Followed, followed_by
 from ray_apr.run.folder import add_row
 from ray_apr.run.options import RunOptions
+from ray_apr.run.ray_loggers import as_run_callback
 from tests.run_specs import run_spec
 
 
@@ -281,3 +282,22 @@ def test_a_callback_with_a_method_that_nobody_calls_is_refused():
         ConfigError, match=r"Mine': has on_step_end, .* called are on_start, on_step, "
     ):
         RunOptions(model="a/b", prompts=None, callbacks=[Mine()])
+
+
+def test_what_a_callback_has_for_others_than_a_run_is_no_fault():
+    """known fault: an attribute, a function that the callback was given, and methods of another
+    library's base class, which that library calls, were refused as those that nobody calls."""
+
+    class OfAnotherLibrary:
+        def on_epoch_end(self):
+            raise AssertionError("no run calls it")
+
+    class Mine(Told, OfAnotherLibrary):
+        on_gpu = True
+
+        def __init__(self):
+            super().__init__()
+            self.on_best = print
+
+    mine = Mine()
+    assert as_run_callback(mine) is mine
