@@ -78,7 +78,7 @@ def rewards_of(
     own = {} if spec.evaluation is None else spec.evaluation.rewards
     for setting, prompts in rows.items():
         for suite, index in _firsts(prompts, setting, spec.evaluation).items():
-            is_own = suite in own
+            is_own = setting != "prompts" and suite in own
             reward = own[suite] if is_own else spec.reward
             name = settings.evaluation_rewards[suite] if is_own else settings.reward
             if reward is not None and name is not None:

@@ -31,12 +31,14 @@ LINES = [Origin(name="sums.jsonl", num_rows=2, lines=[1, 3])]
 JUDGE = llm_judge("{response}", base_url="http://127.0.0.1:9", model="m")
 
 
-def call(reward, rows=ROWS, **spec):
+def call(reward, rows=ROWS, suites=("easy", "hard", "hard"), **spec):
     """What is told, and the warnings."""
     told: list[str] = []
     spec = run_spec(**{"model": MODEL, "reward": reward} | spec)
-    settings = SimpleNamespace(reward="task.py:reward", evaluation_rewards={"hard": "own.py:own"})
-    held_out = PromptRows([{"suite": name, "prompt": "1+1="} for name in ("easy", "hard", "hard")])
+    settings = SimpleNamespace(
+        reward="task.py:reward", evaluation_rewards=dict.fromkeys(suites, "own.py:own")
+    )
+    held_out = PromptRows([{"suite": name, "prompt": "1+1="} for name in suites])
     prompts = {"prompts": PromptRows(rows, LINES), "evaluation.prompts": held_out}
     warnings = call_rewards(rewards_of(settings, prompts, spec), spec, told.append)
     return told, warnings
@@ -187,6 +189,17 @@ def test_the_reward_of_a_suite_is_called_for_its_first_prompt():
     with pytest.raises(ConfigError, match="ZeroDivisionError") as refused:
         evaluated(lambda sample: 1 / 0)
     assert refused.value.field == name
+
+
+def test_the_reward_of_a_suite_without_a_name_is_not_that_of_the_run():
+    """known fault: it was called for the prompts, too, and the reward of the run never."""
+    own = EvaluationConfig(suite_column="suite", rewards={"": lambda sample: 0.5})
+    told, _ = call(lambda sample: 1.0, suites=("easy", ""), evaluation=own)
+    assert [line.partition(" for ")[0] for line in told] == [
+        "reward: task.py:reward gives 1",
+        "reward: task.py:reward gives 1",
+        "evaluation.rewards.: own.py:own gives 0.5",
+    ]
 
 
 @pytest.mark.parametrize("config", [{}, {"suite_column": "suite"}])
