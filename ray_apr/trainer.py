@@ -118,9 +118,10 @@ class APRTrainer(RunOptions):
         Raises:
             ConfigError: If there is no run, or it has trained all of its steps.
         """
-        storage, _, name = str(path).rstrip("/").rpartition("/")
+        folder = str(path if "://" in str(path) else Path(path).expanduser().resolve())
+        storage, _, name = folder.rstrip("/").rpartition("/")
         run = arguments.pop("run_config", None) or ray.train.RunConfig()
-        run = dataclasses.replace(run, name=name, storage_path=storage or ".")
+        run = dataclasses.replace(run, name=name, storage_path=storage or "/")
         trainer = cls(**arguments, run_config=run)
         if not find_begin(trainer.spec, holds=False).is_resumed:
             raise ConfigError("path", str(path), "holds no run to go on with")

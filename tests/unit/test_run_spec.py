@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray.train
 import ray.tune
 
+from ray_apr import trainer as trainer_module
 from ray_apr.config import (
     AlgorithmConfig,
     EvaluationConfig,
@@ -370,6 +372,27 @@ def test_a_name_of_more_than_one_folder_is_refused_in_python_too(model, name):
     """known fault: of exp/lr1 the checkpoints went to exp/exp/lr1, where no command looks."""
     with pytest.raises(ConfigError, match=r"^run_config\.name = .*the name of one folder"):
         make_trainer(model, run_config=ray.train.RunConfig(name=name))
+
+
+@pytest.mark.parametrize("path", [".", "../mine", "../mine/", Path(), "/mine", "s3://runs/mine"])
+def test_a_run_is_restored_from_within_its_folder(model, tmp_path, monkeypatch, path):
+    """known fault: "." was refused as `run_config.name`, which nobody had given."""
+    specs = []
+
+    def find(spec, **_):
+        specs.append(spec)
+        return SimpleNamespace(is_resumed=True)
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.setattr(trainer_module, "find_begin", find)
+    prompts = PromptRows([{"prompt": [1]}])
+    rollout = RolloutConfig(max_response_tokens=16)
+    APRTrainer.restore(
+        path, model=model, prompts=prompts, reward=own_reward, rollout_config=rollout
+    )
+    storage = {"/mine": "/", "s3://runs/mine": "s3://runs"}.get(str(path), str(tmp_path))
+    assert (specs[-1].name, specs[-1].run.storage_path) == ("mine", storage)
 
 
 def test_a_run_folder_that_ray_deletes_with_a_jobs_files_is_refused(tmp_path, monkeypatch):
