@@ -164,14 +164,20 @@ def reach(address: str | None) -> None:
         address: As of `ray.init`; what is no host and port is left to Ray.
 
     Raises:
-        OSError: If nothing answers.
+        ConnectionError: If nothing answers.
     """
     if address == "auto":
         with contextlib.suppress(ConnectionError):  # there is none, as Ray will say
             address = RAY.get("get_ray_address_from_environment")(address, None)
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_LIMIT_S).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"{address} does not answer ({error}); `ray stop` ends what is left of a cluster "
+                "of this machine that has died"
+            ) from error
 
 
 def begin_actors_of_train() -> None:

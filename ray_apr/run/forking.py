@@ -135,11 +135,8 @@ def _check_joins(address: str, options: Mapping[str, Any]) -> None:
         require(options.get(name) is None, name, options.get(name), remedy)
     try:
         reach(address)
-    except OSError as error:
-        remedy = (
-            f'no Ray cluster can be joined there: {error}; start one, give address="local", or end '
-            "by `ray stop` what is left of one that has died"
-        )
+    except ConnectionError as error:
+        remedy = f'no Ray cluster can be joined there: {error}; or give address="local"'
         raise ConfigError("address", address, remedy) from error
 
 

@@ -101,7 +101,8 @@ def test_an_address_is_joined(inits, monkeypatch):
     launch._init_ray(RaySettings(address="auto"))
     assert [init["address"] for init in inits] == [address, "auto"]
     monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: address)
-    with pytest.raises(ConfigError, match=r"ray\.address = 'auto': no Ray cluster can be joined"):
+    said = rf"ray\.address = 'auto': no Ray cluster can be joined there: {address} .*`ray stop`"
+    with pytest.raises(ConfigError, match=said):  # known fault: it named neither
         launch._init_ray(RaySettings(address="auto"))
 
 
