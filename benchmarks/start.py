@@ -101,15 +101,17 @@ def figures(folder: Path, first_step: float, end: float) -> dict[str, float]:
 
     Returns:
         Seconds since the command: until Ray runs and the run begins, the engines are ready, the
-        first request is under way, the first step has ended, and the command has.
+        first request is under way, the first step has ended, the last one has, and the command has.
     """
     spans = read_rows(folder / "timeline.jsonl")
-    begin = first_step - read_rows(folder / "metrics.jsonl")[0]["time_s"]
+    steps = read_rows(folder / "metrics.jsonl")
+    begin = first_step - steps[0]["time_s"]
     return {
         "begin_s": begin,
         "engines_ready_s": begin + max(s["end_s"] for s in spans if s["what"] == "start"),
         "first_tokens_s": begin + min(s["start_s"] for s in spans if s["what"] == "generate"),
         "first_step_s": first_step,
+        "last_step_s": begin + steps[-1]["time_s"],
         "end_s": end,
     }
 
