@@ -29,6 +29,7 @@ from ray_apr.core.ledger import DiscardReason
 from ray_apr.core.messages import Generation
 from ray_apr.core.sample import Prompt, Sample, SampleState
 from ray_apr.core.user import GroupFilter, RewardResult, Step
+from ray_apr.scheduling.filters import is_filtered
 from ray_apr.scheduling.intake import Intake, SchedulerState
 from ray_apr.scheduling.live import LiveGroup, LiveSample, TurnRules, transition
 from ray_apr.scheduling.order import with_stops
@@ -304,7 +305,8 @@ class Scheduler(Intake):
 
     def _complete(self, group: LiveGroup) -> tuple[Sample, ...] | None:
         """A group is scored: it leaves for the buffer, or is filtered out."""
-        if self._is_filtered(group.samples):
+        zero_variance = self._config.filter_zero_variance
+        if is_filtered(group.samples, self._keeps, zero_variance=zero_variance):
             if group.prompt.num_filtered < self._config.max_filter_retries:
                 self._retries.after_filter(group.prompt)
                 group.is_retried = True
@@ -319,19 +321,6 @@ class Scheduler(Intake):
         self._num_buffered += self._group_size
         self._num_handed += self._group_size
         return group.samples
-
-    def _is_filtered(self, group: Sequence[Sample]) -> bool:
-        """Whether all rewards of a group are equal, so that all its advantages are zero; or the
-        user's filter drops it."""
-        if self._config.filter_zero_variance and len({sample.reward for sample in group}) == 1:
-            return True
-        if self._keeps is None:
-            return False
-        try:
-            return not self._keeps(group)
-        except Exception as error:
-            name = group[0].group_id
-            raise RolloutError(f"the group filter raised for group {name}: {error!r}") from error
 
     def fail(self, live: LiveSample, reason: DiscardReason = "failed", error: str = "") -> None:
         """Drop the group of a sample whose generation, step or reward failed for good."""

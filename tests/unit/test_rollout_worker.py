@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError
 
@@ -490,6 +491,21 @@ async def test_a_filter_that_raises_ends_the_run_with_its_error():
     async with running(ScriptedEngine(auto=2), group_filter=keep) as run:
         with pytest.raises(RolloutError, match=r"group filter raised for group .*answer"):
             await run.step(0)
+
+
+@pytest.mark.parametrize("said", [None, [], "no", object()])
+async def test_a_filter_that_says_neither_yes_nor_no_ends_the_run(said):
+    """known fault: one without its `return` dropped every group, without a word."""
+    async with running(ScriptedEngine(auto=2), group_filter=lambda group: said) as run:
+        with pytest.raises(RolloutError, match=r"filter returned .* for group e.*True or False"):
+            await run.step(0)
+
+
+@pytest.mark.parametrize("said", [True, 1, 0.5, np.True_])
+async def test_a_filter_may_say_yes_by_a_number(said):
+    async with running(ScriptedEngine(auto=2), group_filter=lambda group: said) as run:
+        assert len(await run.step(0)) == 4
+    await run.check_ledger(run.summary)
 
 
 async def test_a_run_that_goes_on_generates_nothing_before_the_engines_have_its_weights():
