@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import threading
 import time
 from collections import Counter
 from typing import Self
 
+import host
 import psutil
 
 _EVERY_S = 0.5
@@ -30,17 +30,15 @@ class CPUClock:
         self._times: list[float] = []
         self._totals: list[dict[str, float]] = []
         self._seen: dict[tuple[int, float], tuple[str, float]] = {}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cpu-clock", daemon=True)
+        self._looking = host.looking(self._look, _EVERY_S)
 
     def __enter__(self) -> Self:
         self._look()
-        self._thread.start()
+        self._looking.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._looking.__exit__(None, None, None)
         self._look()
 
     def between(self, begin: float, end: float) -> dict[str, float]:
@@ -49,10 +47,6 @@ class CPUClock:
         before = self._totals[min(first, len(self._totals) - 1)]
         after = self._totals[min(last, len(self._totals) - 1)]
         return {part: round(after[part] - before.get(part, 0.0), 2) for part in after}
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_EVERY_S):
-            self._look()
 
     def _look(self) -> None:
         this = psutil.Process()

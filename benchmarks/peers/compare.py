@@ -33,7 +33,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,12 +291,10 @@ def verl_run(
     prompts, log = folder / "verl.parquet", folder / f"verl-{mode}-{seed}.jsonl"
     verl_modes.write_prompts(task, prompts)
     steps = verl_modes.Steps(log)
-    steps.start()
-    try:
-        command = verl_modes.command(mode, seed, task, prompts)
+    command = verl_modes.command(mode, seed, task, prompts)
+    with host.looking(steps.look, verl_modes.LOOK_S):
         ended = run_to_end(command, out, args.limit, verl_modes.environment(log))
-    finally:
-        steps.end()
+    steps.look()
     return {**ended, **steps.found(task)}
 
 
@@ -408,27 +405,18 @@ TASKS = {"arithmetic": arithmetic_task, "replay": replay_task, "spelling": spell
 def memory_peaks() -> Iterator[dict[str, float]]:
     """Most GiB in use of each GPU that this call may use, looked at twice a second."""
     peaks: dict[str, float] = {}
-    done = threading.Event()
     query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         query += ["-i", visible]
 
     def look() -> None:
-        while not done.wait(0.5):
-            lines = subprocess.run(
-                query, check=True, capture_output=True, text=True, timeout=30
-            ).stdout
-            for line in lines.splitlines():
-                index, used = line.split(",")
-                peaks[index] = max(peaks.get(index, 0.0), float(used) / 1024)
+        lines = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30).stdout
+        for line in lines.splitlines():
+            index, used = line.split(",")
+            peaks[index] = max(peaks.get(index, 0.0), float(used) / 1024)
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    with host.looking(look, 0.5):
         yield peaks
-    finally:
-        done.set()
-        thread.join(timeout=30)
 
 
 if __name__ == "__main__":

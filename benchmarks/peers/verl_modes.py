@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import pyarrow.parquet as pq
 
 MODES = ("sync", "colocate_async", "separate_async")
 PARTS = Path(__file__).with_name("verl_parts.py")
-_LOOK_S = 0.01
+LOOK_S = 0.01
+"""Between looks at verl's log."""
 
 
 def write_prompts(task: dict[str, Any], file: Path) -> None:
@@ -122,7 +122,7 @@ def environment(log: Path) -> dict[str, str]:
     }
 
 
-class Steps(threading.Thread):
+class Steps:
     """Stamps the lines of verl's log as they come, as verl gives them no time.
 
     Args:
@@ -130,21 +130,8 @@ class Steps(threading.Thread):
     """
 
     def __init__(self, file: Path) -> None:
-        super().__init__(daemon=True)
         self._file = file
-        self._done = threading.Event()
         self._lines: list[tuple[float, dict[str, Any]]] = []
-
-    def run(self) -> None:
-        """Look until told to end."""
-        while not self._done.wait(_LOOK_S):
-            self._look()
-
-    def end(self) -> None:
-        """Look once more, and end."""
-        self._done.set()
-        self.join(30.0)
-        self._look()
 
     def found(self, task: dict[str, Any]) -> dict[str, Any]:
         """`compare.py`'s keys of a run; nothing if no step has ended."""
@@ -168,7 +155,8 @@ class Steps(threading.Thread):
             ],
         }
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take in what has come since the last look."""
         if not self._file.exists():
             return
         whole = self._file.read_text().split("\n")[:-1]

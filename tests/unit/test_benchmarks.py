@@ -49,11 +49,10 @@ def test_verls_steps_are_stamped_as_they_come(benchmark_named, tmp_path: Path):
     log = tmp_path / "verl.jsonl"
     row = {"critic/score/mean": 0.5, "response_length/mean": 3.0, "timing_s/step": 2.0}
     steps = benchmark_named("verl_modes").Steps(log)
-    steps.start()
     whole = json.dumps({"step": 1, "data": row}) + "\n"
     before = time.time()
     log.write_text(whole + whole[:5])  # a line that is being written
-    steps.end()
+    steps.look()
 
     found = steps.found({"batch_size": 4})
     assert found["steps"] == [{"time_s": pytest.approx(2.0), "reward_mean": 0.5, "num_tokens": 12}]
