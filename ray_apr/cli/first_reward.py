@@ -95,12 +95,14 @@ def _firsts(
     prompts: PromptRows, setting: str, evaluation: EvaluationConfig | None
 ) -> dict[str, int]:
     """The first row of each suite, in their order; "" is all of those that have no suites."""
-    if setting == "prompts":
+    if setting != "prompts" and evaluation is None:
+        return {}
+    if setting == "prompts" or evaluation is None or evaluation.suite_column is None:
         return {"": 0}
-    if evaluation is None or evaluation.suite_column is None:
-        return {} if evaluation is None else {"": 0}
-    suites = [str(suite) for suite in prompts.column(evaluation.suite_column)]
-    return {suite: suites.index(suite) for suite in dict.fromkeys(suites)}
+    firsts: dict[str, int] = {}
+    for index, suite in enumerate(prompts.column(evaluation.suite_column)):
+        firsts.setdefault(str(suite), index)
+    return firsts
 
 
 def call_rewards(

@@ -27,7 +27,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
     rollout, partial, train = settings.rollout, settings.partial_rollout, settings.train
     batch_size, num_steps = settings.step_size, settings.with_steps().train.steps
     under_generation = math.ceil(partial.oversampling_factor * batch_size)
-    alive = math.floor(partial.live_batches * batch_size)
+    alive = partial.max_buffered_samples(batch_size)
     if partial.restarts and partial.on_stale != "wait":  # what generates has no age there
         alive += under_generation
     return {

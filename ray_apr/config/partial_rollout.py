@@ -192,6 +192,10 @@ class PartialRolloutConfig:
         factor = self.oversampling_factor
         return math.ceil(step_size * ((1 + factor) / 2 if self.is_adaptive else factor))
 
+    def max_buffered_samples(self, step_size: int) -> int:
+        """Samples that have ended and are not trained beyond which no group starts."""
+        return math.floor(self.live_batches * step_size)
+
     def __post_init__(self) -> None:
         s = "partial_rollout"
         one_of(s, self, {"mode": Mode, "interrupt": Interrupt, "after_interrupt": AfterInterrupt})

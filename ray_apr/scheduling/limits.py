@@ -78,7 +78,7 @@ class Limits:
     @property
     def max_buffered(self) -> int:
         """Samples that have ended and are not trained beyond which no group starts."""
-        return math.floor(self._config.live_batches * self._batch_size)
+        return self._config.max_buffered_samples(self._batch_size)
 
     @property
     def is_held(self) -> bool:
