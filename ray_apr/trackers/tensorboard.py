@@ -29,7 +29,10 @@ class TensorBoardTracker(RunCallback):
     def on_start(self, run: RunInfo) -> None:
         """Open the event file; a run that is gone on with has another one in the same folder."""
         from tensorboardX import SummaryWriter  # here, as it loads torch
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
 
+        self._summary, self._scalar = Summary, scalar
         self._tables = SampleTables(run, self._shared)
         self._writer = SummaryWriter(self._config.folder or str(run.folder / "tensorboard"))
         if not run.is_resumed:
@@ -58,8 +61,10 @@ class TensorBoardTracker(RunCallback):
             self._writer.add_text("samples", _table(rows), of_step)
 
     def _add(self, row: Mapping[str, Any], prefix: str, step: int) -> None:
+        all_numbers = self._summary()
         for name, value in numbers(row, prefix):
-            self._writer.add_scalar(name, value, step)
+            all_numbers.MergeFrom(self._scalar(name, value))
+        self._writer.file_writer.add_summary(all_numbers, step)  # one of each takes thrice as long
         for name, text in texts(row, prefix):
             self._writer.add_text(name, text, step)
 
