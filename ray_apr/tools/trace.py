@@ -7,8 +7,10 @@ microseconds since the run began.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,9 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
     if not run.timeline:
         raise ConfigError("RUN_DIR", str(run_dir), "has no span in timeline.jsonl yet; wait")
     events = [*_lanes(run, _engine_steps(run_dir)), *_queues(run)]
-    process = _RUN
+    ids = itertools.count(_RUN + 1)
     for profile in sorted((run_dir / PROFILES).glob("*.json.gz")):
-        found, process = _of_profile(profile, process)
-        events += found
+        events += _of_profile(profile, ids)
     with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as text:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, text)
     return file
@@ -96,15 +97,12 @@ def _queues(run: RunData) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _of_profile(file: Path, last: int) -> tuple[list[dict[str, Any]], int]:
+def _of_profile(file: Path, ids: Iterator[int]) -> list[dict[str, Any]]:
     """Events of a profile by the run's clock, in processes of their own.
 
     Args:
         file: Of torch.profiler.
-        last: Process id that was given last.
-
-    Returns:
-        The events, and the process id that is given last now.
+        ids: What its processes, threads and arrows are called, as others have the same numbers.
     """
     try:
         with gzip.open(file, "rt", encoding="utf-8") as text:
@@ -112,20 +110,21 @@ def _of_profile(file: Path, last: int) -> tuple[list[dict[str, Any]], int]:
         begin = next(e for e in events if str(e.get("name")).startswith(PROFILE_MARK))
     except (OSError, EOFError, ValueError, KeyError, StopIteration) as error:
         logger.warning("%s is left out: %s", file, one_line(error) or "it has no begin")
-        return [], last
+        return []
     shift = 1e6 * float(begin["name"].removeprefix(PROFILE_MARK)) - begin["ts"]
-    processes: dict[Any, int] = {}
-    threads: dict[Any, int] = {}
+    new: dict[Any, int] = defaultdict(lambda: next(ids))
     moved = []
     for event in events:
-        process = processes.setdefault(event.get("pid"), last + 1 + len(processes))
-        thread = threads.setdefault((process, event.get("tid")), 1 + len(threads))
-        event |= {"pid": process, "tid": thread}
+        process = event.get("pid")
+        event |= {"pid": new["process", process], "tid": new["thread", process, event.get("tid")]}
         if event.get("ph") == "M":
             moved.append(_of_step(event, file))
         elif "ts" in event:
-            moved.append({**event, "ts": event["ts"] + shift})
-    return moved, last + len(processes)
+            event["ts"] += shift
+            if "id" in event:
+                event["id"] = new["arrow", event["id"]]
+            moved.append(event)
+    return moved
 
 
 def _of_step(event: Mapping[str, Any], file: Path) -> dict[str, Any]:
