@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.config import EvaluationConfig, RolloutConfig
-from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line, raised_at
+from ray_apr.core.exceptions import ConfigError, UserCodeError, one_line, raised_by_user
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.data.rows import PromptRows
@@ -243,5 +243,4 @@ def _said(error: BaseException) -> str:
     """What a reward raised, and where."""
     if isinstance(error, UserCodeError):
         return error.detail
-    where, _ = raised_at(error)
-    return f"raised {type(error).__name__}: {one_line(error)} ({where})"
+    return f"raised {type(error).__name__}: {one_line(error)} ({raised_by_user(error)})"

@@ -5,7 +5,9 @@ A message says what is wrong, the value that was seen, and what to do about it.
 
 from __future__ import annotations
 
+import os
 import signal
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,12 +181,27 @@ class PrivateNameError(APRError, ImportError):
 
 
 _TRACEBACK = "Traceback (most recent call last)"
+_PACKAGES = (
+    Path(__file__).parents[1],
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+_NOT_OF_USERS = ("<frozen ", *(f"{folder}{os.sep}" for folder in _PACKAGES))
+"""Begins of the names of files that are no user's."""
 
 
 def raised_at(error: BaseException) -> tuple[str, str]:
     """Where an error was raised: file and number of the line, and the line itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(last.filename).name}, line {last.lineno}", last.line or ""
+
+
+def raised_by_user(error: BaseException) -> str:
+    """Which line of the user's raised an error: file and number of the innermost one that is of no
+    package and not of the standard library; where there is none, of the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
+    last = (of_user or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"
 
 
 def one_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 from ray_apr.compat.forked.environment import have_threads
 from ray_apr.config import RolloutConfig
 from ray_apr.core.clock import unix_s
-from ray_apr.core.exceptions import StepError, UserCodeError, raised_at
+from ray_apr.core.exceptions import StepError, UserCodeError, raised_by_user
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import Environment, RewardFunction, RewardResult, Step
 from ray_apr.rewards.answers import as_result, called, shown
@@ -89,8 +89,7 @@ class RewardWorker:
                 raise failure(sample.sample_id, "timeout", f"over {timeout_s:g} s") from error
             if isinstance(error, failure):
                 raise
-            where, _ = raised_at(error)
-            detail = f"{type(error).__name__} ({where}): {error}"
+            detail = f"{type(error).__name__} ({raised_by_user(error)}): {error}"
             raise failure(sample.sample_id, "raised", detail) from error
         return as_result(sample, value) if what == "score" else _checked_step(sample, value)
 

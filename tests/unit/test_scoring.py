@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import math
 import threading
 import time
@@ -104,6 +105,17 @@ def test_an_exception_is_retried_and_then_raised_with_its_text(score):
     error, _ = score(reward, retries=2)
     assert (error.kind, len(calls)) == ("raised", 3)
     assert "KeyError" in str(error)
+
+
+def test_an_error_of_a_library_is_told_with_the_line_that_called_it(score):
+    """known fault: it was "decoder.py, line 355" where a response is no JSON."""
+
+    def reward(sample):
+        return float(json.loads("no JSON")["score"])
+
+    line = reward.__code__.co_firstlineno + 1
+    error, _ = score(reward)
+    assert f"raised: JSONDecodeError (test_scoring.py, line {line}): Expecting" in str(error)
 
 
 @pytest.mark.parametrize("awaits", [False, True])
