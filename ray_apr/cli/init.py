@@ -20,17 +20,17 @@ def write_starter(folder: Path) -> list[str]:
     """Write the starter project.
 
     Args:
-        folder: A new folder, or an empty one.
+        folder: A new folder, or one that holds hidden files at most, such as ``.git``.
 
     Returns:
         Names of what was written.
 
     Raises:
-        ConfigError: If the folder holds anything, or is a file.
+        ConfigError: If the folder holds anything else, or is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("FOLDER", str(folder), "is a file; name a new folder")
-    if folder.exists() and (there := min((path.name for path in folder.iterdir()), default=None)):
+    if folder.exists() and (there := min(_visible(folder), default=None)):
         raise ConfigError("FOLDER", str(folder), f"holds {there!r} already; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(STARTER.iterdir()):
@@ -40,7 +40,11 @@ def write_starter(folder: Path) -> list[str]:
             shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
         elif path.is_file():
             shutil.copyfile(path, folder / path.name)  # without the mode: it is to be changed
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(_visible(folder))
+
+
+def _visible(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def _write_prompts(rows: Path, out: Path) -> None:

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     init = commands.add_parser("init", help="write a starter project: settings, reward, prompts")
-    init.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
+    init.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder, or an empty one")
     init.set_defaults(command=_init)
 
     train = commands.add_parser(

@@ -45,7 +45,9 @@ def test_a_folder_that_holds_files_is_refused_and_left(tmp_path, capsys) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_an_empty_folder_is_taken(tmp_path) -> None:
+def test_a_new_repository_is_taken(tmp_path) -> None:
+    """known fault: `git init` and then `ray-apr init .` was refused for the folder .git."""
+    (tmp_path / ".git").mkdir()
     assert write_starter(tmp_path) == WRITTEN
 
 
