@@ -1,7 +1,7 @@
 """Examples on CPU with the smallest settings: YAML files and one in Python as a user would run
 them, the others one after the other on one cluster (tests/example_runs.py). Each takes half a
-minute of two cores, nearly all of it to start the processes of its run; long tests are those of
-which other tests have most."""
+minute of two cores, nearly all of it to start the processes of its run; the schedulers of Tune take
+minutes, and are long."""
 
 from __future__ import annotations
 
@@ -163,13 +163,11 @@ def test_maths_and_rejection_sampling(run, folder):
         assert len(chosen[row["prompt"]]["completion"]) <= len(row["response_text"])
 
 
-@pytest.mark.long
 def test_programs(run, folder):
     assert "of the programs passed their test" in run("programs --steps 1 --storage .")
     assert final_of(folder / "programs") == ("ok", 0, 1)
 
 
-@pytest.mark.long
 def test_a_tool(run, folder):
     assert "calls of the tool a response" in run("tool_use --steps 1 --storage .")
     assert final_of(folder / "tool-use") == ("ok", 0, 1)
@@ -185,14 +183,12 @@ def test_a_judge(run, folder):
     assert 0 < row["reward/judged_mean"] < 1
 
 
-@pytest.mark.long
 def test_evaluation_alone(run, folder):
     said = run("evaluate --samples 2 --storage . --name evaluate")
     assert "128 responses: mean reward 0." in said and "pass@2 0." in said
     assert final_of(folder / "evaluate") == ("stopped", 0, 0)
 
 
-@pytest.mark.long
 def test_a_sweep(run, folder):
     said = run("tune_sweep --lr 1e-4 --steps 1 --storage .")
     assert "lr 0.0001: reward 0." in said
