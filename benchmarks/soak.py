@@ -1,6 +1,6 @@
 """A long run with churn, kills and slow rewards: whether memory, handles or folders grow.
 
-    python benchmarks/soak.py --minutes 120 --out benchmarks/results/soak-2cpu.json
+    python benchmarks/soak.py --minutes 120 --out benchmarks/results/soak.json
 
 The arithmetic example trains in short steps on two engines, to which a third one comes and from
 which it goes; one of twenty rewards takes seconds; parts are killed, in an order that the seed
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, default=180.0, help="seconds")
     parser.add_argument("--scale-every", type=float, default=300.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak-2cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak.json"))
     options = parser.parse_args()
     settings = [text.replace(f"{ROOT}/", "") for text in SETTINGS]  # of no machine
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "settings": settings}
