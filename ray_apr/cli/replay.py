@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ray_apr.cli.launch import read_prompts, trainer_arguments
 from ray_apr.cli.quiet import no_advice_to_delete
 from ray_apr.cli.resume import settings_of_run
+from ray_apr.run.changes import changed_text
 
 if TYPE_CHECKING:
     from ray_apr.run.replaying import Replay
@@ -67,6 +68,11 @@ def replay_text(replay: Replay) -> str:
         for step in replay.steps[:-1]
         if step.different
     ]
+    if replay.changed and not replay.is_same:
+        lines.append(
+            "trained with the settings of today; the run changed some after step "
+            f"{replay.begins_at}: {changed_text(replay.changed)}"
+        )
     lines += ["", f"{'sample':<14} {'reward':>8} {'advantage':>10}  prompt → response"]
     lines += [
         f"{s.sample_id:<14} {s.reward:>8.3f} {s.advantage:>10.3f}  "

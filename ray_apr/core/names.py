@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _ALIKE = 0.7
 _LEAST_PREFIX = 4
@@ -69,6 +70,20 @@ def names_in(rows: Iterable[Mapping[str, object]]) -> list[str]:
 
 def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings as in ``config.json`` with their dotted names; an empty mapping is a value.
+
+    Example:
+        >>> list(dotted({"mode": "apr", "train": {"steps": 2, "lora": {}}}))
+        [('mode', 'apr'), ('train.steps', 2), ('train.lora', {})]
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def last_parts(names: Iterable[str]) -> str:

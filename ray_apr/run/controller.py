@@ -41,6 +41,7 @@ from ray_apr.run.autoscaling import make_autoscaler
 from ray_apr.run.begun import note_begin
 from ray_apr.run.callbacks import followed_by
 from ray_apr.run.causes import cause_of, of_servers, write_error_log
+from ray_apr.run.changes import CONFIG_FILE
 from ray_apr.run.checks import check_resources
 from ray_apr.run.draining import NodeWatch
 from ray_apr.run.ending import with_counted_steps
@@ -129,12 +130,12 @@ def run(
                 begin, started_at = resume_folder(spec.folder, begin, started_at)
             remove_end(spec.folder)
             note_begin(spec, begin)
-            note_ranks(spec, begin.step, started_at)
-            write_json(spec.folder / "config.json", spec.describe())
+            changed = note_ranks(spec, begin.step, started_at)
+            write_json(spec.folder / CONFIG_FILE, spec.describe())
             if spec.command is not None:
                 spec.command.write(spec.folder)
             if begin != Begin():
-                show(resume_line(begin, spec.train.num_steps))
+                show(resume_line(begin, spec.train.num_steps, changed))
             make = functools.partial(_Parts, spec, prompts, held_out, begin, started_at, gate, show)
             with lost_nodes_excused(spec):
                 return _run_parts(make, spec, begin, started_at, signals, show)

@@ -267,6 +267,14 @@ def read_object(file: Path) -> dict[str, Any]:
     return object_of(file.read_bytes(), file)
 
 
+def object_or_empty(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if it is missing or damaged."""
+    try:
+        return read_object(file)
+    except (OSError, ConfigError):
+        return {}
+
+
 def object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
     """The JSON object that a text of a run folder has.
 

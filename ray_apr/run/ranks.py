@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 from ray_apr.compat.ray import drained_nodes, free_by_node, size_by_node
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import APRError, RanksChange, one_line
+from ray_apr.run.changes import Changed, changed_settings
 from ray_apr.run.folder import add_row
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.resume import last_step
@@ -90,15 +91,20 @@ def _with_engines_that_fit(spec: RunSpec) -> RunSpec:
     return spec.with_replicas(number)
 
 
-def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
+def note_ranks(spec: RunSpec, step: int, started_at: float) -> Changed:
     """Have the run folder say how many train workers go on from a step, with how many engines, by
-    which batch size and bound of staleness, and what their machines have.
+    which batch size and bound of staleness, what their machines have, and which settings are others
+    than before.
 
     Args:
         spec: With their number.
         step: The next one.
         started_at: Unix time of the run's begin.
+
+    Returns:
+        These settings.
     """
+    changed = changed_settings(spec)
     row = {
         "time_s": round(unix_s() - started_at, 4),
         "step": step,
@@ -107,8 +113,10 @@ def note_ranks(spec: RunSpec, step: int, started_at: float) -> None:
         "batch_size": spec.step_size,
         "max_staleness": spec.partial_rollout.max_staleness,
         **_machines(),
+        **({"changed": changed} if changed else {}),
     }
     add_row(spec.folder / RANKS_FILE, row)
+    return changed
 
 
 def _machines() -> dict[str, float]:

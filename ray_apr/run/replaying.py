@@ -32,6 +32,7 @@ from ray_apr.data.prompts import Mix, RowNumbers
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.tokenizers import encode_prompt, load_tokenizer
+from ray_apr.run.changes import CONFIG_FILE, Changed, changed_after
 from ray_apr.run.folder import read_rows
 from ray_apr.run.journals import journal_of, with_journal
 from ray_apr.run.ranks import RANKS_FILE
@@ -92,6 +93,8 @@ class Replay:
     steps: tuple[StepAgain, ...]
     samples: tuple[SampleAgain, ...]
     """The batch of the last step, in its order."""
+    changed: Changed
+    """Settings that the run changed after the first of these steps."""
 
     @property
     def is_same(self) -> bool:
@@ -149,6 +152,7 @@ def replay_step(spec: RunSpec, prompts: PromptRows, step: int) -> Replay:
         num_ranks=spec.scaling.num_workers,
         steps=tuple(steps),
         samples=_shown(spec.model, batches[-1].samples, trained.advantages),
+        changed=changed_after(read_rows(spec.folder / RANKS_FILE), begin.step),
     )
 
 
@@ -167,7 +171,7 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
     Raises:
         ConfigError: If settings or code that a step depends on are others than then.
     """
-    file = spec.folder / "config.json"
+    file = spec.folder / CONFIG_FILE
     try:
         ran = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

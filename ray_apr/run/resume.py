@@ -36,6 +36,7 @@ from ray_apr.data.resumption import (
 )
 from ray_apr.data.saved_samples import read_samples
 from ray_apr.run.begun import BEGUN_FILE
+from ray_apr.run.changes import Changed, changed_text
 from ray_apr.run.checks import check_goes_on
 from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.failed_groups import DROPPED_FILE
@@ -48,7 +49,7 @@ from ray_apr.run.folder import (
     keep_rows,
     last_row,
     lock,
-    read_object,
+    object_or_empty,
     read_rows,
 )
 from ray_apr.run.journals import header_of, with_journal
@@ -294,9 +295,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
         `begin`, with what the folder counts; and the Unix time at which the run would have begun if
         it had not paused: its rows' times go on from the last one.
     """
-    began = _object_or_empty(folder / BEGUN_FILE)
+    began = object_or_empty(folder / BEGUN_FILE)
     add_reported(folder / "metrics.jsonl", begin, first=began.get("step", 0))
-    final = _object_or_empty(folder / "final.json")
+    final = object_or_empty(folder / "final.json")
     steps = last_row(folder / "metrics.jsonl")
     time_s = max(final.get("wall_s") or 0.0, steps.get("time_s", 0.0))
     time_s = max(time_s, last_row(folder / "timeline.jsonl").get("end_s", 0.0))
@@ -366,7 +367,7 @@ def _known(begin: Begin) -> tuple[set[str], set[str]]:
 def _before_first(folder: Path) -> int:
     """Policy version before the first one that the run of a folder can have evaluated; 0 of a run
     that began with the model."""
-    began = _object_or_empty(folder / BEGUN_FILE).get("policy_version", 0)
+    began = object_or_empty(folder / BEGUN_FILE).get("policy_version", 0)
     return max(0, began - 1)
 
 
@@ -381,7 +382,7 @@ def remove_end(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def resume_line(begin: Begin, num_steps: int) -> str:
+def resume_line(begin: Begin, num_steps: int, changed: Changed) -> str:
     """What a person is told of a run that does not begin anew."""
     lost = begin.before.tokens_discarded.get("lost", 0)
     which = f"step {begin.step + 1} of" if begin.step < num_steps else "the evaluation after step"
@@ -389,12 +390,5 @@ def resume_line(begin: Begin, num_steps: int) -> str:
         f"goes on with {which} {num_steps}, policy version "
         f"{begin.policy_version}; {begin.num_samples} samples go on with {begin.num_kept:,} "
         f"tokens, {len(begin.prompts_again)} prompts come again; tokens lost so far: {lost:,}"
+        + (f"; other settings: {changed_text(changed)}" if changed else "")
     )
-
-
-def _object_or_empty(file: Path) -> dict[str, Any]:
-    """A JSON object; an empty one if it is missing or damaged."""
-    try:
-        return read_object(file)
-    except (OSError, ConfigError):
-        return {}

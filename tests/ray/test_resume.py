@@ -22,6 +22,7 @@ def test_a_killed_run_goes_on_where_its_checkpoint_is(tmp_path, marked):
     (resumed,) = figures["resumes"]
     assert resumed["step"] in (2, 4, 6) and resumed["ended"] == "killed"
     assert f"goes on with step {resumed['step'] + 1} of 7" in said
+    assert "other settings" not in said
     again = start_run(tmp_path, env, *SMALL, *settings)
     refused, _ = again.communicate(timeout=120)
     assert again.returncode == 2 and "none is left" in refused, refused

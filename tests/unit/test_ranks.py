@@ -17,7 +17,9 @@ from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, RanksChange, ResourceError, TrainError
 from ray_apr.run import ranks as module
 from ray_apr.run import watch
+from ray_apr.run.changes import changed_after
 from ray_apr.run.checks import check_resources
+from ray_apr.run.final import write_json
 from ray_apr.run.host import HostedRun
 from ray_apr.run.ranks import RankWatch, lost_nodes_excused
 from ray_apr.run.room import num_that_fit, without
@@ -63,10 +65,30 @@ def test_the_run_folder_says_what_a_part_has(tmp_path, monkeypatch, cluster, has
         rollout=ROLLOUT,
         partial_rollout=PartialRolloutConfig(max_staleness=2, batches_per_step=2),
     )
-    module.note_ranks(spec, 5, 0.0)
+    assert module.note_ranks(spec, 5, 0.0) == {}
     row = json.loads((tmp_path / "ranks.jsonl").read_text())
     parts = {"num_train_workers": 3, "num_engines": 2, "batch_size": 48, "max_staleness": 2}
     assert row == {"time_s": row["time_s"], "step": 5} | parts | has
+    write_json(tmp_path / "config.json", spec.describe())
+    train = dataclasses.replace(spec.train, steps=9, learning_rate=0.25)
+    spec = dataclasses.replace(spec.with_replicas(1), train=train)
+    was = json.loads((tmp_path / "config.json").read_text())["train"]
+    changed = {
+        f"train.{name}": [was[name], getattr(train, name)] for name in ("steps", "learning_rate")
+    }
+    assert module.note_ranks(spec, 7, 0.0) == {name: tuple(b) for name, b in changed.items()}
+    text = (tmp_path / "ranks.jsonl").read_text().splitlines()[-1]
+    assert json.loads(text)["changed"] == changed
+
+
+def test_what_a_run_changed_after_a_step_is_from_its_value_to_the_last():
+    rows = [
+        {"step": 0},
+        {"step": 4, "changed": {"a": [1, 2], "b": [None, "x"]}},
+        {"step": 8, "changed": {"a": [2, 3]}},
+    ]
+    assert changed_after(rows, 3) == {"a": (1, 3), "b": (None, "x")}
+    assert changed_after(rows, 4) == {"a": (2, 3)} and changed_after(rows, 8) == {}
 
 
 @pytest.mark.parametrize("given", [0, "2", True, (2, 1), (0, 2), (1, 2, 3), (1.0, 2)])

@@ -23,7 +23,8 @@ SAMPLE = SampleAgain(sample_id="e0-0-0", prompt="1+1=", response="2", reward=1.0
 
 def replayed(**figures):
     step = StepAgain(step=3, recorded={"loss": 0.1, "norm": float("nan")}, figures=figures)
-    return Replay(begins_at=2, num_ranks=1, steps=(step,), samples=(SAMPLE,))
+    changed = {"train.learning_rate": (0.1, 0.2)}
+    return Replay(begins_at=2, num_ranks=1, steps=(step,), samples=(SAMPLE,), changed=changed)
 
 
 def test_the_smallest_difference_is_one():
@@ -41,7 +42,9 @@ def test_the_exit_code_says_whether_it_is_the_same(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(cli_replay, "replay_run", lambda *args: given.append(args) or replay)
     assert cli.main(["replay", str(tmp_path), "--step", "3"]) == code
     said = capsys.readouterr().out
-    assert ("DIFFERS" in said) == bool(code) and "1+1= → 2" in said and given[0][1] == 3
+    assert ("DIFFERS" in said) == bool(code) and "1+1= → 2" in said
+    changed = "the run changed some after step 2: train.learning_rate 0.1 → 0.2"
+    assert (changed in said) == bool(code) and given[0][1] == 3
     assert cli.main(["replay", str(tmp_path), "--step", "3", "--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert told["same"] is not bool(code) and told["samples"][0]["advantage"] == 0.5

@@ -571,7 +571,9 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on_with_it(
     if status is not None:
         write(spec.folder, "final.json", {"status": status})
     if goes_on:
-        assert "goes on with the evaluation after step 2, " in resume_line(find_begin(spec), 2)
+        said = resume_line(find_begin(spec), 2, {"train.lora": (None, {})})
+        assert "goes on with the evaluation after step 2, " in said
+        assert said.endswith("; other settings: train.lora null → {}")
         spec = dataclasses.replace(spec, evaluation=None)
     with pytest.raises(ConfigError, match="none is left"):
         find_begin(spec)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.names import dotted
 from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.tools.report.html import number
-from ray_apr.tools.report.load import RunData, dotted, load_run
+from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.report.page import page, table, warning_list
 from ray_apr.tools.report.parts import seconds_of, training_windows
 from ray_apr.tools.report.summary import check_run, finite, mean, num_end_steps, summarize

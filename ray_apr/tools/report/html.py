@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray_apr.core.names import dotted
 from ray_apr.tools.report import plots
 from ray_apr.tools.report.browser import SCRIPT, STYLE, sample_browser
 from ray_apr.tools.report.figures import BAD, SERIES, esc
-from ray_apr.tools.report.load import RunData, dotted, load_run
+from ray_apr.tools.report.load import RunData, load_run
 from ray_apr.tools.report.page import cards, page, table, warning_list
 from ray_apr.tools.report.summary import check_run, num_end_steps, summarize, write_summary
 from ray_apr.tools.report.timeline import timeline_figures

@@ -7,7 +7,7 @@ A last line that is cut off, as a crash leaves it, is skipped with a warning. An
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,6 @@ def train_workers_at(run: RunData, step: float) -> Any:
     said = run.config.get("scaling", {}).get("num_workers")
     most = said[-1] if isinstance(said, Sequence) else said
     return set_at(run.ranks, step, "num_train_workers", most)
-
-
-def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings as in ``config.json`` with their dotted names; an empty mapping is a value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _read_rows(

@@ -1,0 +1,62 @@
+"""Settings with which a run goes on, where they are others than before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray_apr.core.names import dotted
+from ray_apr.run.folder import object_or_empty
+
+if TYPE_CHECKING:
+    from ray_apr.run.spec import RunSpec
+
+CONFIG_FILE = "config.json"
+_COME_AND_GO = ("rollout.num_replicas",)
+"""What changes by itself, which a row of ``ranks.jsonl`` has anyway."""
+
+Changed = Mapping[str, tuple[Any, Any]]
+"""Dotted names of settings, with the value before and the one now."""
+
+
+def changed_settings(spec: RunSpec) -> Changed:
+    """Settings that are others than in the run folder's ``config.json``; none where it has none."""
+    before = dict(dotted(object_or_empty(spec.folder / CONFIG_FILE)))
+    if not before:
+        return {}
+    now = dict(dotted(json.loads(json.dumps(spec.describe(), default=str))))
+    pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
+    return {
+        name: pair
+        for name, pair in pairs.items()
+        if pair[0] != pair[1] and name not in _COME_AND_GO
+    }
+
+
+def changed_after(rows: Iterable[Mapping[str, Any]], step: int) -> Changed:
+    """What a run changed after a step: the value of that step, and the last one.
+
+    Args:
+        rows: Of ``ranks.jsonl``.
+        step: As in ``metrics.jsonl``.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for row in rows:
+        if row["step"] > step:
+            for name, (before, now) in row.get("changed", {}).items():
+                found[name] = (found.get(name, (before,))[0], now)
+    return found
+
+
+def changed_text(changed: Changed) -> str:
+    """Settings that changed, in words.
+
+    Example:
+        >>> changed_text({"train.steps": (8, 16), "environment": (None, "tools:Calculator")})
+        'train.steps 8 → 16, environment null → "tools:Calculator"'
+    """
+    return ", ".join(
+        f"{name} {json.dumps(before)} → {json.dumps(now)}"
+        for name, (before, now) in changed.items()
+    )
