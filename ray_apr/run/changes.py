@@ -16,6 +16,8 @@ CONFIG_FILE = "config.json"
 _COME_AND_GO = ("rollout.num_replicas",)
 """What changes by itself, which a row of ``ranks.jsonl`` has anyway."""
 
+_DIGESTS = "digests."
+"""Before the name of what a file of the user's defines: SHA-256 of the file."""
 Changed = Mapping[str, tuple[Any, Any]]
 """Dotted names of settings, with the value before and the one now."""
 
@@ -55,8 +57,12 @@ def changed_text(changed: Changed) -> str:
     Example:
         >>> changed_text({"train.steps": (8, 16), "environment": (None, "tools:Calculator")})
         'train.steps 8 → 16, environment null → "tools:Calculator"'
+        >>> changed_text({"digests.algorithm.loss": ("6f1c", "02ab")})
+        'the file of algorithm.loss'
     """
     return ", ".join(
         f"{name} {json.dumps(before)} → {json.dumps(now)}"
+        if not name.startswith(_DIGESTS)
+        else f"the file of {name.removeprefix(_DIGESTS)}"
         for name, (before, now) in changed.items()
     )
