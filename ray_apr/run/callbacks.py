@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import threading
@@ -108,8 +109,8 @@ class Followed:
         self._save()
 
     def _tell_all(self, verb: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            self._tell(callback, verb, *args)
+        for callback in self._callbacks:  # a copy each: they may take keys out of a row
+            self._tell(callback, verb, *copy.deepcopy(args))
 
     def _tell(self, callback: RunCallback, verb: str, *args: Any) -> None:
         try:

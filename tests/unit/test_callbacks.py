@@ -145,6 +145,30 @@ def test_what_raises_stops_neither_the_run_nor_the_others(tmp_path, caplog):
     assert [call[0] for call in bad.calls] == ["start", "end"]
 
 
+def test_a_callback_that_changes_its_row_does_so_for_itself(tmp_path):
+    """known fault: `row.pop("step")` ended the thread, and nobody was told of anything more."""
+
+    class Pops(Told):
+        def on_step(self, row):
+            super().on_step({"step": row.pop("step")})
+
+        def on_evaluation(self, row):
+            row.clear()
+
+        def on_end(self, final):
+            final.clear()
+
+    pops, other = Pops("pops"), Told("other")
+    followed = follow(tmp_path, pops, other)
+    steps(tmp_path, 0, 1)
+    add_row(tmp_path / "evaluations.jsonl", {"policy_version": 0})
+    followed.look()
+    (tmp_path / "final.json").write_text('{"status": "ok"}')
+    followed.end()
+    assert pops.calls[1:] == [("step", 0), ("step", 1)]
+    assert other.calls[1:] == [("step", 0), ("step", 1), ("evaluation", 0), ("end", "ok")]
+
+
 def test_each_row_is_noted_as_told_before_the_next_one(tmp_path):
     class Dies(Told):
         def on_step(self, row):
