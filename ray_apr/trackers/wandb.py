@@ -43,7 +43,8 @@ class WandbTracker(RunCallback):
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
+            # create_new: else it is the run that this process has already, the user's or another's
+            settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
         )
         run.notes["run_id"] = self._run.id
         self._run.define_metric("*", step_metric="step")

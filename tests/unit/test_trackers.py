@@ -146,6 +146,24 @@ def test_a_run_that_fails_is_one_that_failed_there(folder):
     assert read_mlflow(folder)["status"] == "FAILED"
 
 
+def test_a_run_of_wandb_that_this_process_has_already_is_left_alone(folder, tmp_path):
+    """known fault: the tracker wrote into the user's run, and ended it; of two runs in one process
+    both were in the first one's."""
+    import wandb
+
+    (tmp_path / "own").mkdir()
+    own = wandb.init(mode="offline", dir=str(tmp_path / "own"), settings={"silent": True})
+    track(folder, ROWS, "wandb")
+    own.log({"mine": 1.0})
+    own.finish()
+    assert read_wandb(folder)["reward_mean", 3] == ROWS[3]["reward_mean"]
+    deadline = time.monotonic() + 20
+    while not (rows := wandb_history(tmp_path / "own")) and time.monotonic() < deadline:
+        time.sleep(0.1)  # W&B's own process writes it
+    (row,) = rows
+    assert row["mine"] == 1.0 and "reward_mean" not in row
+
+
 def tables_of(folder: Path, every: int, notes: dict | None = None) -> SampleTables:
     notes = {} if notes is None else notes
     run = RunInfo(name="run", folder=folder, config={}, notes=notes, is_resumed=False)
