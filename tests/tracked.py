@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from ray_apr.core.user import RunCallback
+from ray_apr.run.callbacks import Checkpoints, Followed, Kept
+
+
+class Together:
+    """Callbacks that follow a run folder one after the other, in the thread of the test."""
+
+    def __init__(
+        self, folder: Path, callbacks: Sequence[RunCallback], checkpoints: Checkpoints
+    ) -> None:
+        kept = Kept(folder)
+        self.callbacks = callbacks
+        self._each = [Followed(folder, one, kept, checkpoints) for one in callbacks]
+
+    def start(self, name: str, config: dict[str, Any]) -> None:
+        for followed in self._each:
+            followed.start(name, config)
+
+    def look(self, *, is_end: bool = False) -> None:
+        for followed in self._each:
+            followed.look(is_end=is_end)
+
+    def end(self) -> None:
+        for followed in self._each:
+            followed.end()
+
+    @property
+    def failed(self) -> set[str]:
+        """Methods that have raised."""
+        return {verb for followed in self._each for verb in followed._failed}
 
 
 def read_wandb(folder: Path) -> dict[Any, Any]:

@@ -182,10 +182,10 @@ class RunInfo:
 class RunCallback:
     """What follows a run from its driver: a tracker, a notifier, a plot.
 
-    Methods are called one after the other in a thread beside the run, which never waits for them; a
-    method that raises is logged, and the run goes on. Each step and evaluation is told once, in
-    order, also where the run fails and begins again or is gone on with by another process; where a
-    process is killed, the row at which it was may be told again.
+    Methods are called one after the other, in a thread beside the run and other callbacks, none of
+    which waits for them; a method that raises is logged, and the run goes on. Each step and
+    evaluation is told once, in order, also where the run fails and begins again or is gone on with
+    by another process; where a process is killed, the row at which it was may be told again.
 
     Example:
         >>> from ray_apr.core.user import RunCallback

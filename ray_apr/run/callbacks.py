@@ -1,4 +1,4 @@
-"""Callbacks of a run: they follow its folder, in a thread of the driver.
+"""Callbacks of a run: they follow its folder, each in a thread of the driver.
 
 Invariants, kept by `Followed`:
     * Each row is told in order, and once, whatever rows the run folder loses when the run begins
@@ -6,7 +6,7 @@ Invariants, kept by `Followed`:
       the row at which a process was killed is told again by the next one; all are where that file
       was damaged, with a warning.
     * A callback that raises is heard of in the log, once for each of its methods; neither the run
-      nor the other callbacks notice it.
+      nor the other callbacks notice it, or one that takes long.
     * The run waits for callbacks at its end alone, and there only for `_END_S`.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,111 +44,135 @@ Checkpoints = Callable[[], Sequence[tuple[int, str]]]
 """Gives the steps that each checkpoint has trained, and its path."""
 
 
-class Followed:
-    """Tells callbacks what a run folder has that is new.
+class Kept:
+    """`CALLBACKS_FILE`: the last of each that every callback was told, and its notes.
 
     Args:
         folder: Of the run.
-        callbacks: Whom.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / CALLBACKS_FILE
+        self._known = _read(self._file)
+        """By the name of a callback, of processes before this one."""
+        self._written = dict(self._known)
+        self._writing = threading.Lock()
+        self._unsaved: set[str] = set()
+
+    def of(self, name: str) -> dict[str, Any] | None:
+        """What is kept of a callback; None of one that is new."""
+        return self._known.get(name)
+
+    def last(self, what: str) -> int:
+        """Up to where any callback was told: a new one is told what comes after that."""
+        return max((kept[what] for kept in self._known.values()), default=-1)
+
+    def save(self, name: str, kept: Mapping[str, Any]) -> None:
+        """Keep what a callback was told, and its notes as they are now.
+
+        Waits for: another callback that does so. Unblocked by: the file system.
+        """
+        try:
+            plain = json.loads(json.dumps(kept, default=str))
+            with self._writing:
+                self._written[name] = plain
+                put_text(self._file, json.dumps(self._written) + "\n")
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            # a full disk, or notes that are no JSON, or that another thread changes
+            if name not in self._unsaved:
+                self._unsaved.add(name)
+                logger.error("%s is not written for %s: %s", self._file, name, one_line(error))
+
+
+class Followed:
+    """Tells a callback what a run folder has that is new.
+
+    Args:
+        folder: Of the run.
+        callback: Whom.
+        kept: What it was told before; noted after each of its methods.
         checkpoints: Gives those that the run has now.
     """
 
     def __init__(
-        self, folder: Path, callbacks: Sequence[RunCallback], checkpoints: Checkpoints
+        self, folder: Path, callback: RunCallback, kept: Kept, checkpoints: Checkpoints
     ) -> None:
         self._folder = folder
-        self._callbacks = callbacks
+        self._callback = callback
         self._checkpoints = checkpoints
-        self._file = folder / CALLBACKS_FILE
-        self._told, self._notes = _read(self._file)
-        """The last of each that all callbacks were told."""
+        self._kept = kept
+        self.name = name_of(callback)
+        known = kept.of(self.name)
+        self._is_resumed = known is not None
+        self._told = {what: kept.last(what) if known is None else known[what] for what in _TOLD}
+        self._notes: dict[str, Any] = {} if known is None else known["notes"]
         self._steps = NewRows(folder / "metrics.jsonl", "step", self._told["step"])
         self._evaluations = NewRows(
             folder / "evaluations.jsonl", "policy_version", self._told["policy_version"]
         )
-        self._wants_checkpoints = any(
-            type(callback).on_checkpoint is not RunCallback.on_checkpoint for callback in callbacks
-        )
-        self._failed: set[tuple[str, str]] = set()
-        self._is_unsaved = False
+        self._wants_checkpoints = type(callback).on_checkpoint is not RunCallback.on_checkpoint
+        self._failed: set[str] = set()
 
     def start(self, name: str, config: Mapping[str, Any]) -> None:
         """The run begins."""
-        for callback in self._callbacks:
-            key = name_of(callback)
-            info = RunInfo(
-                name=name,
-                folder=self._folder,
-                config=config,
-                is_resumed=key in self._notes,
-                notes=self._notes.setdefault(key, {}),
-            )
-            self._tell(callback, "on_start", info)
-        self._save()
+        info = RunInfo(
+            name=name,
+            folder=self._folder,
+            config=config,
+            is_resumed=self._is_resumed,
+            notes=self._notes,
+        )
+        self._tell("on_start", info)
 
     def look(self, *, is_end: bool = False) -> None:
         """Tell what is new; of checkpoints only with a step, or at the end."""
         steps = self._steps.new()
         for row in steps:
-            self._tell_all("on_step", row)
-            self._save(step=row["step"])
+            self._tell("on_step", row, step=row["step"])
         for row in self._evaluations.new():  # a damaged one costs no steps
-            self._tell_all("on_evaluation", row)
-            self._save(policy_version=row["policy_version"])
+            self._tell("on_evaluation", row, policy_version=row["policy_version"])
         if self._wants_checkpoints and (steps or is_end):
             for num_steps, path in sorted(self._checkpoints()):
                 if num_steps > self._told["checkpoint"]:
-                    self._tell_all("on_checkpoint", num_steps, path)
-                    self._save(checkpoint=num_steps)
+                    self._tell("on_checkpoint", num_steps, path, checkpoint=num_steps)
 
     def end(self) -> None:
         """Tell how the run ended."""
         file = self._folder / FINAL_FILE
         final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        self._tell_all("on_end", final)
-        self._save()
+        self._tell("on_end", final)
 
-    def _tell_all(self, verb: str, *args: Any) -> None:
-        for callback in self._callbacks:  # a copy each: they may take keys out of a row
-            self._tell(callback, verb, *copy.deepcopy(args))
-
-    def _tell(self, callback: RunCallback, verb: str, *args: Any) -> None:
+    def _tell(self, verb: str, *args: Any, **told: int) -> None:
+        """Call a method, and note what it was told with what the callback wants to know again."""
         try:
-            getattr(callback, verb)(*args)
+            getattr(self._callback, verb)(*args)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            which = (name_of(callback), verb)
-            if which not in self._failed:
-                self._failed.add(which)
+            if verb not in self._failed:
+                self._failed.add(verb)
                 logger.exception(
                     "%s of the callback %s raised %s: %s; the run goes on, and further errors "
-                    "of it are not shown", verb, which[0], type(error).__name__, one_line(error),
+                    "of it are not shown", verb, self.name, type(error).__name__, one_line(error),
                 )  # fmt: skip
-
-    def _save(self, **told: int) -> None:
-        """Note what was told, and what the callbacks want to know again."""
         self._told |= told
-        try:
-            text = json.dumps({**self._told, "notes": self._notes}, default=str)
-            put_text(self._file, text + "\n")
-        except (OSError, TypeError, ValueError) as error:  # a full disk, or notes that are no JSON
-            if not self._is_unsaved:
-                self._is_unsaved = True
-                logger.error("%s is not written: %s", self._file, one_line(error))
+        self._kept.save(self.name, {**self._told, "notes": self._notes})
 
 
-def _read(file: Path) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    """The last of each that all callbacks were told, and their notes; nothing of a file that cannot
-    be read, so that they are told all again."""
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """What is kept of each callback; nothing of a file that cannot be read, so that they are told
+    all again."""
     if file.exists():
         try:
-            told = json.loads(file.read_bytes())
-            notes = {str(name): {**of_one} for name, of_one in told.get("notes", {}).items()}
-            return {name: int(told.get(name, -1)) for name in _TOLD}, notes
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            kept = json.loads(file.read_bytes())
+            return {
+                str(name): {what: int(of_one[what]) for what in _TOLD}
+                | {"notes": {**of_one["notes"]}}
+                for name, of_one in kept.items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             logger.warning(
                 "%s cannot be read, so that callbacks are told all again: %s", file, one_line(error)
             )
-    return dict.fromkeys(_TOLD, -1), {}
+    return {}
 
 
 def name_of(callback: RunCallback) -> str:
@@ -169,12 +193,11 @@ def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[Non
     if not callbacks:
         yield
         return
-    over = threading.Event()
+    over, kept = threading.Event(), Kept(spec.folder)
 
-    def follow() -> None:
+    def follow(followed: Followed) -> None:
         """Consumes: the run folder. Waits for: the clock. Unblocked by: the end of the block.
-        Produces: calls of the callbacks."""
-        followed = Followed(spec.folder, callbacks, lambda: _checkpoints(spec))
+        Produces: calls of a callback."""
         followed.start(spec.name, spec.describe())
         is_over = False
         while not is_over:
@@ -182,18 +205,31 @@ def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[Non
             try:
                 followed.look(is_end=is_over)
             except (OSError, ValueError) as error:  # of the run folder; the next look may succeed
-                logger.warning("callbacks are told later: %s", one_line(error))
+                logger.warning("%s is told later: %s", followed.name, one_line(error))
         followed.end()
 
-    thread = threading.Thread(target=follow, name="callbacks", daemon=True)
-    thread.start()
+    threads: dict[str, threading.Thread] = {}
+    for callback in callbacks:
+        followed = Followed(spec.folder, callback, kept, lambda: _checkpoints(spec))
+        name = f"callback {followed.name}"
+        threads[followed.name] = threading.Thread(
+            target=follow, args=(followed,), name=name, daemon=True
+        )
+    for thread in threads.values():
+        thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(timeout=_END_S)
-        if thread.is_alive():
-            logger.error("callbacks did not end within %g s; they are left alone", _END_S)
+        deadline = time.monotonic() + _END_S
+        for thread in threads.values():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        late = [name for name, thread in threads.items() if thread.is_alive()]
+        if late:
+            logger.error(
+                "callbacks did not end within %g s, and are left alone: %s; they may lack the last "
+                "steps, and how the run ended", _END_S, ", ".join(late),
+            )  # fmt: skip
 
 
 def _checkpoints(spec: RunSpec) -> Sequence[tuple[int, str]]:

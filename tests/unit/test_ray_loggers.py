@@ -20,10 +20,10 @@ from ray.tune.logger import (
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunInfo
-from ray_apr.run.callbacks import Followed
 from ray_apr.run.folder import add_row
 from ray_apr.run.options import RunOptions
 from ray_apr.run.ray_loggers import FOLDER, as_run_callback
+from tests.tracked import Together, read_tensorboard, wandb_history
 
 CONFIG = {"train": {"steps": 3, "betas": [0.9, 0.95]}, "model": "base"}
 
@@ -55,7 +55,7 @@ class Told(LoggerCallback):
 
 def follow(folder: Path, callback: Any, *steps: int, status: str = "ok") -> None:
     """A run that trains some steps, with an evaluation before the second one and at the end."""
-    followed = Followed(folder, [as_run_callback(callback)], lambda: [(1, "/a")])
+    followed = Together(folder, [as_run_callback(callback)], lambda: [(1, "/a")])
     followed.start("mine", CONFIG)
     for step in steps:
         row = {"step": step, "time_s": step / 2, "reward_mean": step / 4, "waiting_for": ""}
@@ -128,8 +128,6 @@ def test_files_of_ray_tune(tmp_path: Path) -> None:
 
 
 def test_event_files_of_ray_tune(tmp_path: Path) -> None:
-    from tests.tracked import read_tensorboard
-
     follow(tmp_path, TBXLoggerCallback(), 0, 1)
     found = read_tensorboard(tmp_path, FOLDER)
     assert found["ray/tune/reward_mean", 2] == 0.25
@@ -153,8 +151,6 @@ def test_mlflow_of_ray(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_wandb_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
-
-    from tests.tracked import wandb_history
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

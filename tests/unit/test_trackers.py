@@ -17,12 +17,11 @@ import pytest
 from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunInfo
-from ray_apr.run.callbacks import Followed
 from ray_apr.run.folder import add_row
 from ray_apr.trackers import trackers_of
 from ray_apr.trackers.mlflow import MLflowTracker, metric_name
 from ray_apr.trackers.rows import SampleTables, numbers, texts
-from tests.tracked import read_mlflow, read_tensorboard, read_wandb, wandb_history
+from tests.tracked import Together, read_mlflow, read_tensorboard, read_wandb, wandb_history
 from tests.unit.test_trained_samples import FIRST, SECOND, save
 
 ROWS = [
@@ -77,22 +76,22 @@ def track(folder: Path, rows, *kinds: str, status: str | None = "ok") -> None:
 
 
 def _track(folder: Path, rows, *kinds: str, status: str | None) -> None:
-    followed = Followed(folder, trackers_of(config(folder, *kinds)), lambda: ())
+    followed = Together(folder, trackers_of(config(folder, *kinds)), lambda: ())
     followed.start("run", CONFIG)
     for row in rows:
         add_row(folder / "metrics.jsonl", row)
     add_row(folder / "evaluations.jsonl", EVALUATION)
     followed.look()
-    assert not followed._failed
+    assert not followed.failed
     if status is None:
-        for tracker in followed._callbacks:
+        for tracker in followed.callbacks:
             if tracker.name == "wandb":
                 tracker._run.finish()  # what it has sent stays, as with a process that dies
         return
     (folder / "final.json").write_text(json.dumps({"status": status, "steps": len(rows)}))
     followed.look(is_end=True)
     followed.end()
-    assert not followed._failed
+    assert not followed.failed
 
 
 def board_name(name: str) -> str:
