@@ -199,7 +199,8 @@ class RunCallback:
     """Under which its notes are kept, another one for each callback; None: that of its class."""
 
     def on_start(self, run: RunInfo) -> None:
-        """The run begins, or is gone on with."""
+        """The run begins, or is gone on with. Where this raises, it is called again, and the other
+        methods wait: then they are told of all that was there meanwhile."""
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """A step was trained; its row of ``metrics.jsonl``."""

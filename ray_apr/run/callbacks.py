@@ -7,6 +7,8 @@ Invariants, kept by `Followed`:
       was damaged, with a warning.
     * A callback that raises is heard of in the log, once for each of its methods; neither the run
       nor the other callbacks notice it, or one that takes long.
+    * A callback is told of nothing before its `on_start` has returned, which is called again where
+      it raises; then it is told of all that it has missed.
     * The run waits for callbacks at its end alone, and there only for `_END_S`.
 """
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 CALLBACKS_FILE = "callbacks.json"
 """File of the run folder: what callbacks have been told, and what each wants to know again."""
 _LOOK_S = 1.0
+_AGAIN_S, _LONGEST_AGAIN_S = 1.0, 60.0
+"""From an `on_start` that raised to the next call; twice as long each time."""
 _END_S = 120.0
 """Longest that the end of a run waits for them."""
 
@@ -103,7 +107,9 @@ class Followed:
         self._kept = kept
         self.name = name_of(callback)
         known = kept.of(self.name)
-        self._is_resumed = known is not None
+        self._is_resumed = known is not None and known["has_begun"]
+        self._has_begun = False
+        self._again_at, self._pause = 0.0, _AGAIN_S
         self._told = {what: kept.last(what) if known is None else known[what] for what in _TOLD}
         self._notes: dict[str, Any] = {} if known is None else known["notes"]
         self._steps = NewRows(folder / "metrics.jsonl", "step", self._told["step"])
@@ -115,17 +121,29 @@ class Followed:
 
     def start(self, name: str, config: Mapping[str, Any]) -> None:
         """The run begins."""
-        info = RunInfo(
+        self._info = RunInfo(
             name=name,
             folder=self._folder,
             config=config,
             is_resumed=self._is_resumed,
             notes=self._notes,
         )
-        self._tell("on_start", info)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Call `on_start`, for the first time or again."""
+        self._has_begun = self._tell("on_start", self._info)
+        if self._has_begun and "on_start" in self._failed:
+            logger.warning("the callback %s has begun, and is told all so far", self.name)
+        self._again_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_AGAIN_S)
 
     def look(self, *, is_end: bool = False) -> None:
         """Tell what is new; of checkpoints only with a step, or at the end."""
+        if not self._has_begun and (is_end or time.monotonic() >= self._again_at):
+            self._begin()
+        if not self._has_begun:
+            return
         steps = self._steps.new()
         for row in steps:
             self._tell("on_step", row, step=row["step"])
@@ -138,14 +156,20 @@ class Followed:
 
     def end(self) -> None:
         """Tell how the run ended."""
+        if not self._has_begun:
+            logger.error("the callback %s was told nothing: its on_start raised", self.name)
+            return
         file = self._folder / FINAL_FILE
         final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._tell("on_end", final)
 
-    def _tell(self, verb: str, *args: Any, **told: int) -> None:
-        """Call a method, and note what it was told with what the callback wants to know again."""
+    def _tell(self, verb: str, *args: Any, **told: int) -> bool:
+        """Call a method, and note what it was told with what the callback wants to know again;
+        whether it has not raised."""
+        is_done = False
         try:
             getattr(self._callback, verb)(*args)
+            is_done = True
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if verb not in self._failed:
                 self._failed.add(verb)
@@ -154,7 +178,10 @@ class Followed:
                     "of it are not shown", verb, self.name, type(error).__name__, one_line(error),
                 )  # fmt: skip
         self._told |= told
-        self._kept.save(self.name, {**self._told, "notes": self._notes})
+        has_begun = self._is_resumed or self._has_begun or (verb == "on_start" and is_done)
+        kept = {**self._told, "has_begun": has_begun, "notes": self._notes}
+        self._kept.save(self.name, kept)
+        return is_done
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
@@ -165,7 +192,7 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
             kept = json.loads(file.read_bytes())
             return {
                 str(name): {what: int(of_one[what]) for what in _TOLD}
-                | {"notes": {**of_one["notes"]}}
+                | {"has_begun": of_one["has_begun"], "notes": {**of_one["notes"]}}
                 for name, of_one in kept.items()
             }
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:

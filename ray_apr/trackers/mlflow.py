@@ -48,15 +48,16 @@ class MLflowTracker(RunCallback):
 
         self._tables, self._entities = SampleTables(run, self._shared), mlflow.entities
         self._client = client = mlflow.tracking.MlflowClient(self._config.tracking_uri)
-        known = run.notes.get("run_id")
-        if known is not None:
-            self._id = known
-            client.update_run(known, status="RUNNING")
+        if "run_id" in run.notes:
+            self._id = run.notes["run_id"]
+            client.update_run(self._id, status="RUNNING")
+        else:
+            experiment = client.get_experiment_by_name(self._config.experiment)
+            where = experiment and experiment.experiment_id
+            where = where or client.create_experiment(self._config.experiment)
+            self._id = run.notes["run_id"] = client.create_run(where, run_name=run.name).info.run_id
+        if run.is_resumed:
             return
-        experiment = client.get_experiment_by_name(self._config.experiment)
-        where = experiment and experiment.experiment_id
-        where = where or client.create_experiment(self._config.experiment)
-        self._id = run.notes["run_id"] = client.create_run(where, run_name=run.name).info.run_id
         params = [mlflow.entities.Param(*param) for param in _params(run.config)]
         for begin in range(0, len(params), _MOST_PARAMS):
             client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])

@@ -213,6 +213,61 @@ def test_notes_that_were_damaged_by_hand_cost_the_notes_alone(tmp_path, caplog, 
     assert json.loads(file.read_text(encoding="utf-8"))["told"]["step"] == 1
 
 
+def test_a_callback_that_cannot_begin_tries_again_and_misses_nothing(tmp_path, caplog, monkeypatch):
+    """known fault: a tracker whose server was away as the run began was told of steps, which it
+    could write nowhere, and had none of them when the server was there again."""
+
+    class Away(Told):
+        is_away = True
+
+        def on_start(self, run):
+            run.notes.setdefault("tried", True)
+            if self.is_away:
+                raise ConnectionError("no server")
+            super().on_start(run)
+
+    monkeypatch.setattr(callbacks_module, "_AGAIN_S", 0.0)
+    away, other = Away("away"), Told("other")
+    followed = follow(tmp_path, away, other)
+    steps(tmp_path, 0, 1)
+    followed.look()
+    assert caplog.text.count("ConnectionError: no server; the run goes on") == 1
+    assert [away.calls, len(other.calls)] == [[], 3]
+
+    second = follow(tmp_path, away)  # another process goes on with the run
+    steps(tmp_path, 2)
+    second.end()
+    assert "the callback away was told nothing" in caplog.text
+    away.is_away = False
+    second.look()
+    second.end()
+    begun = ("start", False, {"tried": True})
+    assert away.calls == [begun, ("step", 0), ("step", 1), ("step", 2), ("end", None)]
+    assert "the callback away has begun" in caplog.text
+
+
+def test_a_callback_that_cannot_begin_is_asked_ever_less(tmp_path, monkeypatch):
+    class Away(RunCallback):
+        num_tries = 0
+
+        def on_start(self, run):
+            self.num_tries += 1
+            raise ConnectionError
+
+    now = [0.0]
+    monkeypatch.setattr(callbacks_module.time, "monotonic", lambda: now[0])
+    away = Away()
+    followed = follow(tmp_path, away)
+    tries = []
+    for second in range(1000):
+        now[0], before = float(second), away.num_tries
+        followed.look()
+        tries += [second] * (away.num_tries - before)
+    assert tries[:7] == [1, 3, 7, 15, 31, 63, 123]
+    followed.look(is_end=True)
+    assert away.num_tries == len(tries) + 2, "at the begin, and once more at the end"
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
 def test_a_callback_that_exits_ends_itself_alone(tmp_path, caplog, error):
     class Exits(RunCallback):
@@ -231,6 +286,7 @@ def test_checkpoints_are_looked_for_where_somebody_wants_them(tmp_path):
         raise AssertionError
 
     followed = Together(tmp_path, [RunCallback()], never)
+    followed.start("run", {})
     steps(tmp_path, 0)
     followed.look(is_end=True)
 
