@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,13 @@ from typing import Any, Literal
 from ray_apr.core.checks import at_least, from_mapping, of_type, one_of, require, whole
 
 _Mode = Literal["online", "offline", "disabled"]
+
+
+_NOT_TAKEN = "/\\#?%:"
+"""Characters that the name of a project of W&B must not have."""
+_LONGEST_PROJECT, _LONGEST_TAG = 128, 64
+_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
+"""MLflow's variable, without which it takes no folder for its store."""
 
 
 def _needs(module: str, section: str, value: Any) -> None:
@@ -42,7 +50,12 @@ class WandbConfig:
         of_type(s, self, list | tuple, words, "tags")
         require(all(isinstance(tag, str) for tag in self.tags), f"{s}.tags", self.tags, words)
         object.__setattr__(self, "tags", tuple(self.tags))
+        wrong = [tag for tag in self.tags if not 0 < len(tag) <= _LONGEST_TAG]
+        require(not wrong, f"{s}.tags", wrong, f"must have 1 to {_LONGEST_TAG} characters each")
         of_type(s, self, str, "a text", "project")
+        is_taken = 0 < len(self.project) <= _LONGEST_PROJECT and not {*self.project} & {*_NOT_TAKEN}
+        remedy = f"must have 1 to {_LONGEST_PROJECT} characters, none of them of {_NOT_TAKEN}"
+        require(is_taken, f"{s}.project", self.project, remedy)
         of_type(s, self, str | None, "a text, or null", "entity", "group")
         one_of(s, self, {"mode": _Mode})
         _needs("wandb", s, self)
@@ -53,7 +66,8 @@ class MLflowConfig:
     """A run of MLflow."""
 
     tracking_uri: str | None = None
-    """A server, ``sqlite:///file.db``, or a folder; None: ``MLFLOW_TRACKING_URI``."""
+    """A server, or ``sqlite:///file.db``; None: ``MLFLOW_TRACKING_URI``. A folder needs
+    ``MLFLOW_ALLOW_FILE_STORE=true``: MLflow takes none by itself."""
     experiment: str = "ray_apr"
     """Where the run is listed."""
 
@@ -61,6 +75,14 @@ class MLflowConfig:
         s = "trackers.mlflow"
         of_type(s, self, str, "a text", "experiment")
         of_type(s, self, str | None, "a text, or null", "tracking_uri")
+        require(self.experiment.strip() != "", f"{s}.experiment", self.experiment, "must be a name")
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+        is_folder = uri.startswith("file:") or not (":" in uri or uri.startswith("databricks"))
+        remedy = (
+            f"is a folder, which MLflow refuses; name sqlite:///FILE.db, or set {_FOLDERS}=true"
+        )
+        are_taken = os.environ.get(_FOLDERS, "").lower() in ("true", "1")
+        require(not is_folder or are_taken, f"{s}.tracking_uri", uri, remedy)
         _needs("mlflow", s, self)
 
 

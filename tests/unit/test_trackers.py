@@ -244,7 +244,13 @@ def test_tables_of_a_stopped_run_are_there_once_when_it_has_gone_on(folder):
         ({"wandb": {"tags": "smoke"}}, r"trackers\.wandb\.tags = 'smoke': must be a list of texts"),
         ({"wandb": {"tags": [5]}}, r"trackers\.wandb\.tags"),
         ({"wandb": {"project": None}}, r"trackers\.wandb\.project = None: must be a text"),
+        ({"wandb": {"tags": ["a" * 65]}}, r"trackers\.wandb\.tags = .*1 to 64 characters"),
+        ({"wandb": {"project": "team/rl"}}, r"trackers\.wandb\.project = 'team/rl': .* of /"),
+        ({"wandb": {"project": ""}}, r"trackers\.wandb\.project = '': must have 1 to 128"),
         ({"mlflow": {"tracking_uri": 5}}, r"trackers\.mlflow\.tracking_uri = 5"),
+        ({"mlflow": {"tracking_uri": "./mlruns"}}, r"'\./mlruns': is a folder.*ALLOW_FILE_STORE"),
+        ({"mlflow": {"tracking_uri": "file:///a"}}, r"'file:///a': is a folder.*sqlite:///FILE"),
+        ({"mlflow": {"experiment": " "}}, r"trackers\.mlflow\.experiment = ' '"),
         ({"tensorboard": {"folder": [1]}}, r"trackers\.tensorboard\.folder"),
         ({"mlflow": "here"}, r"trackers\.mlflow = 'here': must be a mapping"),
         ({"samples_every": -1}, r"trackers\.samples_every"),
@@ -254,6 +260,17 @@ def test_tables_of_a_stopped_run_are_there_once_when_it_has_gone_on(folder):
 def test_settings_are_obeyed_or_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         TrackersConfig(**given)
+
+
+def test_what_trackers_take_is_taken(monkeypatch):
+    """known fault: folders were documented, which MLflow takes with a variable of its own alone."""
+    for uri in (None, "http://a:5000", "sqlite:///m.db", "databricks", "databricks-uc"):
+        MLflowConfig(tracking_uri=uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(ConfigError, match="'mlruns': is a folder"):
+        MLflowConfig()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    MLflowConfig(tracking_uri="file:///tmp/mlruns")
 
 
 def test_a_tracker_that_is_not_installed_says_how(monkeypatch):
