@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,8 @@ class RunOptions:
         rollout = self.rollout_config or RolloutConfig()
         partial_rollout = self.partial_rollout_config or PartialRolloutConfig()
         scaling = self.scaling_config or ray.train.ScalingConfig(num_workers=1)
-        default_name = f"apr-{partial_rollout.mode}-{int(time.time())}"
+        own = secrets.token_hex(2)  # else those that begin in one second share their servers
+        default_name = f"apr-{partial_rollout.mode}-{int(time.time())}-{own}"
         run = self.run_config or ray.train.RunConfig(name=default_name)
         check_run_name("run_config.name", run.name or default_name)
         model, evaluation = check_model(self.model), self.evaluation_config
