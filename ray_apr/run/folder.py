@@ -28,13 +28,17 @@ def run_folder(storage_path: str, name: str) -> Path:
 
 
 def check_run_name(setting: str, name: str) -> None:
-    """Check that a run folder can be called so; Ray Train's would be elsewhere.
+    """Check that a run folder can be called so, as Ray Train's would be elsewhere, and a run: its
+    name labels Ray's metrics, which end Ray's parts where it is not ASCII.
 
     Raises:
         ConfigError: If it cannot.
     """
     if name in ("", ".", "..") or len(name.encode()) > 255 or {*name} & {"/", "\0"}:
         raise ConfigError(setting, name, "must be the name of one folder, without a slash")
+    if not (name.isascii() and name.isprintable()):
+        remedy = "must be of ASCII characters: Ray's metrics carry it, and take no others"
+        raise ConfigError(setting, name, remedy)
 
 
 def holds_run(folder: Path) -> bool:

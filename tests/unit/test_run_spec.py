@@ -382,6 +382,14 @@ def test_a_name_of_more_than_one_folder_is_refused_in_python_too(model, name):
         make_trainer(model, run_config=ray.train.RunConfig(name=name))
 
 
+@pytest.mark.parametrize("name", ["für", "实验", "a\nb"])
+def test_a_name_that_rays_metrics_do_not_take_is_refused(model, name):
+    """known fault: Ray Train and Serve ended with a UnicodeEncodeError once the run had started,
+    and the engines stayed on the cluster, as Serve's controller could not take them away."""
+    with pytest.raises(ConfigError, match=r"^run_config\.name = .*must be of ASCII characters"):
+        make_trainer(model, run_config=ray.train.RunConfig(name=name))
+
+
 @pytest.mark.parametrize("path", [".", "../mine", "../mine/", Path(), "/mine", "s3://runs/mine"])
 def test_a_run_is_restored_from_within_its_folder(model, tmp_path, monkeypatch, path):
     """known fault: "." was refused as `run_config.name`, which nobody had given."""
