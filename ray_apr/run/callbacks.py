@@ -9,6 +9,8 @@ Invariants, kept by `Followed`:
       nor the other callbacks notice it, or one that takes long.
     * A callback is told of nothing before its `on_start` has returned, which is called again where
       it raises; then it is told of all that it has missed.
+    * Those of a driver that has lost the folder to another one are told nothing more, not even how
+      it ended: those of the other one are.
     * The run waits for callbacks at its end alone, and there only for `_END_S`.
 """
 
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray_apr.core.exceptions import APRError, one_line
+from ray_apr.core.exceptions import APRError, FolderTakenError, one_line
 from ray_apr.core.user import RunCallback, RunInfo
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import put_text
@@ -226,11 +228,15 @@ def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[Non
         """Consumes: the run folder. Waits for: the clock. Unblocked by: the end of the block.
         Produces: calls of a callback."""
         followed.start(spec.name, spec.describe())
-        is_over = False
+        fence, is_over = spec.fences[0], False
         while not is_over:
             is_over = over.wait(_LOOK_S)
             try:
+                (fence.check if is_over else fence.check_soon)()
                 followed.look(is_end=is_over)
+            except FolderTakenError as error:
+                logger.warning("the callback %s is told no more: %s", followed.name, error)
+                return
             except (OSError, ValueError) as error:  # of the run folder; the next look may succeed
                 logger.warning("%s is told later: %s", followed.name, one_line(error))
         followed.end()

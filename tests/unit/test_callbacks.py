@@ -14,6 +14,7 @@ import pytest
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunCallback
+from ray_apr.data.fence import Fence
 from ray_apr.run import callbacks as callbacks_module
 from ray_apr.run.callbacks import followed_by
 from ray_apr.run.folder import add_row
@@ -307,6 +308,31 @@ def test_a_run_is_followed_from_its_begin_to_its_end(tmp_path, monkeypatch):
         raise KeyError
     assert told.calls[-1] == ("end", "failed")
     assert not any(thread.name.startswith("callback") for thread in threading.enumerate())
+
+
+def test_a_driver_that_has_lost_its_folder_tells_its_callbacks_no_more(
+    tmp_path, monkeypatch, caplog
+):
+    """known fault: trackers had the rows of the driver that went on with the run twice, and its
+    notes were those of the first one."""
+    monkeypatch.setattr(callbacks_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr("ray_apr.data.fence.LOOK_S", 0.01)
+    spec = run_spec()
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    told = Told()
+    with followed_by([told], spec):
+        steps(tmp_path, 0)
+        deadline = time.monotonic() + 20
+        while ("step", 0) not in told.calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        Fence("another", str(tmp_path)).take()
+        time.sleep(0.5)
+        (tmp_path / "callbacks.json").write_text("theirs")
+        steps(tmp_path, 1)
+        (tmp_path / "final.json").write_text('{"status": "ok"}')
+    assert told.calls[1:] == [("step", 0)]
+    assert (tmp_path / "callbacks.json").read_text() == "theirs"
+    assert "the callback told is told no more: " in caplog.text
 
 
 def test_without_callbacks_there_is_neither_thread_nor_file(tmp_path, monkeypatch):
