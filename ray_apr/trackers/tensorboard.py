@@ -36,7 +36,8 @@ class TensorBoardTracker(RunCallback):
         self._tables = SampleTables(run, self._shared)
         self._writer = SummaryWriter(self._config.folder or str(run.folder / "tensorboard"))
         if not run.is_resumed:
-            self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
+            config = json.dumps(run.config, indent=2, default=str)  # as in config.json
+            self._writer.add_text("config", f"```json\n{config}\n```", 0)
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Scalars of a step, and now and then a table of samples."""

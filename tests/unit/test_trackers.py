@@ -172,6 +172,15 @@ def test_mlflow_begins_once_its_server_is_there(folder, monkeypatch):
     assert [found["reward_mean", row["step"]] for row in ROWS] == [r["reward_mean"] for r in ROWS]
 
 
+def test_settings_that_json_has_no_word_for_are_texts(folder, monkeypatch):
+    """known fault: TensorBoard had nothing of a run whose engine was given a path."""
+    given = {**CONFIG, "rollout": {"engine": {"kwargs": {"folder": Path("/x"), "ids": {1}}}}}
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", given)
+    track(folder, ROWS, "mlflow", "tensorboard")
+    assert '"folder": "/x"' in read_tensorboard(folder)["config", 0]
+    assert read_mlflow(folder)["param", "rollout.engine.kwargs.folder"] == "/x"
+
+
 def test_a_run_that_fails_is_one_that_failed_there(folder):
     track(folder, ROWS[:1], "mlflow", status="failed")
     assert read_mlflow(folder)["status"] == "FAILED"
