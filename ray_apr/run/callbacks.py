@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import threading
@@ -67,7 +68,7 @@ class Kept:
 
     def of(self, name: str) -> dict[str, Any] | None:
         """What is kept of a callback; None of one that is new."""
-        return self._known.get(name)
+        return copy.deepcopy(self._known.get(name))  # whose notes it changes
 
     def last(self, what: str) -> int:
         """Up to where any callback was told: a new one is told what comes after that."""

@@ -201,6 +201,16 @@ def test_a_full_disk_and_notes_that_are_no_json_cost_the_notes_alone(tmp_path, c
     assert again.calls == [("start", True, {"id": "abc"})], "the other's are there"
 
 
+def test_notes_that_are_no_json_any_more_cost_the_others_nothing(tmp_path):
+    follow(tmp_path, Told())
+    bad, other = Told(), Told("other")
+    bad.notes = {("a", "b"): 1}
+    steps(tmp_path, 0, 1)
+    follow(tmp_path, bad, other).look()
+    kept = json.loads((tmp_path / "callbacks.json").read_text())
+    assert (kept["other"]["step"], kept["told"]["notes"]) == (1, {"id": "abc"})
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"step": null}', '{"step": 1, "notes": {"told": 1}}'])
 def test_notes_that_were_damaged_by_hand_cost_the_notes_alone(tmp_path, caplog, text):
     """known fault: the thread of the callbacks died, and none of them heard of anything."""
