@@ -112,8 +112,8 @@ class GenerateRequest:
     max_tokens: int
     """Most new tokens of this call."""
     session_id: str = ""
-    """Requests of one session share an engine, and the KV entries of it that outlive a weight
-    sync: none meets those of weights that are older than its own session."""
+    """Requests of one session share an engine. Those of the run share the KV entries of it that
+    outlive a weight sync, too: none meets those of weights that are older than its own session."""
     min_policy_version: int = 0
     """Version of the caller's weights, which an engine that has begun anew does not have before the
     next weight sync. One that is paused may get it."""

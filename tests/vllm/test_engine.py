@@ -958,6 +958,26 @@ def test_requests_from_outside_are_not_held(parking):
     run(body())
 
 
+def test_a_session_from_outside_meets_no_kv_entries_of_older_weights(parking):
+    """known fault: who asked again in a session got an answer that was computed in part from the
+    prompt's KV entries of whatever weights had met it first."""
+    run, engine, trainer = parking
+    sampling = dataclasses.replace(FREE, origin=Origin.OUTSIDE)
+
+    async def body():
+        version = engine.status(drain=False).policy_version + 1
+        ask = {"ids": PROMPT * 30, "sampling": sampling, "max_tokens": 8, "session": "chat"}
+        await generate(engine, **ask)
+        trainer.change()
+        await trainer.sync(engine, version)
+        answer = await generate(engine, **ask)
+        assert set(versions_of(answer)) == {version}
+        expected = hf_logprobs(trainer.model, PROMPT * 30, ids_of(answer))
+        assert largest_gap(logprobs_of(answer), expected) < 1e-4
+
+    run(body())
+
+
 def test_requests_leave_their_places_to_sequences_that_are_scored(parking):
     """Beside an engine that is full of them, scores would wait until nobody takes them over."""
     run, engine, _ = parking

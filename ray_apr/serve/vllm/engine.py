@@ -171,13 +171,13 @@ class VLLMEngine:
         request_id, sampling = request.request_id, request.sampling
         params = vllm_params(sampling, request.max_tokens, self._vocabulary)
         version = self.policy_version
-        salt = request.session_id if self._keeps_kv else f"v{version}"
+        is_sample = sampling.origin is not Origin.OUTSIDE  # of which a session may be reused
+        salt = request.session_id if self._keeps_kv and is_sample else f"v{version}"
         given = list(request.prompt.token_ids)
         prompt = {"prompt_token_ids": given, "cache_salt": salt or request_id}
         priority = {"priority": _FIRST} if sampling.origin is Origin.EVALUATION else {}
         llm = self._core.llm
         with self._calls.going_in(request_id) as call, self._core.dead_is_unavailable():
-            is_sample = sampling.origin is not Origin.OUTSIDE
             call.may_stay = self._spec.parks and is_sample and not sampling.stop_strings
             try:
                 queue = await llm.add_request(request_id, prompt, params, **priority)
