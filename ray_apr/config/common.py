@@ -6,8 +6,9 @@ DType = Literal["float32", "bfloat16"]
 AutoDType = Literal["auto", "float32", "bfloat16"]
 Placement = Literal["disaggregated", "colocated"]
 
-LEAST_TEMPERATURE = 0.01
-"""Of a draw: vLLM takes this one in the place of a smaller one."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""Of a draw: vLLM takes the first one in the place of a smaller one, and refuses requests with more
+than the other."""
 
 ENGINE_GPU_SHARE, TRAINER_GPU_SHARE = 0.6, 0.4
 """What colocated engine workers and train workers reserve of a GPU. Neither two engine workers fit

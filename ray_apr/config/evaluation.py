@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ray_apr.config.common import LEAST_TEMPERATURE
+from ray_apr.config.common import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ray_apr.core.checks import (
     at_least,
     from_mapping,
@@ -52,10 +52,11 @@ class SuiteConfig:
         positive(s, self, "top_p")
         temperature, top_p = self.temperature or 0.0, self.top_p or 0.0
         require(
-            temperature == 0 or temperature >= LEAST_TEMPERATURE,
+            temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE,
             f"{s}.temperature",
             temperature,
-            f"must be 0 or at least {LEAST_TEMPERATURE}: engines draw with no smaller one",
+            f"must be 0, or at least {LEAST_TEMPERATURE} and at most {MOST_TEMPERATURE:g}: engines "
+            "draw with no other",
         )
         require(top_p <= 1, f"{s}.top_p", top_p, "must be in (0, 1]")
         whole_or_none(s, self, 1, "max_response_tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_apr.config.common import LEAST_TEMPERATURE
+from ray_apr.config.common import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ray_apr.core.checks import (
     at_least,
     is_whole,
@@ -52,10 +52,11 @@ class SamplingConfig:
         positive(s, self, "temperature", "top_p")
         whole_or_none(s, self, 0, "seed")
         require(
-            self.temperature >= LEAST_TEMPERATURE,
+            LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE,
             f"{s}.temperature",
             self.temperature,
-            f"must be at least {LEAST_TEMPERATURE}: engines draw with no smaller one",
+            f"must be at least {LEAST_TEMPERATURE} and at most {MOST_TEMPERATURE:g}: engines draw "
+            "with no other",
         )
         require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
         require(

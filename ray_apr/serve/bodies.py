@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ray_apr.config.common import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ray_apr.core.messages import GenerateRequest, Origin, PromptInput, SamplingParams
 from ray_apr.core.protocols import PauseMode
 
@@ -36,7 +37,7 @@ class GenerateBody(_Body):
     session_id: SessionId = ""
     token_ids: list[TokenId] = Field(min_length=1)
     max_tokens: int = Field(ge=1, le=_INT32, strict=True)
-    temperature: float = Field(1.0, ge=0.01, le=100, strict=True)
+    temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, strict=True)
     top_p: float = Field(1.0, ge=1e-6, le=1, strict=True)
     top_k: int = Field(0, ge=0, le=_INT32, strict=True)
     stop_token_ids: list[TokenId] = Field([], max_length=_MAX_STOP_IDS)

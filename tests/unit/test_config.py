@@ -114,6 +114,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout", "group_size", 0),
         ("rollout", "temperature", 0),
         ("rollout", "temperature", 0.005),
+        ("rollout", "temperature", 2.01),
         ("rollout", "top_p", 1.01),
         ("rollout", "top_p", 0.9),
         ("rollout", "top_k", 65),

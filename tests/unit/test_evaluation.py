@@ -454,6 +454,7 @@ def test_the_first_version_that_is_synced_past_a_multiple_is_due():
         ("samples", 2),
         ("temperature", -1),
         ("temperature", 0.005),
+        ("temperature", 2.01),
         ("top_p", 1.1),
         ("max_inflight", 0),
         ("at_start", 1),

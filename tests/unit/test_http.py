@@ -83,6 +83,7 @@ async def test_every_verb_but_health_needs_the_token(path):
         {"temperature": float("inf")},
         {"temperature": 0},
         {"temperature": 1e-300},
+        {"temperature": 2.01},
         {"temperature": True},
         {"temperature": "0.5"},
         {"top_p": 0},
