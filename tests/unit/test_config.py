@@ -62,6 +62,7 @@ OTHERS = [
 def refused(section, name, value):
     with pytest.raises(ConfigError) as caught:
         from_mapping(SECTIONS[section], section, {name: value})
+    assert not isinstance(caught.value, UnknownKeyError)
     assert caught.value.field == f"{section}.{name}"
     assert repr(value) in str(caught.value)
     assert caught.value.remedy
@@ -112,25 +113,23 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("partial_rollout", "mode", ["apr"]),
         ("partial_rollout", "max_inflight", 0),
         ("rollout", "group_size", 0),
-        ("rollout", "temperature", 0),
-        ("rollout", "temperature", 0.005),
-        ("rollout", "temperature", 2.01),
-        ("rollout", "top_p", 1.01),
-        ("rollout", "top_p", 0.9),
-        ("rollout", "top_k", 65),
-        ("rollout", "max_model_len", 1024),
-        ("rollout", "http_port", 65536),
-        ("rollout", "http_port", "80"),
-        ("rollout", "stop_token_ids", 7),
-        ("rollout", "stop_token_ids", "7"),
-        ("rollout", "stop_token_ids", (1, -2)),
-        ("rollout", "stop_strings", "###"),
-        ("rollout", "stop_strings", ("",)),
-        ("rollout", "stop_strings", (7,)),
-        ("rollout", "min_response_tokens", 1025),
-        ("rollout", "engine_kwargs", None),
-        ("rollout", "control_token", 5),
-        ("rollout", "device", "tpu"),
+        ("rollout.sampling", "temperature", 0),
+        ("rollout.sampling", "temperature", 0.005),
+        ("rollout.sampling", "temperature", 2.01),
+        ("rollout.sampling", "top_p", 1.01),
+        ("rollout.sampling", "top_p", 0.9),
+        ("rollout.sampling", "top_k", 65),
+        ("rollout.http", "port", 65536),
+        ("rollout.http", "port", "80"),
+        ("rollout.sampling", "stop_token_ids", 7),
+        ("rollout.sampling", "stop_token_ids", "7"),
+        ("rollout.sampling", "stop_token_ids", (1, -2)),
+        ("rollout.sampling", "stop_strings", "###"),
+        ("rollout.sampling", "stop_strings", ("",)),
+        ("rollout.sampling", "stop_strings", (7,)),
+        ("rollout.engine", "kwargs", None),
+        ("rollout.http", "control_token", 5),
+        ("rollout.engine", "device", "tpu"),
         ("algorithm", "clip_low", 1.1),
         ("algorithm", "loss", "reinforce"),
         ("algorithm", "advantage", None),
@@ -162,6 +161,16 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
 )
 def test_values_out_of_range_are_refused(section, name, value):
     refused(section, name, value)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("engine", "max_model_len", 1024), ("sampling", "min_tokens", 1025)],
+)
+def test_what_does_not_fit_the_budget_of_a_response_is_refused(section, name, value):
+    with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens = 1024") as caught:
+        RolloutConfig(**{section: {name: value}})
+    assert caught.value.field == f"rollout.{section}.{name}"
 
 
 def test_one_setting_says_where_a_run_ends():
