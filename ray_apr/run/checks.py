@@ -15,7 +15,7 @@ from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
-from ray_apr.run.model import context_of
+from ray_apr.run.model import context_of, num_ids_of
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def check_spec(spec: RunSpec) -> None:
     _check_code(spec)
     _check_sent(spec)
     _check_context(spec.rollout, context_of(spec.model))
+    _check_ends(spec.rollout, num_ids_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
     remedy = (
         "is in what --working-dir uploaded for a job, which Ray deletes; give the path of a folder "
@@ -139,6 +140,15 @@ def _check_context(rollout: RolloutConfig, context: int | None) -> None:
             budget,
             f"leaves no room for a prompt in the model's context of {context} tokens",
         )
+
+
+def _check_ends(rollout: RolloutConfig, num_ids: int | None) -> None:
+    """Check that the ids which end a response are the model's: engines refuse all requests else."""
+    if num_ids is None:
+        return
+    wrong = [i for i in rollout.sampling.stop_token_ids if i >= num_ids]
+    remedy = f"are no token ids of the model, which are 0 to {num_ids - 1}; give those of the model"
+    require(not wrong, "rollout.sampling.stop_token_ids", wrong, remedy)
 
 
 def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:

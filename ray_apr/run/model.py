@@ -59,6 +59,14 @@ def context_of(model: str) -> int | None:
     return int(context) if context else None
 
 
+def num_ids_of(model: str) -> int | None:
+    """Token ids that a model has a row for, from 0 on; None for a hub id, or if it does not say."""
+    folder = Path(model)
+    config = read_config(model, folder) if folder.is_dir() else {}
+    count = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(count) if count else None
+
+
 def num_parameters(model: str) -> int | None:
     """Parameters of a model, from the headers of its weights; None where its weights are not in a
     folder, or not in files of safetensors.

@@ -74,6 +74,32 @@ def test_a_run_has_the_users_name_and_the_models_context(model):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "last"),
+    [({"vocab_size": 49}, 48), ({"text_config": {"vocab_size": 9}}, 8), ({"text_config": None}, 0)],
+)
+def test_ids_that_end_a_response_are_those_of_the_model(model, sizes, last):
+    """known fault: those of another model were found once the engines refused all requests."""
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+
+    def spec(*ids):
+        return run_spec(
+            model=str(model), reward=own_reward, rollout=RolloutConfig(
+                max_response_tokens=16, sampling={"stop_token_ids": ids}
+            )
+        )  # fmt: skip
+
+    check_spec(spec(0, last))
+    if last:
+        with pytest.raises(ConfigError, match=f"are 0 to {last}; give those of the model") as found:
+            check_spec(spec(0, last + 1, 151645))
+        assert found.value.field == "rollout.sampling.stop_token_ids"
+        assert found.value.value == [last + 1, 151645]
+    else:  # a size that is not told
+        check_spec(spec(151645))
+
+
+@pytest.mark.parametrize(
     ("live", "oversampling", "inflight", "most"),
     [(3.0, 2.0, None, 24), (None, 2.0, None, 40), (3.0, 2.0, 5, 29), (1.0, 3.0, None, 24)],
 )
