@@ -20,6 +20,7 @@ _NCCL = f"{_COLLECTIVE}.collective_group.nccl_util"
 _METADATA = "ray.data._internal.execution.metadata_fetcher"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
 _REACH_LIMIT_S = 10.0
+_NO_PROXY = ("Disabled", "NoServer")
 STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -32,6 +33,8 @@ RAY = PrivateNames(
     tested="2.58 to 2.60",
     names={
         "Deployment": "ray.serve.deployment",
+        "_get_global_client": "ray.serve.context",
+        "ServeControllerClient": "ray.serve._private.client",
         "DeploymentHandle": "ray.serve.handle",
         "DeploymentBroadcastResponse": "ray.serve.handle",
         "read_datasource": "ray.data.read_api",
@@ -61,6 +64,7 @@ RAY = PrivateNames(
         "find_bootstrap_address": "(temp_dir)",
         "get_ray_address_from_environment": "(addr,temp_dir)",
         "Deployment": "options(name,version,_internal)",
+        "ServeControllerClient": "http_config",
         "DeploymentHandle": "broadcast(method_name) options remote",
         "DeploymentBroadcastResponse": "results_async(timeout_s)",
         "read_datasource": "(datasource,override_num_blocks,num_cpus)",
@@ -237,3 +241,10 @@ def kept_deployment(deployment: Any, version: str) -> Any:
         version: Of what it is made of.
     """
     return deployment.options(version=version, _internal=True)
+
+
+def http_of_serve() -> tuple[str, int] | None:
+    """Host and port of Serve's HTTP, as who started Serve has set them; None where it has none."""
+    http = RAY.get("_get_global_client")().http_config
+    location = getattr(http.location, "value", http.location)
+    return None if http.host is None or location in _NO_PROXY else (http.host, http.port)

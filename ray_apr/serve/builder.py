@@ -25,11 +25,12 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from ray_apr.compat.forked.servers import runtime_env as forked_by
-from ray_apr.compat.ray import kept_deployment, living_actors
+from ray_apr.compat.ray import http_of_serve, kept_deployment, living_actors
 from ray_apr.config import RolloutConfig
 from ray_apr.config.common import dtype_on
 from ray_apr.config.engine import Device
-from ray_apr.core.exceptions import ResourceError
+from ray_apr.config.http import HttpConfig
+from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
 from ray_apr.serve.server import RolloutServer
@@ -138,7 +139,8 @@ def start_rollout_servers(
         cancelled: Another thread sets it to end the wait.
 
     Raises:
-        ConfigError: For what ends an engine on CPU, where it is one.
+        ConfigError: For what ends an engine on CPU, where it is one; or for a port that Serve does
+            not open, as it runs already.
         ResourceError: If they are not ready within ``start_timeout_s``, one cannot start, or the
             wait was cancelled; the application is then taken away.
     """
@@ -147,12 +149,27 @@ def start_rollout_servers(
         serve.start(http_options=HTTPOptions(location="NoServer"))
     else:
         serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        _check_http(config.http)
     _deploy(app_name, spec, config, config.num_replicas)
     try:
         _wait_until_running(app_name, config.engine.start_timeout_s, cancelled or threading.Event())
     except ResourceError:
         stop_rollout_servers(app_name)
         raise
+
+
+def _check_http(http: HttpConfig) -> None:
+    """Check that Serve listens where it is to: what runs already keeps the address that it has."""
+    found = http_of_serve()
+    if found != (http.host, http.port):
+        has = "without HTTP" if found is None else f"with HTTP at {found[0]}:{found[1]}"
+        raise ConfigError(
+            "rollout.http.port",
+            http.port,
+            f"cannot be opened at {http.host}: Serve runs on this cluster {has}, for another run "
+            "or application, and has one address; leave the port out, end the other, or use "
+            "another cluster",
+        )
 
 
 def change_rollout_servers(

@@ -148,3 +148,35 @@ def test_an_engine_of_one_gpu_sees_that_one_alone(monkeypatch, device, size, see
         builder.build_rollout_app(spec, RolloutConfig(), num_behind_http=1)
     env = made["ray_actor_options"]["runtime_env"]["env_vars"]
     assert env.get(builder.SEES_ALL_GPUS) == seen
+
+
+@pytest.mark.parametrize(
+    ("runs", "why"),
+    [
+        ({"location": "NoServer"}, "runs on this cluster without HTTP"),
+        ({"location": SimpleNamespace(value="Disabled")}, "runs on this cluster without HTTP"),
+        ({"host": None}, "runs on this cluster without HTTP"),
+        ({"port": 8001}, "runs on this cluster with HTTP at 127.0.0.1:8001"),
+        ({"host": "0.0.0.0"}, "runs on this cluster with HTTP at 0.0.0.0:8000"),
+        ({}, None),
+    ],
+)
+def test_a_port_that_serve_does_not_open_is_refused(monkeypatch, runs, why):
+    """known fault: beside another run, or a Serve application of the user's, nothing listened at
+    the port, and the verbs were behind the other one's address, whoever reached it."""
+    http = SimpleNamespace(**{"host": "127.0.0.1", "port": 8000, "location": None} | runs)
+    client = SimpleNamespace(http_config=http)
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
+    monkeypatch.setattr(builder.serve, "start", lambda **_: None)
+    deployed = []
+    monkeypatch.setattr(builder, "_deploy", lambda name, *_: deployed.append(name))
+    monkeypatch.setattr(builder, "_wait_until_running", lambda *_: None)
+    config = RolloutConfig(engine={"device": "cpu"}, http={"port": 8000})
+    spec = EngineSpec.of_run("m", config)
+    if why is None:
+        builder.start_rollout_servers("app", spec, config)
+        assert deployed == ["app"]
+        return
+    with pytest.raises(ConfigError, match=why) as caught:
+        builder.start_rollout_servers("app", spec, config)
+    assert (caught.value.field, deployed) == ("rollout.http.port", [])
