@@ -2,7 +2,7 @@
 
 Invariants:
     * A `GenerateRequest` is the one form of a request, from the rollout worker, an evaluation or
-      HTTP to the engine; only its least version is filled in on the way, by the client.
+      HTTP to the engine; only its least version is raised on the way, by the client.
     * Token ids go in as ids: nothing here encodes text.
 """
 
@@ -115,8 +115,8 @@ class GenerateRequest:
     """Requests of one session share an engine. Those of the run share the KV entries of it that
     outlive a weight sync, too: none meets those of weights that are older than its own session."""
     min_policy_version: int = 0
-    """Version of the caller's weights, which an engine that has begun anew does not have before the
-    next weight sync. One that is paused may get it."""
+    """Version of the caller's weights or a newer one, which an engine that has begun anew does not
+    have before the next weight sync. One that is paused may get it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled flat: many travel together, and a dataclass with slots takes thrice as long."""

@@ -99,6 +99,8 @@ class Evaluator:
         self._stopping = False
         self._poison: set[str] = set()
         """Ids of prompts that engines died under."""
+        self._version = 0
+        """That is evaluated; an engine that Serve has just started again has the base model."""
         self._num_calls = 0
         self._answered_at = -math.inf
         """When an engine ended a call last."""
@@ -171,6 +173,7 @@ class Evaluator:
             NoEngineError: If no engine has answered for ``rollout.engine.stall_timeout_s``.
         """
         begin, self._no_engine, self._error = time.monotonic(), None, ""
+        self._version = policy_version
         slots = asyncio.Semaphore(self._config.max_inflight)
         samples = await asyncio.gather(
             *(
@@ -309,9 +312,10 @@ class Evaluator:
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._is_ending:
             self._num_calls += 1
+            request = GenerateRequest.of_sample(sample, sampling, number=self._num_calls)
             try:
                 generation = await self._client.generate(
-                    GenerateRequest.of_sample(sample, sampling, number=self._num_calls)
+                    replace(request, min_policy_version=self._version)
                 )
             except EngineUnavailableError as error:  # no fault of the sample, unless it kills them
                 deaths += isinstance(error, EngineDiedError)

@@ -119,7 +119,8 @@ class ServeRolloutClient:
             raise RolloutError(f"request {request_id} is under way already")
         engine = self._placement.enter(request.sample_id, request.session_id)
         self._placed[request_id] = engine
-        request = dataclasses.replace(request, min_policy_version=self._policy_version)
+        least = max(request.min_policy_version, self._policy_version)
+        request = dataclasses.replace(request, min_policy_version=least)
         try:
             generation = await self._outcome(engine, request)
         except EngineUnavailableError:
@@ -143,10 +144,9 @@ class ServeRolloutClient:
         try:
             return await future
         finally:
-            request_id = request.request_id
-            if future.cancelled() and not self._exchange.withdraw(engine, request_id):
+            if future.cancelled() and not self._exchange.withdraw(engine, request.request_id):
                 with contextlib.suppress(RayError, RayServeException, KeyError):  # it has left
-                    self._engines[engine].tell("abort", [request_id])
+                    self._engines[engine].tell("abort", [request.request_id])
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Give each replica at most this many requests from now on; unknown ones are left out."""

@@ -564,6 +564,21 @@ async def test_a_new_client_begins_at_the_version_that_engines_have(deployment):
     assert sent == [("engine-0", 3)] * 4
 
 
+async def test_a_request_that_needs_a_newer_version_than_its_client_knows_of_says_so(deployment):
+    _, client = deployment
+    sent = []
+
+    async def outcome(engine, request):
+        sent.append(request.min_policy_version)
+        raise EngineUnavailableError("enough is known")
+
+    client._outcome = outcome
+    for version in (0, 5):
+        with pytest.raises(EngineUnavailableError, match="enough"):
+            await client.generate(generate_request("s#0", min_policy_version=version))
+    assert sent == [3, 5], "the engines have 3"
+
+
 async def test_what_comes_late_is_told_to_who_counts_it(deployment):
     _, client = deployment
     late = Generation(request_id="s#0", segments=(), finish_reason=FinishReason.ABORT)
