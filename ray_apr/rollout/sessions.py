@@ -208,7 +208,8 @@ class Sessions:
         begin, began = time.monotonic(), self._steps.now
         try:
             step = await answer
-            token_ids = () if step.done else encode_step(self._tokenizer, asked, step)
+            ends = self._scheduler.finish_reason(asked, step) is not None
+            token_ids = () if ends else encode_step(self._tokenizer, asked, step)
             sample = self._scheduler.on_step(live, asked, step, token_ids)
         except (StepError, RolloutError) as error:
             if self._scheduler.is_current(live, asked):

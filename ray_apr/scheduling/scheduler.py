@@ -27,7 +27,7 @@ from ray_apr.config import PartialRolloutConfig
 from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.ledger import DiscardReason
 from ray_apr.core.messages import Generation
-from ray_apr.core.sample import Prompt, Sample, SampleState
+from ray_apr.core.sample import FinishReason, Prompt, Sample, SampleState
 from ray_apr.core.user import GroupFilter, RewardResult, Step
 from ray_apr.scheduling.filters import is_filtered
 from ray_apr.scheduling.intake import Intake, SchedulerState
@@ -262,7 +262,7 @@ class Scheduler(Intake):
             live: The sample.
             asked: Its value that the environment was asked about.
             step: The answer.
-            token_ids: What the policy reads next, encoded.
+            token_ids: What the policy reads next, encoded; nothing if the sample ends.
 
         Returns:
             The sample, ended or ready to go on; None if the answer comes too late.
@@ -270,7 +270,7 @@ class Scheduler(Intake):
         if not self.is_current(live, asked):
             return None
         transition(live, "stepped")
-        reason = (self._turns or TurnRules()).finish_reason(asked, step)
+        reason = self.finish_reason(asked, step)
         if reason is not None:
             live.sample = asked.finish(reason, state=step.state)
         else:
@@ -280,6 +280,10 @@ class Scheduler(Intake):
         else:
             self.live.move(live, "stepped" if live.sample.num_generated else "begun")
         return live.sample
+
+    def finish_reason(self, asked: Sample, step: Step) -> FinishReason | None:
+        """How an environment's answer ends a sample; None where it goes on."""
+        return (self._turns or TurnRules()).finish_reason(asked, step)
 
     def is_current(self, live: LiveSample, asked: Sample) -> bool:
         """Whether an environment that was asked about `asked` may still answer."""

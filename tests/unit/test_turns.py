@@ -368,6 +368,20 @@ async def test_a_message_that_the_template_refuses_drops_its_group_alone(monkeyp
     assert row["group_id"] == "e0-0" and "roles must alternate" in row["error"]
 
 
+async def test_what_is_said_after_the_last_turn_is_not_encoded():
+    """known fault: where it could not be, a group was dropped that had ended; here each one."""
+
+    class Chat(Scorer):
+        async def step(self, sample):
+            return Step(messages=({"role": "user", "content": "go on"},), state={"asked": 1})
+
+    rules = TurnRules(max_turns=1)  # the tokenizer has no template
+    async with running(engine_of_turns(auto=1), scorer=Chat(), turns=rules) as run:
+        for sample in await run.step(0):
+            assert (sample.num_turns, sample.finish_reason) == (1, FinishReason.LENGTH)
+            assert sample.environment_state == {"asked": 1}
+
+
 def test_rules_follow_from_the_environment():
     class Silent(Environment):
         def step(self, sample):
