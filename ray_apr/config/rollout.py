@@ -146,9 +146,18 @@ class RolloutConfig:
         """Refuse what ends an engine on CPU; where ``engine.device`` is auto, once it is known.
 
         Raises:
-            ConfigError: If prompts would be prefilled in steps although requests have seeds.
+            ConfigError: If prompts would be prefilled in steps although requests have seeds, or are
+                not although they would have to be.
         """
         name, engine = "enable_chunked_prefill", self.engine
+        most = "max_num_scheduled_tokens"
+        require(
+            engine.factory != "vllm" or most not in engine.kwargs or bool(engine.kwargs.get(name)),
+            f"rollout.engine.kwargs.{most}",
+            engine.kwargs.get(most),
+            "needs enable_chunked_prefill on CPU: without it vLLM never takes in a prompt that is "
+            "longer; set both, or leave it out",
+        )
         require(
             engine.factory != "vllm" or self.sampling.seed is None or not engine.kwargs.get(name),
             f"rollout.engine.kwargs.{name}",

@@ -105,6 +105,21 @@ def test_prompts_in_steps_and_seeds_end_an_engine_on_cpu(monkeypatch):
     RolloutConfig(engine={"device": "cpu", "kwargs": kwargs})
 
 
+def test_prompts_that_an_engine_on_cpu_would_never_take_in_are_refused(monkeypatch):
+    """known fault: their requests waited until the engine counted as stalled, again and again."""
+    kwargs = {"max_num_scheduled_tokens": 16}
+    with pytest.raises(ConfigError, match="needs enable_chunked_prefill on CPU") as caught:
+        RolloutConfig(engine={"device": "cpu", "kwargs": kwargs})
+    assert caught.value.field == "rollout.engine.kwargs.max_num_scheduled_tokens"
+    auto = RolloutConfig(engine={"kwargs": kwargs})
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    with pytest.raises(ConfigError, match="needs enable_chunked_prefill on CPU"):
+        start_rollout_servers("app", EngineSpec.of_run("m", auto), auto)
+    both = kwargs | {"enable_chunked_prefill": True}
+    RolloutConfig(engine={"device": "cpu", "kwargs": both})
+    RolloutConfig(engine={"device": "cuda", "kwargs": kwargs})
+
+
 @pytest.mark.parametrize(
     ("engine", "sleeps", "memory"),
     [
