@@ -147,7 +147,7 @@ class _Verbs:
         return _Reply([dataclasses.asdict(s) for s in await self._client.status(drain=False)])
 
     async def healthz(self) -> _Reply:
-        """Whether all engines answer."""
+        """Whether the engines that live answer, of which there is one at least."""
         await self._client.is_paused()
         return _Reply({"status": "ok"})
 

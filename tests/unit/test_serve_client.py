@@ -579,6 +579,16 @@ async def test_a_request_that_needs_a_newer_version_than_its_client_knows_of_say
     assert sent == [3, 5], "the engines have 3"
 
 
+async def test_a_dead_engine_is_no_error_of_all_as_long_as_one_lives(deployment):
+    """What ``GET /healthz`` asks."""
+    handle, client = deployment
+    handle.statuses["b"] = None
+    await client.is_paused()
+    handle.statuses["a"] = None
+    with pytest.raises(NoEngineError):
+        await client.is_paused()
+
+
 async def test_what_comes_late_is_told_to_who_counts_it(deployment):
     _, client = deployment
     late = Generation(request_id="s#0", segments=(), finish_reason=FinishReason.ABORT)
