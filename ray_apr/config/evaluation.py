@@ -74,7 +74,8 @@ class EvaluationConfig(SuiteConfig):
 
     every: int = 10
     """Policy versions between evaluations; the last version is always evaluated. Only versions that
-    the servers get can be: with ``sync_every`` above 1, the first one at or past each multiple."""
+    the servers get can be: with ``sync_every`` above 1, the first one at or past each multiple. One
+    that comes due while another is evaluated is left out, and counted in the next evaluation."""
     at_start: bool = True
     """Evaluate the base model, too."""
     samples: int = 1

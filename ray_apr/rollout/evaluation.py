@@ -4,8 +4,8 @@ Invariants, kept by `Evaluator`:
     * It never holds up a rollout or a sync: it has requests of its own, few at once, and those that
       a sync interrupts go on afterwards. Each row says which versions took part.
     * Its tokens are counted apart; the run's ledger knows nothing of them.
-    * One evaluation at a time. A version that comes due meanwhile is left out, and logged; the last
-      one waits for its turn.
+    * One evaluation at a time. A version that comes due meanwhile is left out, and counted in the
+      next row; the last one waits for its turn.
     * A response that could not be made or scored is counted as failed, and is in no mean. One whose
       engine is gone waits for another, for ``rollout.engine.stall_timeout_s`` at most; where no
       engine has answered any of them for so long, the evaluation ends with an error. A prompt
@@ -110,6 +110,8 @@ class Evaluator:
         """Calls and responses that have ended."""
         self._error = ""
         """Why a response failed last, in the evaluation that goes on."""
+        self._num_left_out = 0
+        """Versions that came due and were left out since the last row."""
 
     async def connect(self) -> None:
         """Connect to the servers, which run."""
@@ -138,6 +140,7 @@ class Evaluator:
         self._client = self._client or self._make_client()  # Ray may have started it again
         if self._running.locked() and not is_last:
             logger.warning("version %d is not evaluated: one is under way", policy_version)
+            self._num_left_out += 1
             return {}
         async with self._running:
             last: dict[str, Any] = await self._recorder.last_evaluation.remote()
@@ -196,6 +199,8 @@ class Evaluator:
         row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
         if self._error:
             row["error"] = self._error
+        if self._num_left_out:
+            row["num_left_out"], self._num_left_out = self._num_left_out, 0
         suites = [{"suite": name} for name in self._suites] or [{}] * len(samples)
         rows = [
             sample_row(policy_version, sample) | suite

@@ -42,7 +42,9 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     parts = [evaluated(row), *(f"{name} {evaluated(of_suite)}" for name, of_suite in suites)]
     failed = f" │ {row['num_failed']} failed" if row.get("num_failed") else ""
     failed += f"; the last: {row['error']}" if "error" in row else ""
-    return f"held-out prompts, version {row['policy_version']} │ {' │ '.join(parts)}{failed}"
+    num = row.get("num_left_out", 0)
+    left = f" │ {num} due since the last one left out: one was under way" if num else ""
+    return f"held-out prompts, version {row['policy_version']} │ {' │ '.join(parts)}{failed}{left}"
 
 
 def evaluated(figures: Mapping[str, Any]) -> str:

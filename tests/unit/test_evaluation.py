@@ -307,6 +307,9 @@ async def test_a_version_that_comes_due_meanwhile_is_left_out_but_the_last_one_i
     assert (await until_done(engine, last))["policy_version"] == 20
     await first
     assert [row["policy_version"] for row in kept["evaluation"]] == [0, 20]
+    assert sum(row.get("num_left_out", 0) for row in kept["evaluation"]) == 1
+    lines = [evaluation_line(row) for row in kept["evaluation"]]
+    assert sum("│ 1 due since the last one left out" in line for line in lines) == 1
 
 
 async def test_it_keeps_no_spans_of_rewards(make):
