@@ -235,6 +235,15 @@ def test_what_would_take_hours_is_not_worked_out(math_verify, response, answer, 
     assert math_equal()(sample_of(response, answer=answer)).reward == expected
 
 
+def test_math_verify_does_not_advise_to_keep_a_time_limit(math_verify, monkeypatch, caplog):
+    """known fault: each process said that time limits are off, which `rollout.reward.timeout_s`
+    makes up for, so that a dry run looked as if its reward might hang."""
+    for module in (math_verify.parser, math_verify.grader):
+        monkeypatch.setattr(module, "TIMEOUT_WARNING_SHOWN", False)
+    assert math_equal("answer")(sample_of("$1/2$", answer="0.5")).reward == 1.0
+    assert caplog.text == ""
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("repeated", ["1 2 3 4 ", "\\( x ", "\\[ x ", "$a$ \\( x "])
 def test_a_long_text_without_a_box_is_soon_searched(math_verify, repeated):
