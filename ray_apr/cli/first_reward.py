@@ -33,6 +33,7 @@ _ANSWERS = ("answer", "solution", "ground_truth", "target", "expected", "gold", 
 _MOST_SHOWN = 40
 _LIMIT_S = 20.0
 """A reward may load what it needs at its first call."""
+_WANTS_MORE = "; as it should, if it wants more than the bare answer, such as a form around it"
 _WITHHELD = {
     ASKS: "asks a judge",
     "socket.connect": "opens a connection",
@@ -161,7 +162,9 @@ def call_rewards(
             )
         else:
             parts = "".join(f", {part} {value:g}" for part, value in call.result.metrics.items())
-            tell(f"{said} gives {call.result.reward:g}{parts} for the {shown}")
+            value = call.result.reward
+            doubt = _WANTS_MORE if column and value == 0 else ""
+            tell(f"{said} gives {value:g}{parts} for the {shown}{doubt}")
     return warnings
 
 

@@ -68,7 +68,11 @@ def test_an_answer_may_have_another_usual_name(column):
         return float(sample.response_text == sample.row[column])  # a text is no number
 
     ((told,), _) = call(reward, [{"prompt": "1+1=", "level": 7, column: 2}])
-    assert f"gives 0 for the response '2', its {column}, to sums.jsonl, line 1" in told
+    assert f"gives 0 for the response '2', its {column}, to sums.jsonl, line 1; as it sh" in told
+    ((told,), _) = call(lambda sample: 1.0, [{"prompt": "1+1=", column: 2}])
+    assert told.endswith("to sums.jsonl, line 1")
+    ((told,), _) = call(lambda sample: 0.0, [{"prompt": "1+1="}])
+    assert told.endswith("to sums.jsonl, line 1")
 
 
 def test_a_row_without_an_answer_is_answered_with_nothing():
