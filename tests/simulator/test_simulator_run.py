@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from pathlib import Path
 from typing import get_args
 
 import pyarrow as pa
@@ -46,6 +47,12 @@ def test_every_mode_runs_to_its_end(mode, placement):
     assert sum(result["tokens_discarded_by_reason"].values()) == result["tokens_discarded"]
     bound = PartialRolloutConfig.preset(mode).max_staleness
     assert result["staleness_mean"] <= result["staleness_max"] <= bound
+
+
+def test_the_page_of_the_simulator_tells_each_figure():
+    told = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text("utf-8")
+    figures = study(make_trace(), make_cluster(), PartialRolloutConfig.preset("apr")).to_dict()
+    assert [name for name in figures if f"`{name}`" not in told] == []
 
 
 def test_asynchrony_pays_on_a_long_tail():
