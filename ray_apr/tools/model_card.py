@@ -19,9 +19,9 @@ from ray_apr.tools.report.summary import summarize
 
 CARD_FILE = "README.md"
 _SETTINGS = {
-    "algorithm": ("advantage", "loss", "correction"),
+    "algorithm": ("advantage", "loss", "proximal", "importance", "correction", "kl_coef"),
     "rollout": ("group_size", "max_response_tokens"),
-    "train": ("learning_rate", "batch_size", "mini_batches", "epochs", "seed"),
+    "train": ("learning_rate", "batch_size", "mini_batches", "epochs", "lora", "seed"),
     "partial_rollout": ("max_staleness", "interrupt", "on_stale"),
 }
 """Settings that a card tells, by section."""
@@ -84,8 +84,9 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for section, names in _SETTINGS.items():
         given = config.get(section) or {}
+        replaced = "correction" if given.get("correction") is None else "importance"
         for name in names:
-            if name in given:
+            if name in given and name != replaced:
                 value = given[name]
                 shown = _named(value) if isinstance(value, str) else json.dumps(value)
                 yield f"`{section}.{name}`", shown

@@ -104,6 +104,18 @@ def test_a_card_has_the_figures_and_no_path(run_dir):
     assert "base_model, trained by" in card and "/home" not in card and "task.py" not in card
 
 
+def test_a_card_names_the_correction_that_the_run_had(run_dir):
+    """known fault: it said that the correction is null of a run with importance weights."""
+    algorithm = {"importance": "token", "correction": None}
+    run = load_run(run_dir)
+    run.config["algorithm"] = algorithm
+    card = model_card(run)
+    assert "| `algorithm.importance` | token |" in card and "algorithm.correction" not in card
+    run.config["algorithm"] = algorithm | {"correction": "/home/me/own.py:weights"}
+    card = model_card(run)
+    assert "| `algorithm.correction` | own.py:weights |" in card and "importance" not in card
+
+
 def test_a_card_tells_of_groups_that_failed_and_not_their_errors(run_dir):
     assert "failed" not in model_card(load_run(run_dir))
     rows = [
