@@ -181,6 +181,9 @@ def _as_it_ran(spec: RunSpec) -> RunSpec:
         train = dataclasses.replace(spec.train, passes=None, steps=steps)
         spec = dataclasses.replace(spec, train=train)
     now = json.loads(json.dumps(spec.describe(), default=str))
+    for described in (ran, now):  # rewards are in the journal
+        files = described.get("digests", {}).items()
+        described["digests"] = {name: of for name, of in files if name.startswith("algorithm.")}
     for part in _SETTINGS:
         now[part] = {name: value for name, value in now[part].items() if name in ran.get(part, {})}
     others = [

@@ -222,8 +222,8 @@ class RunSpec(Sections):
         return longest
 
     def describe(self) -> dict[str, Any]:
-        """The run's settings as plain values, and digests of the files of the user's objective; the
-        control token is left out."""
+        """The run's settings as plain values, and digests of the files of the user's functions and
+        environment; the control token is left out."""
         sections = {
             name: dataclasses.asdict(getattr(self, name))
             for name in (
@@ -243,17 +243,16 @@ class RunSpec(Sections):
             for name in names:
                 if callable(sections[section][name]):
                     sections[section][name] = _name(sections[section][name])
-        digests = {
-            f"algorithm.{name}": digest
-            for name in RULES["algorithm"]
-            if (digest := _digest(getattr(self.algorithm, name)))
+        objective = {
+            f"algorithm.{name}": getattr(self.algorithm, name) for name in RULES["algorithm"]
         }
+        user = {name: getattr(self, name) for name in ("reward", "environment", "group_filter")}
+        files = {**user, "environment": type(self.environment), **objective}
+        digests = {name: digest for name, code in files.items() if (digest := _digest(code))}
         least, most = dataclasses.astuple(self.ranks)
         workers = (least, most) if self.ranks.is_elastic else most
         scaling = {"num_workers": workers, "use_gpu": bool(self.scaling.use_gpu)}
-        code = {
-            name: _name(getattr(self, name)) for name in ("reward", "environment", "group_filter")
-        }
+        code = {name: _name(value) for name, value in user.items()}
         described = {"model": self.model, **code, **sections, "scaling": scaling}
         return described | {"digests": digests}
 

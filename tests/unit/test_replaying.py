@@ -87,6 +87,18 @@ def test_a_step_that_cannot_be_replayed_is_refused(tmp_path, step, changed, enab
     assert sorted(tmp_path.rglob("*")) == files
 
 
+def test_a_reward_that_was_changed_since_does_not_keep_a_step_from_being_replayed(tmp_path):
+    """The batch has its rewards."""
+    spec = spec_in(tmp_path)
+    begun(tmp_path, spec)
+    file = tmp_path / "app" / "config.json"
+    described = json.loads(file.read_text())
+    described["digests"] = {"reward": "of another file"}
+    file.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="no checkpoint is kept"):
+        replay_step(spec, PROMPTS, 0)
+
+
 @pytest.mark.parametrize(
     ("first", "last", "number"), [(0, 3, 2), (4, 7, 1), (8, 9, 3), (6, 8, None), (0, 9, None)]
 )

@@ -15,6 +15,7 @@ import ray.train
 import ray.tune
 
 from ray_apr import trainer as trainer_module
+from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.config import (
     AlgorithmConfig,
     EvaluationConfig,
@@ -30,8 +31,11 @@ from ray_apr.data.rows import PromptRows
 from ray_apr.run import options, training
 from ray_apr.run.checks import check_spec
 from ray_apr.run.folder import run_folder
+from ray_apr.tools.report.compare import other_settings
 from ray_apr.trainer import APRTrainer
 from tests.run_specs import run_spec
+
+CODE = ["environment", "group_filter", "reward"]
 
 
 @pytest.fixture
@@ -376,6 +380,24 @@ def test_a_suite_has_no_reward_of_its_own_beside_an_environment(model):
     environment = SimpleNamespace(step=own_reward)
     with pytest.raises(ConfigError, match=r"evaluation\.rewards = \['hard'\].*environment"):
         check_spec(run_spec(evaluation=config, environment=environment))
+
+
+def test_the_run_folder_tells_that_the_file_of_a_reward_or_an_environment_was_changed(tmp_path):
+    """known fault: a comparison of two runs, between which the reward was edited, said that they
+    have the same settings."""
+    files = []
+    for number in range(2):
+        file = tmp_path / "task.py"
+        file.write_text(f"def reward(sample): return {number}\nclass Game:\n    step = reward\n")
+        reward = load_function("reward", "task.py:reward", tmp_path)
+        game = load_environment("task.py:Game", tmp_path)
+        files.append(run_spec(reward=reward, environment=game, group_filter=reward).describe())
+    assert [sorted(one["digests"]) for one in files] == [CODE, CODE]
+    lines = other_settings(*files)
+    assert [line.name for line in lines] == [
+        f"digests.{name}" for name in ("reward", "environment", "group_filter")
+    ]
+    assert run_spec(reward=None).describe()["digests"] == {}
 
 
 def test_the_run_folder_names_the_rewards_of_suites_and_the_trainer_gets_none(monkeypatch):
