@@ -83,8 +83,8 @@ def read_command(folder: Path) -> Command:
         remedy = "holds no run; give the folder of one, e.g. runs/NAME"
         if holds_run(folder):
             remedy = (
-                f"has no {COMMAND_FILE}, as its run was begun in Python; go on with it by "
-                "APRTrainer.restore"
+                f"has no {COMMAND_FILE}, as its run was begun in Python: `resume` and `replay` "
+                "take those of the command line; APRTrainer.restore goes on with this one"
             )
         raise ConfigError("RUN_DIR", str(folder), remedy) from error
     except (OSError, ValueError) as error:

@@ -119,7 +119,11 @@ def test_a_control_token_is_not_kept_and_is_asked_for(config: Path, token: str, 
 @pytest.mark.parametrize(
     ("spoil", "overrides", "message"),
     [
-        (lambda run, config: (run / COMMAND_FILE).unlink(), [], r"by APRTrainer\.restore"),
+        (
+            lambda run, config: (run / COMMAND_FILE).unlink(),
+            [],
+            r"`replay` take those of the command line; APRTrainer\.restore goes on",
+        ),
         (lambda run, config: [f.unlink() for f in run.iterdir()], [], "holds no run; give the"),
         (lambda run, config: (run / COMMAND_FILE).write_text("{"), [], "cannot be read"),
         (lambda run, config: (run / COMMAND_FILE).write_text("{}"), [], "no command of this"),
