@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.core.architectures import check_config
+from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.train.attention import attention_name
 from ray_apr.train.compilation import compile_layer
@@ -168,9 +169,9 @@ def _add_adapters(model: Any, lora: LoRAConfig, seed: int) -> None:
 
     names, name = lora.target_modules, "train.lora.target_modules"
     outer = nn.ModuleDict({"inner": model})
+    head = model.get_output_embeddings()
+    linear = [p for p, m in outer.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if names == "all-linear":
-        head = model.get_output_embeddings()
-        linear = (p for p, m in outer.named_modules() if isinstance(m, nn.Linear) and m is not head)
         names = tuple(linear)
     settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(names))
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -185,6 +186,12 @@ def _add_adapters(model: Any, lora: LoRAConfig, seed: int) -> None:
             raise ConfigError(name, names, f"leave out {path}, which is an embedding")
         if hasattr(module, "lora_A") and num_owners[id(module.get_base_layer().weight)] > 1:
             raise ConfigError(name, names, f"leave out {path}, whose weights are tied to others")
+    if names is lora.target_modules:  # peft passes over a name that is of no layer beside others
+        adapted = [f".{path}" for path, m in model.named_modules() if hasattr(m, "lora_A")]
+        wrong = [one for one in names if not any(path.endswith(f".{one}") for path in adapted)]
+        there = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+        remedy = f"no layer is called {', '.join(wrong)}; linear ones are {there}"
+        require(not wrong, name, names, remedy)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -163,6 +163,7 @@ def test_a_model_with_experts_has_adapters_in_its_linear_layers(tmp_path, family
     ("names", "says"),
     [
         (["nonsense"], "nonsense"),
+        (["q_proj", "v_prj"], "no layer is called v_prj; linear ones are down_proj, gate_proj"),
         (["lm_head"], "leave out lm_head"),
         (["embed_tokens", "q_proj"], "leave out model.embed_tokens, which is an embedding"),
     ],
