@@ -247,6 +247,8 @@ def _check_defined(key: str, spec: str, name: str, file: Path) -> None:
         for alias in n.names
     }
     if name not in functions and name not in others | imported and "*" not in imported:
+        made = (n for n in body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call))
+        functions += [t.id for n in made for t in n.targets if isinstance(t, ast.Name)]
         known = ", ".join(functions) or "no function at all"
         raise ConfigError(key, spec, f"{file.name} defines no {name}; it defines {known}")
 

@@ -491,6 +491,14 @@ def test_each_bad_value_is_named(folder: Path, override: str, field: str, remedy
     assert str(caught.value).startswith(field)
 
 
+def test_a_reward_that_is_made_is_among_those_that_a_file_defines(folder: Path) -> None:
+    """known fault: of a file with nothing else it was said to define no function at all."""
+    text = "from ray_apr.rewards import exact_match\nLIMIT = 3\nreward = exact_match()\n"
+    (folder / "made.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"defines no rewrad; it defines reward$"):
+        load_settings(folder / "run.yaml", ["reward=made.py:rewrad"])
+
+
 @pytest.mark.parametrize(
     ("text", "field", "message"),
     [
