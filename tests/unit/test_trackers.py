@@ -128,6 +128,17 @@ def test_they_have_tables_of_samples(tracked):
     assert "e0-0-0" in tables[0].read_text()
 
 
+def test_tensorboard_has_a_step_once_it_is_told(folder):
+    """known fault: its writer's flush did not wait for the thread that writes, so that a kill cost
+    the step before it."""
+    followed = Together(folder, trackers_of(config(folder, "tensorboard")), lambda: ())
+    followed.start("run", CONFIG)
+    for step in range(20):
+        add_row(folder / "metrics.jsonl", {**ROWS[0], "step": step})
+        followed.look()
+        assert ("reward_mean", step) in read_tensorboard(folder)
+
+
 def test_a_run_that_is_gone_on_with_is_the_same_run_there(folder):
     track(folder, ROWS[:2], status=None)
     time.sleep(1.1)  # W&B names its folders by the second
