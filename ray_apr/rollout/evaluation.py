@@ -110,8 +110,8 @@ class Evaluator:
         """Calls and responses that have ended."""
         self._error = ""
         """Why a response failed last, in the evaluation that goes on."""
-        self._num_left_out = 0
-        """Versions that came due and were left out since the last row."""
+        self._left_out: set[int] = set()
+        """Versions that came due and were left out, until a row has told how many."""
 
     async def connect(self) -> None:
         """Connect to the servers, which run."""
@@ -140,7 +140,7 @@ class Evaluator:
         self._client = self._client or self._make_client()  # Ray may have started it again
         if self._running.locked() and not is_last:
             logger.warning("version %d is not evaluated: one is under way", policy_version)
-            self._num_left_out += 1
+            self._left_out.add(policy_version)
             return {}
         async with self._running:
             last: dict[str, Any] = await self._recorder.last_evaluation.remote()
@@ -177,6 +177,8 @@ class Evaluator:
         """
         begin, self._no_engine, self._error = time.monotonic(), None, ""
         self._version = policy_version
+        self._left_out.discard(policy_version)  # the last one may have come due before
+        left_out = frozenset(self._left_out)  # others that come due are of the next row
         slots = asyncio.Semaphore(self._config.max_inflight)
         samples = await asyncio.gather(
             *(
@@ -199,8 +201,9 @@ class Evaluator:
         row |= {"policy_version": policy_version, "seconds": time.monotonic() - begin}
         if self._error:
             row["error"] = self._error
-        if self._num_left_out:
-            row["num_left_out"], self._num_left_out = self._num_left_out, 0
+        if left_out:
+            row["num_left_out"] = len(left_out)
+            self._left_out -= left_out
         suites = [{"suite": name} for name in self._suites] or [{}] * len(samples)
         rows = [
             sample_row(policy_version, sample) | suite
