@@ -17,7 +17,8 @@ _COME_AND_GO = ("rollout.num_replicas",)
 """What changes by itself, which a row of ``ranks.jsonl`` has anyway."""
 
 _DIGESTS = "digests."
-"""Before the name of what a file of the user's defines: SHA-256 of the file."""
+"""Before the name of what a file of the user's defines: SHA-256 of the file. A folder of an older
+version has not all of them, and code that is another one has another name, too."""
 Changed = Mapping[str, tuple[Any, Any]]
 """Dotted names of settings, with the value before and the one now."""
 
@@ -32,7 +33,9 @@ def changed_settings(spec: RunSpec) -> Changed:
     return {
         name: pair
         for name, pair in pairs.items()
-        if pair[0] != pair[1] and name not in _COME_AND_GO
+        if pair[0] != pair[1]
+        and name not in _COME_AND_GO
+        and not (f"{name}.".startswith(_DIGESTS) and None in pair)
     }
 
 

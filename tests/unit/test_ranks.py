@@ -17,12 +17,13 @@ from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, RanksChange, ResourceError, TrainError
 from ray_apr.run import ranks as module
 from ray_apr.run import watch
-from ray_apr.run.changes import changed_after
+from ray_apr.run.changes import changed_after, changed_settings
 from ray_apr.run.checks import check_resources
 from ray_apr.run.final import write_json
 from ray_apr.run.host import HostedRun
 from ray_apr.run.ranks import RankWatch, lost_nodes_excused
 from ray_apr.run.room import num_that_fit, without
+from ray_apr.tools.report.compare import other_settings
 from tests.run_specs import run_spec
 
 ROLLOUT = RolloutConfig(num_replicas=2)
@@ -79,6 +80,21 @@ def test_the_run_folder_says_what_a_part_has(tmp_path, monkeypatch, cluster, has
     assert module.note_ranks(spec, 7, 0.0) == {name: tuple(b) for name, b in changed.items()}
     text = (tmp_path / "ranks.jsonl").read_text().splitlines()[-1]
     assert json.loads(text)["changed"] == changed
+
+
+def test_a_folder_without_the_digest_of_a_file_does_not_tell_that_the_file_changed(
+    tmp_path, monkeypatch
+):
+    """known fault: a run of an older version went on with 'digests {} → null, the file of reward',
+    and a comparison with one listed both."""
+    spec = run_spec(reward=elastic)
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    now = json.loads(json.dumps(spec.describe()))
+    for before in ({}, {"algorithm.loss": "6f1c"}, {"reward": "6f1c"}):
+        was = now | {"digests": before}
+        write_json(tmp_path / "config.json", was)
+        told = ["digests.reward"] if "reward" in before else []
+        assert [*changed_settings(spec)] == [one.name for one in other_settings(was, now)] == told
 
 
 def test_what_a_run_changed_after_a_step_is_from_its_value_to_the_last():
