@@ -193,9 +193,12 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     if file.exists():
         try:
             kept = json.loads(file.read_bytes())
+            if isinstance(kept.get("step"), int):  # of an older version: all were told the same
+                told = {what: kept.get(what, -1) for what in _TOLD}
+                kept = {name: {**told, "notes": notes} for name, notes in kept["notes"].items()}
             return {
                 str(name): {what: int(of_one[what]) for what in _TOLD}
-                | {"has_begun": of_one["has_begun"], "notes": {**of_one["notes"]}}
+                | {"has_begun": of_one.get("has_begun", True), "notes": {**of_one["notes"]}}
                 for name, of_one in kept.items()
             }
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:

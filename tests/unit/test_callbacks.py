@@ -211,6 +211,17 @@ def test_notes_that_are_no_json_any_more_cost_the_others_nothing(tmp_path):
     assert (kept["other"]["step"], kept["told"]["notes"]) == (1, {"id": "abc"})
 
 
+def test_a_run_of_an_older_version_is_gone_on_with_where_its_callbacks_were(tmp_path, caplog):
+    """known fault: its trackers began runs anew, and were told all steps again."""
+    steps(tmp_path, 0, 1, 2)
+    kept = {"step": 1, "policy_version": 0, "notes": {"told": {"id": "abc"}}}
+    (tmp_path / "callbacks.json").write_text(json.dumps(kept))
+    told = Told()
+    follow(tmp_path, told).look()
+    assert told.calls == [("start", True, {"id": "abc"}), ("step", 2)]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"step": null}', '{"step": 1, "notes": {"told": 1}}'])
 def test_notes_that_were_damaged_by_hand_cost_the_notes_alone(tmp_path, caplog, text):
     """known fault: the thread of the callbacks died, and none of them heard of anything."""
