@@ -43,8 +43,11 @@ class WandbTracker(RunCallback):
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            # create_new: else it is the run that this process has already, the user's or another's
-            settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
+            # create_new: else it is the run that this process has already, the user's or another's;
+            # without such a one `wandb.log` of a callback of the user's goes into this one
+            settings=wandb.Settings(
+                console="off", silent=True, reinit="create_new" if wandb.run else "default"
+            ),
         )
         run.notes["run_id"] = self._run.id
         self._run.define_metric("*", step_metric="step")

@@ -17,7 +17,7 @@ import pytest
 
 from ray_apr.config.trackers import MLflowConfig, TrackersConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.user import RunInfo
+from ray_apr.core.user import RunCallback, RunInfo
 from ray_apr.run.folder import add_row
 from ray_apr.trackers import trackers_of
 from ray_apr.trackers.mlflow import MLflowTracker, metric_name
@@ -213,6 +213,23 @@ def test_a_run_of_wandb_that_this_process_has_already_is_left_alone(folder, tmp_
         time.sleep(0.1)  # W&B's own process writes it
     (row,) = rows
     assert row["mine"] == 1.0 and "reward_mean" not in row
+
+
+def test_what_a_callback_logs_to_wandb_is_in_the_run_of_the_tracker(folder):
+    """known fault: `wandb.log` raised, as the module had no run."""
+    import wandb
+
+    class Logs(RunCallback):
+        def on_step(self, row):
+            wandb.log({"mine": 2.0, "step": row["step"]})
+
+    followed = Together(folder, [*trackers_of(config(folder, "wandb")), Logs()], lambda: ())
+    followed.start("run", CONFIG)
+    add_row(folder / "metrics.jsonl", ROWS[0])
+    followed.look()
+    followed.end()
+    assert not followed.failed
+    assert read_wandb(folder)["mine", ROWS[0]["step"]] == 2.0
 
 
 def tables_of(folder: Path, every: int, notes: dict | None = None) -> SampleTables:
