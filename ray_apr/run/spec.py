@@ -278,7 +278,7 @@ def _digest(code: object) -> str | None:
         return None
     try:
         file = inspect.getsourcefile(code)
-    except TypeError:  # an object, or of a compiled module
+    except (TypeError, OSError):  # an object, or of a compiled module; a class of a notebook
         return None
     if file is None or not Path(file).is_file():
         return None

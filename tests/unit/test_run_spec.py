@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 import threading
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -398,6 +400,16 @@ def test_the_run_folder_tells_that_the_file_of_a_reward_or_an_environment_was_ch
         f"digests.{name}" for name in ("reward", "environment", "group_filter")
     ]
     assert run_spec(reward=None).describe()["digests"] == {}
+
+
+def test_an_environment_that_a_notebook_defines_has_no_digest(monkeypatch):
+    """known fault: the run ended at its begin with 'source code not available'."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # without a file
+
+    class Game:
+        __module__ = "__main__"
+
+    assert run_spec(reward=None, environment=Game()).describe()["digests"] == {}
 
 
 def test_the_run_folder_names_the_rewards_of_suites_and_the_trainer_gets_none(monkeypatch):
