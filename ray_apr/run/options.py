@@ -52,6 +52,8 @@ _KINDS: dict[str, type] = {
     "trackers_config": TrackersConfig,
 }
 """What each argument is that holds settings; a mapping would be none."""
+_TRACKERS = ("wandb", "mlflow", "tensorboard")
+"""Names of the callbacks that `trackers_config` asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -95,7 +97,8 @@ class RunOptions:
         remedy = "must be a list of callbacks"
         require(isinstance(self.callbacks, Iterable), "callbacks", self.callbacks, remedy)
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
-        names = [name_of(callback) for callback in self.run_callbacks]
+        trackers = [n for n in _TRACKERS if getattr(self.trackers_config, n, None) is not None]
+        names = trackers + [name_of(callback) for callback in self.run_callbacks]
         if len(set(names)) < len(names):
             raise ConfigError("callbacks", names, "must have a `name` of their own each")
         object.__setattr__(self, "spec", self._make_spec())

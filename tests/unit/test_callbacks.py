@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ray_apr.config.trackers import TrackersConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import RunCallback
 from ray_apr.data.fence import Fence
@@ -20,6 +21,7 @@ from ray_apr.run.callbacks import followed_by
 from ray_apr.run.folder import add_row
 from ray_apr.run.options import RunOptions
 from ray_apr.run.ray_loggers import as_run_callback
+from ray_apr.trackers import trackers_of
 from tests.run_specs import run_spec
 from tests.tracked import Together
 
@@ -459,3 +461,15 @@ def test_what_a_callback_has_for_others_than_a_run_is_no_fault():
 
     mine = Mine()
     assert as_run_callback(mine) is mine
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_callback_with_the_name_of_a_tracker_is_refused(name):
+    """known fault: of two with one name the first was told nothing, without a word."""
+    trackers = TrackersConfig(**{name: {"experiment": "e"} if name == "mlflow" else {}})
+    (tracker,) = trackers_of(trackers)
+    assert tracker.name == name
+    given = {"model": "a/b", "prompts": None, "callbacks": [Told(name)]}
+    with pytest.raises(ConfigError, match=rf"\['{name}', '{name}'\]: must have a `name` of their"):
+        RunOptions(**given, trackers_config=trackers)
+    RunOptions(**given)
