@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,12 +152,13 @@ class RolloutConfig:
         """
         name, engine = "enable_chunked_prefill", self.engine
         most = "max_num_scheduled_tokens"
+        scheduled, longest = engine.kwargs.get(most, math.inf), engine.max_model_len or math.inf
         require(
-            engine.factory != "vllm" or most not in engine.kwargs or bool(engine.kwargs.get(name)),
+            engine.factory != "vllm" or scheduled >= longest or bool(engine.kwargs.get(name)),
             f"rollout.engine.kwargs.{most}",
             engine.kwargs.get(most),
             "needs enable_chunked_prefill on CPU: without it vLLM never takes in a prompt that is "
-            "longer; set both, or leave it out",
+            "longer; set both, or a rollout.engine.max_model_len that is at most as large",
         )
         require(
             engine.factory != "vllm" or self.sampling.seed is None or not engine.kwargs.get(name),

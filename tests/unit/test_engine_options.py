@@ -120,6 +120,15 @@ def test_prompts_that_an_engine_on_cpu_would_never_take_in_are_refused(monkeypat
     RolloutConfig(engine={"device": "cuda", "kwargs": kwargs})
 
 
+def test_a_limit_on_cpu_that_no_prompt_exceeds_is_taken():
+    """known fault: it was refused as one that is too small for some prompt is."""
+    kwargs = {"max_num_scheduled_tokens": 256}
+    engine = {"device": "cpu", "max_model_len": 256, "kwargs": kwargs}
+    RolloutConfig(max_response_tokens=128, engine=engine)
+    with pytest.raises(ConfigError, match="at most as large"):
+        RolloutConfig(max_response_tokens=128, engine=engine | {"max_model_len": 257})
+
+
 @pytest.mark.parametrize(
     ("engine", "sleeps", "memory"),
     [
