@@ -185,8 +185,8 @@ _PACKAGES = (
     Path(__file__).parents[1],
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
-_NOT_OF_USERS = ("<frozen ", *(f"{folder}{os.sep}" for folder in _PACKAGES))
-"""Begins of the names of files that are no user's."""
+_NOT_OF_USERS = ("<frozen ", "<string>", *(f"{folder}{os.sep}" for folder in _PACKAGES))
+"""Begins of the names of files that are no user's; <string> has methods of dataclasses."""
 
 
 def raised_at(error: BaseException) -> tuple[str, str]:

@@ -118,6 +118,17 @@ def test_an_error_of_a_library_is_told_with_the_line_that_called_it(score):
     assert f"raised: JSONDecodeError (test_scoring.py, line {line}): Expecting" in str(error)
 
 
+def test_an_error_of_a_result_is_told_with_the_line_that_made_it(score):
+    """known fault: it was "<string>, line 5", where a dataclass has its methods."""
+
+    def reward(sample):
+        return RewardResult(reward=None)
+
+    line = reward.__code__.co_firstlineno + 1
+    error, _ = score(reward)
+    assert f"raised: ValueError (test_scoring.py, line {line}): reward must be" in str(error)
+
+
 @pytest.mark.parametrize("awaits", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_an_exception_is_told_with_its_line(score, awaits, is_part):
