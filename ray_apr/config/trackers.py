@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ray_apr.core.checks import at_least, from_mapping, of_type, one_of, require, whole
@@ -17,7 +18,7 @@ _NOT_TAKEN = "/\\#?%:"
 """Characters that the name of a project of W&B must not have."""
 _LONGEST_PROJECT, _LONGEST_TAG = 128, 64
 _FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
-"""MLflow's variable, without which it takes no folder for its store."""
+"""MLflow's variable, without which it takes no folder for its store, from 3.13 on."""
 
 
 def _needs(module: str, section: str, value: Any) -> None:
@@ -27,6 +28,13 @@ def _needs(module: str, section: str, value: Any) -> None:
         value,
         f"needs {module}, which is not installed: pip install 'ray-apr[trackers]'",
     )
+
+
+def _asks_for_folders() -> bool:
+    """Whether MLflow has its variable for folders, from 3.13 on; its import takes seconds."""
+    spec = importlib.util.find_spec("mlflow")
+    variables = Path((spec and spec.origin) or "").parent / "environment_variables.py"
+    return variables.is_file() and _FOLDERS in variables.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +75,7 @@ class MLflowConfig:
 
     tracking_uri: str | None = None
     """A server, or ``sqlite:///file.db``; None: ``MLFLOW_TRACKING_URI``. A folder needs
-    ``MLFLOW_ALLOW_FILE_STORE=true``: MLflow takes none by itself."""
+    ``MLFLOW_ALLOW_FILE_STORE=true`` from MLflow 3.13 on, which takes none by itself."""
     experiment: str = "ray_apr"
     """Where the run is listed."""
 
@@ -76,14 +84,15 @@ class MLflowConfig:
         of_type(s, self, str, "a text", "experiment")
         of_type(s, self, str | None, "a text, or null", "tracking_uri")
         require(self.experiment.strip() != "", f"{s}.experiment", self.experiment, "must be a name")
-        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         is_folder = uri.startswith("file:") or not (":" in uri or uri.startswith("databricks"))
         remedy = (
             f"is a folder, which MLflow refuses; name sqlite:///FILE.db, or set {_FOLDERS}=true"
         )
-        are_taken = os.environ.get(_FOLDERS, "").lower() in ("true", "1")
-        require(not is_folder or are_taken, f"{s}.tracking_uri", uri, remedy)
         _needs("mlflow", s, self)
+        are_taken = os.environ.get(_FOLDERS, "").lower() in ("true", "1")
+        is_refused = is_folder and not are_taken and _asks_for_folders()
+        require(not is_refused, f"{s}.tracking_uri", uri, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

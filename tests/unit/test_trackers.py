@@ -310,6 +310,20 @@ def test_what_trackers_take_is_taken(monkeypatch):
     MLflowConfig(tracking_uri="file:///tmp/mlruns")
 
 
+def test_an_empty_variable_of_mlflow_is_none(monkeypatch):
+    """known fault: it was refused as a folder; MLflow takes its default."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    MLflowConfig()
+
+
+def test_an_mlflow_that_takes_folders_by_itself_may_have_one(monkeypatch, tmp_path):
+    """known fault: it was refused with MLflow before 3.13, too, which has no such variable."""
+    (tmp_path / "environment_variables.py").write_text("MLFLOW_TRACKING_URI = None\n")
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    MLflowConfig(tracking_uri="./mlruns")
+
+
 def test_a_tracker_that_is_not_installed_says_how(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs wandb.*pip install 'ray-apr\[trackers\]'"):
