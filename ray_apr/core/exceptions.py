@@ -189,6 +189,10 @@ _NOT_OF_USERS = ("<frozen ", "<string>", *(f"{folder}{os.sep}" for folder in _PA
 """Begins of the names of files that are no user's; <string> has methods of dataclasses."""
 
 
+_COMPILED = (".pyx", ".pxi")
+"""Ends of the names of Cython's files, which are where their package was compiled."""
+
+
 def raised_at(error: BaseException) -> tuple[str, str]:
     """Where an error was raised: file and number of the line, and the line itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -199,7 +203,11 @@ def raised_by_user(error: BaseException) -> str:
     """Which line of the user's raised an error: file and number of the innermost one that is of no
     package and not of the standard library; where there is none, of the innermost one."""
     frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
+    of_user = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_NOT_OF_USERS) and not frame.filename.endswith(_COMPILED)
+    ]
     last = (of_user or frames)[-1]
     return f"{Path(last.filename).name}, line {last.lineno}"
 
