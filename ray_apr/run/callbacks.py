@@ -220,7 +220,7 @@ def followed_by(callbacks: Sequence[RunCallback], spec: RunSpec) -> Iterator[Non
     Waits for: the callbacks, at the end. Unblocked by: theirs, or `_END_S`.
 
     Args:
-        callbacks: In the order in which they are told.
+        callbacks: Each has a thread, and a name of its own.
         spec: What runs.
     """
     if not callbacks:
