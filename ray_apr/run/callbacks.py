@@ -135,7 +135,7 @@ class Followed:
 
     def _begin(self) -> None:
         """Call `on_start`, for the first time or again."""
-        self._has_begun = self._tell("on_start", self._info)
+        self._tell("on_start", self._info)
         if self._has_begun and "on_start" in self._failed:
             logger.warning("the callback %s has begun, and is told all so far", self.name)
         self._again_at = time.monotonic() + self._pause
@@ -166,13 +166,11 @@ class Followed:
         final = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._tell("on_end", final)
 
-    def _tell(self, verb: str, *args: Any, **told: int) -> bool:
-        """Call a method, and note what it was told with what the callback wants to know again;
-        whether it has not raised."""
-        is_done = False
+    def _tell(self, verb: str, *args: Any, **told: int) -> None:
+        """Call a method, and note what it was told with what the callback wants to know again."""
         try:
             getattr(self._callback, verb)(*args)
-            is_done = True
+            self._has_begun = True  # nothing is told before `on_start` has returned
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if verb not in self._failed:
                 self._failed.add(verb)
@@ -181,10 +179,9 @@ class Followed:
                     "of it are not shown", verb, self.name, type(error).__name__, one_line(error),
                 )  # fmt: skip
         self._told |= told
-        has_begun = self._is_resumed or self._has_begun or (verb == "on_start" and is_done)
+        has_begun = self._is_resumed or self._has_begun
         kept = {**self._told, "has_begun": has_begun, "notes": self._notes}
         self._kept.save(self.name, kept)
-        return is_done
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
