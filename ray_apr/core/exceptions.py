@@ -187,8 +187,6 @@ _PACKAGES = (
 )
 _NOT_OF_USERS = ("<frozen ", "<string>", *(f"{folder}{os.sep}" for folder in _PACKAGES))
 """Begins of the names of files that are no user's; <string> has methods of dataclasses."""
-
-
 _COMPILED = (".pyx", ".pxi")
 """Ends of the names of Cython's files, which are where their package was compiled."""
 
@@ -196,7 +194,7 @@ _COMPILED = (".pyx", ".pxi")
 def raised_at(error: BaseException) -> tuple[str, str]:
     """Where an error was raised: file and number of the line, and the line itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}", last.line or ""
+    return _place(last), last.line or ""
 
 
 def raised_by_user(error: BaseException) -> str:
@@ -208,8 +206,11 @@ def raised_by_user(error: BaseException) -> str:
         for frame in frames
         if not frame.filename.startswith(_NOT_OF_USERS) and not frame.filename.endswith(_COMPILED)
     ]
-    last = (of_user or frames)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}"
+    return _place((of_user or frames)[-1])
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 def one_line(error: BaseException) -> str:
