@@ -25,7 +25,7 @@ from ray_apr.cli.quiet import skip_daemons_lines
 from ray_apr.cli.reading import add_reading, make_report
 from ray_apr.cli.said import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Commands, add_run_dir, complain, show
 from ray_apr.core.exceptions import APRError, ConfigError, Stopped, one_line
-from ray_apr.run.folder import check_new_folder
+from ray_apr.run.folder import CONFIG_FILE, check_new_folder
 from ray_apr.tools.simulator.arguments import add_simulate_arguments, add_tune_arguments
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _check_push(settings: RunSettings) -> None:
 def _report_at_end(run_dir: Path) -> Iterator[None]:
     """Make the report of a run that ends or fails, from what it wrote; whether that can be done
     changes nothing about how the run ended. A run that was refused has written nothing."""
-    settings = run_dir / "config.json"
+    settings = run_dir / CONFIG_FILE
     before = _written_at(settings)
     try:
         yield

@@ -7,18 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.core.names import dotted
-from ray_apr.run.folder import object_or_empty
+from ray_apr.run.folder import CONFIG_FILE, object_or_empty
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
 
-CONFIG_FILE = "config.json"
 _COME_AND_GO = ("rollout.num_replicas",)
 """What changes by itself, which a row of ``ranks.jsonl`` has anyway."""
 
 _DIGESTS = "digests."
-"""Before the name of what a file of the user's defines: SHA-256 of the file. A folder of an older
-version has not all of them, and code that is another one has another name, too."""
+"""Before the name of what a file of the user's defines: SHA-256 of the file."""
+
 Changed = Mapping[str, tuple[Any, Any]]
 """Dotted names of settings, with the value before and the one now."""
 
@@ -35,8 +34,14 @@ def changed_settings(spec: RunSpec) -> Changed:
         for name, pair in pairs.items()
         if pair[0] != pair[1]
         and name not in _COME_AND_GO
-        and not (f"{name}.".startswith(_DIGESTS) and None in pair)
+        and not (is_digest(name) and None in pair)
     }
+
+
+def is_digest(name: str) -> bool:
+    """Whether a dotted name is of digests of files, of which a missing one says nothing: a folder
+    of an older version has not all of them, and code that is another one has another name, too."""
+    return f"{name}.".startswith(_DIGESTS)
 
 
 def changed_after(rows: Iterable[Mapping[str, Any]], step: int) -> Changed:
@@ -64,8 +69,8 @@ def changed_text(changed: Changed) -> str:
         'the file of algorithm.loss'
     """
     return ", ".join(
-        f"{name} {json.dumps(before)} → {json.dumps(now)}"
-        if not name.startswith(_DIGESTS)
-        else f"the file of {name.removeprefix(_DIGESTS)}"
+        f"the file of {name.removeprefix(_DIGESTS)}"
+        if is_digest(name)
+        else f"{name} {json.dumps(before)} → {json.dumps(now)}"
         for name, (before, now) in changed.items()
     )

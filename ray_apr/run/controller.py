@@ -41,7 +41,6 @@ from ray_apr.run.autoscaling import make_autoscaler
 from ray_apr.run.begun import note_begin
 from ray_apr.run.callbacks import followed_by
 from ray_apr.run.causes import cause_of, of_servers, write_error_log
-from ray_apr.run.changes import CONFIG_FILE
 from ray_apr.run.checks import check_resources
 from ray_apr.run.draining import NodeWatch
 from ray_apr.run.ending import with_counted_steps
@@ -53,6 +52,7 @@ from ray_apr.run.final import (
     write_json,
     write_outcome,
 )
+from ray_apr.run.folder import CONFIG_FILE
 from ray_apr.run.model import check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, settings_of_ray_train
 from ray_apr.run.progress import follow_progress, starts

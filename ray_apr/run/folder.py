@@ -14,6 +14,7 @@ from typing import IO, Any, BinaryIO
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 
 _PIECE = 1 << 16
+CONFIG_FILE = "config.json"
 RESUMES_FILE = "resumes.jsonl"
 """File of the run folder with a row each time that the run was gone on with."""
 LOCK_FILE = ".lock"

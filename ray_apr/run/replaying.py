@@ -32,8 +32,8 @@ from ray_apr.data.prompts import Mix, RowNumbers
 from ray_apr.data.resumption import Begin
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.tokenizers import encode_prompt, load_tokenizer
-from ray_apr.run.changes import CONFIG_FILE, Changed, changed_after
-from ray_apr.run.folder import read_rows
+from ray_apr.run.changes import Changed, changed_after
+from ray_apr.run.folder import CONFIG_FILE, read_rows
 from ray_apr.run.journals import journal_of, with_journal
 from ray_apr.run.ranks import RANKS_FILE
 from ray_apr.run.resume import begin_with, kept_checkpoints

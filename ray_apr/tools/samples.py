@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.run.failed_groups import DROPPED_FILE
-from ray_apr.run.folder import read_object, read_rows
+from ray_apr.run.folder import CONFIG_FILE, read_object, read_rows
 from ray_apr.run.trained_samples import SAMPLES_FOLDER, read_step, saved_steps
 
 Decode = Callable[[Sequence[int]], str]
@@ -46,7 +46,7 @@ class Piece:
 
 def tokenizer_of(folder: Path) -> Decode | None:
     """What decodes token ids of a run; None if its tokenizer is not on this machine."""
-    config = folder / "config.json"
+    config = folder / CONFIG_FILE
     try:
         model = read_object(config).get("model", "")
     except (FileNotFoundError, ConfigError):

@@ -23,7 +23,15 @@ from rich.text import Text
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.failed_groups import FailedGroups
-from ray_apr.run.folder import RESUMES_FILE, holds_run, is_held, last_lines, object_of, read_object
+from ray_apr.run.folder import (
+    CONFIG_FILE,
+    RESUMES_FILE,
+    holds_run,
+    is_held,
+    last_lines,
+    object_of,
+    read_object,
+)
 from ray_apr.run.new_rows import NewRows
 from ray_apr.run.progress import step_line
 
@@ -50,7 +58,7 @@ class Watched:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._config = folder / "config.json"
+        self._config = folder / CONFIG_FILE
         if not self._config.is_file():
             raise ConfigError("RUN_DIR", str(folder), "is no run folder: it has no config.json")
         self.folder = folder

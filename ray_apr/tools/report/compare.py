@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.names import dotted
+from ray_apr.run.changes import is_digest
 from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.tools.report.html import number
 from ray_apr.tools.report.load import RunData, load_run
@@ -134,17 +135,16 @@ def other_settings(*configs: Mapping[str, Any]) -> list[Line]:
         configs: Of each run, as in ``config.json``.
     """
     of_each = [_as_text(config) for config in configs]
+
+    def values(name: str) -> set[str | None]:
+        found = {settings.get(name) for settings in of_each}
+        return found - {None} if is_digest(name) else found
+
     return [
         Line(name, tuple(settings.get(name, _OTHERWISE) for settings in of_each))
         for name in dict.fromkeys(name for settings in of_each for name in settings)
-        if len({settings.get(name) for settings in of_each} - _not_told(name)) > 1
+        if len(values(name)) > 1
     ]
-
-
-def _not_told(name: str) -> set[str | None]:
-    """What says nothing of a setting: that a folder has no digest of a file, as those of older
-    versions; code that is another one has another name, too."""
-    return {None} if f"{name}.".startswith("digests.") else set()
 
 
 def _as_text(config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.run.failed_groups import DROPPED_FILE
+from ray_apr.run.folder import CONFIG_FILE
 
 Row = Mapping[str, Any]
 
@@ -33,7 +34,7 @@ _TEXTS: Mapping[str, Sequence[str]] = {
     "timeline.jsonl": ("actor", "what"),
     DROPPED_FILE: ("group_id", "reason"),
 }
-_FILES = (*_NUMBERS, "final.json", "config.json")
+_FILES = (*_NUMBERS, "final.json", CONFIG_FILE)
 
 
 class RunFolderError(APRError, ValueError):
@@ -91,7 +92,7 @@ def load_run(path: str | Path) -> RunData:
     final = _read_object(folder / "final.json", warnings)
     return RunData(
         path=folder,
-        config=_read_object(folder / "config.json", warnings) or {},
+        config=_read_object(folder / CONFIG_FILE, warnings) or {},
         steps=sorted(steps, key=lambda row: row["step"]),
         samples=samples,
         timeline=timeline,
