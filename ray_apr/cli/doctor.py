@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -15,6 +14,7 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from ray_apr.core.exceptions import ResourceError
+from ray_apr.core.imports import installed_version
 from ray_apr.rewards.sandbox import find_sandbox
 from ray_apr.serve.vllm.plugin import why_not_loaded
 
@@ -50,14 +50,6 @@ def run_checks() -> Iterator[Check]:
         yield check_import(package)
     yield check_gpus()
     yield check_sandbox()
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_python() -> Check:

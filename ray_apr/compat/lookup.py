@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ray_apr.core.exceptions import PrivateNameError
+from ray_apr.core.imports import installed_version
 
 
 @contextlib.contextmanager
@@ -69,9 +69,4 @@ class PrivateNames:
     @property
     def installed(self) -> str:
         """Version of the package that is installed."""
-        for distribution in self.distributions:
-            try:
-                return importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return "(not installed)"
+        return installed_version(*self.distributions) or "(not installed)"

