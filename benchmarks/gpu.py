@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     trainer.add_argument("--warm-up", type=int, default=4, help="steps before the first turn")
     trainer.add_argument(
         "--variants", nargs="+", default=["bare", "ours", "ours fp32", "trl"],
-        choices=["bare", "ours", "ours fp32", "trl"],
+        choices=["bare", "ours", "ours fp32", "ours torch", "trl"],
     )  # fmt: skip
     trainer.add_argument(
         "--on-one", action=argparse.BooleanOptionalAction, default=True,

@@ -9,6 +9,7 @@ optimizer. Each lives in processes of its own, which take turns, round after rou
                 AdamW fused; the loss is the mean log-prob
     ours        `ray_apr.train.step.train_step` under FSDP2, all bfloat16: GRPO, decoupled, TIS
     ours fp32   the same with float32 master weights and reductions (the default)
+    ours torch  `ours` with PyTorch's attention where FlashAttention 4 is installed
     trl         TRL's GRPOTrainer.training_step and the optimizer, bfloat16, samples padded
 """
 
@@ -242,6 +243,7 @@ def our_step(
         master_dtype=whole,
         packing="packed",
         learning_rate=1e-6,
+        attention="torch" if name == "ours torch" else "auto",
         activation_checkpointing=yaml.safe_load(args.checkpointing),
     )
     sharded = build_model(str(model), train, device)

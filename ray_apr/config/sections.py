@@ -12,8 +12,9 @@ from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.prompts import PromptsConfig
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.rollout import RolloutConfig
-from ray_apr.config.train import BufferConfig, TrainConfig
+from ray_apr.config.train import FLASH_ATTENTION, BufferConfig, TrainConfig
 from ray_apr.core.checks import require
+from ray_apr.core.imports import installed_version
 
 
 class Scaling(Protocol):
@@ -91,6 +92,7 @@ class Sections:
             other,
             f"must not be {other} with scaling.use_gpu = {scaling.use_gpu}; leave it at auto",
         )
+        check_attention(self.train, uses_gpus=scaling.use_gpu)
         resources = scaling.resources_per_worker
         require(
             not rollout.is_colocated or "GPU" not in (resources or {}),
@@ -144,6 +146,24 @@ class Sections:
             f"must be at least 1 with scaling.num_workers = {given}: another number of train "
             "workers begins with a checkpoint",
         )
+
+
+def check_attention(train: TrainConfig, *, uses_gpus: bool) -> None:
+    """Check that FlashAttention 4, where it is asked for, can run.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if train.attention != "flash_attention_4":
+        return
+    name, given, device = "train.attention", train.attention, "cuda" if uses_gpus else "cpu"
+    remedy = "needs scaling.use_gpu = True: its kernels are for Hopper GPUs; leave it out"
+    require(uses_gpus, name, given, remedy)
+    fits = train.packs(device) and train.dtype_on(device) == "bfloat16"
+    remedy = "computes packed samples in bfloat16; leave out train.packing and train.param_dtype"
+    require(fits, name, given, remedy)
+    remedy = "needs flash-attn-4, which is not installed: pip install 'ray-apr[flash]'"
+    require(installed_version(FLASH_ATTENTION) is not None, name, given, remedy)
 
 
 def check_placement(

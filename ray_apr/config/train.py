@@ -22,9 +22,12 @@ from ray_apr.core.checks import (
 from ray_apr.core.exceptions import ConfigError
 
 Packing = Literal["auto", "packed", "padded"]
+Attention = Literal["auto", "torch", "flash_attention_4"]
 Schedule = Literal["constant", "linear", "cosine"]
 WeightTransport = Literal["auto", "nccl", "gloo", "shared"]
 
+FLASH_ATTENTION = "flash-attn-4"
+"""The package of ``attention: flash_attention_4``."""
 _ENDS = ("steps", "total_samples", "passes")
 """Settings of which one says where a run ends."""
 _DEFAULT_STEPS = 100
@@ -124,6 +127,9 @@ class TrainConfig:
     packing: Packing = "auto"
     """packed: samples one after the other in one row, without padding; padded: one row a sample;
     auto: packed on CUDA. Attention never leaves a sample."""
+    attention: Attention = "auto"
+    """What computes attention of packed samples in half precision on CUDA. torch: PyTorch's own;
+    flash_attention_4: the package flash-attn-4, on Hopper; auto: that one where it is installed."""
     activation_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """Compute activations again in the backward pass instead of keeping them: all of a layer's, or
     with "selective" those between its matrix products and attention, whose results are kept. auto:
@@ -225,7 +231,7 @@ class TrainConfig:
             f"must be one of {', '.join(get_args(WeightTransport))}, or a transport of your own, "
             'in YAML as "file.py:Class"',
         )
-        one_of(s, self, {"lr_schedule": Schedule, "packing": Packing})
+        one_of(s, self, {"lr_schedule": Schedule, "packing": Packing, "attention": Attention})
         one_of(s, self, {"param_dtype": AutoDType, "master_dtype": DType, "reduce_dtype": DType})
         if self.activation_checkpointing not in ("auto", "selective"):
             words = 'true or false, or "selective", or "auto"'

@@ -1,7 +1,8 @@
 """Attention over packed samples: each sees itself alone.
 
-On CUDA in half precision PyTorch's variable-length flash attention runs, which costs what the
-samples cost one by one. Anywhere else Transformers makes an exact block mask of the position ids.
+On CUDA in half precision a variable-length flash attention runs, PyTorch's or that of the package
+flash-attn-4, which costs what the samples cost one by one. Anywhere else Transformers makes an
+exact block mask of the position ids.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
+from ray_apr.config.train import FLASH_ATTENTION, Attention
+from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.imports import installed_version
+from ray_apr.train import flash_attention
 
 VARLEN = "ray_apr_varlen"
-"""Name of our attention in Transformers' registry."""
+"""Name of PyTorch's attention over packed samples in Transformers' registry."""
+FLASH = "ray_apr_fa4"
+"""Name of FlashAttention 4 there; Transformers takes one with the word "flash" for its own."""
 _PARAMETERS = inspect.signature(varlen_attn).parameters
 
 
@@ -61,19 +68,63 @@ class Packing:
         }
 
 
-def attention_name(device: torch.device, dtype: torch.dtype, *, packed: bool) -> str:
-    """The attention that suits a device: ours for packed rows on CUDA in half precision.
+def attention_name(
+    device: torch.device, dtype: torch.dtype, *, packed: bool, attention: Attention = "auto"
+) -> str:
+    """The attention that suits a device: one of ours for packed rows on CUDA in half precision.
 
     Registers it with Transformers.
+
+    Args:
+        device: Where attention is computed.
+        dtype: Data type of its inputs.
+        packed: Whether rows are packed.
+        attention: `TrainConfig.attention`.
+
+    Raises:
+        ConfigError: Where FlashAttention 4 is asked for, and cannot run.
     """
     half = dtype in (torch.bfloat16, torch.float16)
-    if not packed or device.type != "cuda" or not half:
+    is_ours = packed and device.type == "cuda" and half
+    can_flash = is_ours and flash_attention.suits(device)
+    asked = attention == "flash_attention_4"
+    require(
+        can_flash or not asked,
+        "train.attention",
+        attention,
+        "needs packed samples in bfloat16 on a Hopper GPU; leave it out",
+    )
+    if not is_ours:
         return "sdpa"
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(VARLEN, varlen_attention)
-    AttentionMaskInterface.register(VARLEN, _no_mask)
-    return VARLEN
+    chosen = attention == "auto" and can_flash and installed_version(FLASH_ATTENTION) is not None
+    flashes = asked or chosen
+    name, function = (FLASH, flash_4_attention) if flashes else (VARLEN, varlen_attention)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _no_mask)
+    return name
+
+
+def flash_4_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`varlen_attention` by FlashAttention 4."""
+    window = None if sliding_window is None else sliding_window - 1
+    rows = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    boundaries, longest = _boundaries(query, cu_seq_lens_q, max_length_q)
+    out, _sums = flash_attention.flash_attention(*rows, boundaries, longest, scaling, window)
+    return out[None], None
 
 
 def varlen_attention(
@@ -108,9 +159,7 @@ def varlen_attention(
     Raises:
         ConfigError: For a sliding window, where PyTorch's attention has none.
     """
-    length = query.shape[2]
-    if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.tensor([0, length], dtype=torch.int32, device=query.device)
+    boundaries, longest = _boundaries(query, cu_seq_lens_q, max_length_q)
     groups = query.shape[1] // key.shape[1]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     num_missing = query.shape[-1] - value.shape[-1]
@@ -127,13 +176,12 @@ def varlen_attention(
             remedy = 'needs a newer PyTorch with a sliding window; choose "padded"'
             raise ConfigError("train.packing", "packed", remedy)
         options = {"is_causal": True}
-    longest = max_length_q or length
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
+        boundaries,
+        boundaries,
         longest,
         longest,
         scale=scaling,
@@ -141,6 +189,16 @@ def varlen_attention(
     )
     assert isinstance(out, torch.Tensor)
     return out[None, ..., : value.shape[-1]], None
+
+
+def _boundaries(
+    query: torch.Tensor, boundaries: torch.Tensor | None, longest: int | None
+) -> tuple[torch.Tensor, int]:
+    """Where the samples of a row lie, and the longest one: without boundaries the row is one."""
+    length = query.shape[2]
+    if boundaries is None:
+        boundaries = torch.tensor([0, length], dtype=torch.int32, device=query.device)
+    return boundaries, longest or length
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -58,6 +58,7 @@ _KEPT_OPS = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
+    "ray_apr::flash_attention",
 }
 """What costs more to compute again than to keep."""
 
@@ -86,7 +87,8 @@ def build_model(
             no layer or a tied one.
     """
     dtype = _DTYPES[train.dtype_on(device.type)]
-    attention = attention_name(device, dtype, packed=train.packs(device.type))
+    packed = train.packs(device.type)
+    attention = attention_name(device, dtype, packed=packed, attention=train.attention)
     loaded = _load(model, _DTYPES[train.master_dtype], attention)
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)

@@ -580,6 +580,30 @@ def test_a_transport_that_does_not_fit_the_train_workers_is_refused(transport, u
         sections.check(ScalingSettings(use_gpu=use_gpu))
 
 
+@pytest.mark.parametrize(
+    ("train", "use_gpu", "installed", "remedy"),
+    [
+        ({}, False, True, r"needs scaling\.use_gpu"),
+        ({"packing": "padded"}, True, True, r"leave out train\.packing"),
+        ({"param_dtype": "float32"}, True, True, r"and train\.param_dtype"),
+        ({}, True, False, "needs flash-attn-4, which is not installed"),
+        ({}, True, True, None),
+    ],
+)
+def test_flash_attention_4_is_refused_where_it_cannot_run(
+    monkeypatch, train, use_gpu, installed, remedy
+):
+    versions = {"flash-attn-4": "4.0.0"} if installed else {}
+    monkeypatch.setattr("ray_apr.config.sections.installed_version", versions.get)
+    sections = Sections(train=TrainConfig(attention="flash_attention_4", **train))
+    scaling = ScalingSettings(use_gpu=use_gpu)
+    if remedy is None:
+        sections.check(scaling)
+        return
+    with pytest.raises(ConfigError, match=rf"train\.attention = .*: .*{remedy}"):
+        sections.check(scaling)
+
+
 def test_a_section_without_a_line_has_its_defaults():
     assert RolloutConfig(sampling=None).sampling == RolloutConfig().sampling
 

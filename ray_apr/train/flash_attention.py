@@ -1,0 +1,127 @@
+"""FlashAttention 4 over packed samples, from the package flash-attn-4.
+
+Its kernels are those of FlashAttention-3 (2407.08608) on Hopper, in Python that is compiled at the
+first call. They take grouped key heads, values of another head size and sliding windows as they
+are. Two operators stand for them, so that the compiler of a layer keeps each whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+
+_KEPT_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""The package's own variable: whether compiled kernels stay on the disk for the next process."""
+
+
+def suits(device: torch.device) -> bool:
+    """Whether a device has the kernels: Hopper, where they were tried."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _kernels() -> Any:
+    """The module of the package whose two functions PyTorch's own registration takes, too."""
+    os.environ.setdefault(_KEPT_COMPILED, "1")
+    # of each of its kernels, for a part that they do not use
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@torch.library.custom_op("ray_apr::flash_attention", mutates_args=())
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within each sample of a packed row.
+
+    Args:
+        query: [L, heads, head size], of half precision, on Hopper.
+        key: [L, key heads, head size].
+        value: [L, key heads, value size].
+        boundaries: `Packing.boundaries`.
+        longest: `Packing.longest`.
+        scale: Factor of the scores; None: 1 / sqrt(head size).
+        window: Tokens that a token sees before itself; None: all.
+
+    Returns:
+        [L, heads, value size], and the log of each softmax's sum [heads, L].
+    """
+    found = _kernels()._flash_attn_fwd(
+        query, key, value, return_lse=True, **_options(boundaries, longest, scale, window)
+    )
+    return found[0], found[1]
+
+
+@flash_attention.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length, heads, _size = query.shape
+    sums = query.new_empty((heads, length), dtype=torch.float32)
+    return query.new_empty((length, heads, value.shape[-1])), sums
+
+
+@torch.library.custom_op("ray_apr::flash_attention_backward", mutates_args=())
+def _backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `query`, `key` and `value`, of their shapes."""
+    options = _options(boundaries, longest, scale, window)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    found = _kernels()._flash_attn_bwd(query, key, value, out, gradient, sums, **options)
+    return found[0], found[1], found[2]
+
+
+@_backward.register_fake
+def _(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _options(
+    boundaries: torch.Tensor, longest: int, scale: float | None, window: int | None
+) -> dict[str, Any]:
+    """What both kernels are told of a row."""
+    return {
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": window,
+        "cu_seqlens_q": boundaries,
+        "cu_seqlens_k": boundaries,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, boundaries, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, boundaries)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, _of_sums: Any) -> tuple[Any, ...]:
+    gradients = _backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, None, None, None)
+
+
+flash_attention.register_autograd(_differentiate, setup_context=_keep)
