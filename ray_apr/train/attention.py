@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from ray_apr.config.train import FLASH_ATTENTION, Attention
+from ray_apr.config.train import Attention
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.imports import installed_version
 from ray_apr.train import flash_attention
 
 VARLEN = "ray_apr_varlen"
@@ -86,20 +85,16 @@ def attention_name(
     """
     half = dtype in (torch.bfloat16, torch.float16)
     is_ours = packed and device.type == "cuda" and half
-    can_flash = is_ours and flash_attention.suits(device)
+    why_not: str | None = "needs packed samples in bfloat16 on a Hopper GPU"
+    if is_ours and attention != "torch":
+        why_not = flash_attention.why_not(device)
     asked = attention == "flash_attention_4"
-    require(
-        can_flash or not asked,
-        "train.attention",
-        attention,
-        "needs packed samples in bfloat16 on a Hopper GPU; leave it out",
-    )
+    require(not (asked and why_not), "train.attention", attention, f"{why_not}; leave it out")
     if not is_ours:
         return "sdpa"
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    chosen = attention == "auto" and can_flash and installed_version(FLASH_ATTENTION) is not None
-    flashes = asked or chosen
+    flashes = why_not is None
     name, function = (FLASH, flash_4_attention) if flashes else (VARLEN, varlen_attention)
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _no_mask)

@@ -8,6 +8,7 @@ are. Two operators stand for them, so that the compiler of a layer keeps each wh
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
 from functools import cache
@@ -15,13 +16,31 @@ from typing import Any
 
 import torch
 
+from ray_apr.config.train import FLASH_ATTENTION
+from ray_apr.core.exceptions import one_line
+from ray_apr.core.imports import installed_version
+
+logger = logging.getLogger(__name__)
+
+_HOPPER = 9
+"""Its compute capability."""
 _KEPT_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """The package's own variable: whether compiled kernels stay on the disk for the next process."""
 
 
-def suits(device: torch.device) -> bool:
-    """Whether a device has the kernels: Hopper, where they were tried."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def why_not(device: torch.device) -> str | None:
+    """Why a CUDA device cannot run the kernels, which were tried on Hopper; None if it can."""
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return "needs a Hopper GPU"
+    if installed_version(FLASH_ATTENTION) is None:
+        return f"needs {FLASH_ATTENTION}, which is not installed"
+    try:
+        _kernels()
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = f"{FLASH_ATTENTION} is installed, and cannot be imported: {one_line(error)}"
+        logger.warning(reason)  # with `attention: auto` PyTorch's runs in its place
+        return reason
+    return None
 
 
 @cache

@@ -122,40 +122,52 @@ def test_the_kernels_are_deterministic_where_pytorch_is(kernels):
     assert kernels.deterministic == [True]
 
 
-@pytest.mark.parametrize(
-    ("asked", "suits", "installed", "name"),
-    [
-        ("auto", True, True, attention.FLASH),
-        ("auto", True, False, attention.VARLEN),
-        ("auto", False, True, attention.VARLEN),
-        ("torch", True, True, attention.VARLEN),
-        ("flash_attention_4", True, True, attention.FLASH),
-    ],
-)
-def test_flash_attention_runs_where_it_can(monkeypatch, asked, suits, installed, name):
-    versions = {attention.FLASH_ATTENTION: "4.0.0"} if installed else {}
-    monkeypatch.setattr(flash_attention, "suits", lambda _: suits)
-    monkeypatch.setattr(attention, "installed_version", versions.get)
-    cuda = torch.device("cuda")
-    found = attention.attention_name(cuda, torch.bfloat16, packed=True, attention=asked)
-    assert found == name
-    for dtype, packed in ((torch.float32, True), (torch.bfloat16, False)):
-        if asked == "flash_attention_4":
-            with pytest.raises(ConfigError, match=r"train\.attention.*packed samples in bfloat16"):
-                attention.attention_name(cuda, dtype, packed=packed, attention=asked)
-        else:
-            found = attention.attention_name(cuda, dtype, packed=packed, attention=asked)
-            assert found == "sdpa"
+@pytest.fixture
+def cuda(monkeypatch):
+    """Hopper, with the package, whose kernels can be imported; what a test takes away is not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash_attention, "installed_version", lambda _: "4.0.0")
+    monkeypatch.setattr(flash_attention, "_kernels", Kernels)
+    return torch.device("cuda")
+
+
+def broken():
+    raise ImportError("no _cutlass_ir")
+
+
+WITHOUT = {
+    "Hopper": (torch.cuda, "get_device_capability", lambda _: (8, 0)),
+    "is not installed": (flash_attention, "installed_version", lambda _: None),
+    "cannot be imported: no _cutlass_ir": (flash_attention, "_kernels", broken),
+}
+
+
+def test_flash_attention_runs_where_it_can(cuda):
+    for asked, name in {
+        "auto": attention.FLASH,
+        "flash_attention_4": attention.FLASH,
+        "torch": attention.VARLEN,
+    }.items():
+        found = attention.attention_name(cuda, torch.bfloat16, packed=True, attention=asked)
+        assert found == name
+
+
+@pytest.mark.parametrize("reason", WITHOUT)
+def test_pytorchs_attention_runs_where_it_cannot(monkeypatch, caplog, cuda, reason):
+    monkeypatch.setattr(*WITHOUT[reason])
+    assert attention.attention_name(cuda, torch.bfloat16, packed=True) == attention.VARLEN
+    assert (reason in caplog.text) == ("imported" in reason), "a broken package is told"
+    with pytest.raises(ConfigError, match=rf"train\.attention.*{reason}.*leave it out"):
+        attention.attention_name(cuda, torch.bfloat16, packed=True, attention="flash_attention_4")
+
+
+@pytest.mark.parametrize(("dtype", "packed"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_padded_and_float32_rows_have_another_attention(cuda, dtype, packed):
+    assert attention.attention_name(cuda, dtype, packed=packed) == "sdpa"
+    with pytest.raises(ConfigError, match=r"train\.attention.*packed samples in bfloat16"):
+        attention.attention_name(cuda, dtype, packed=packed, attention="flash_attention_4")
 
 
 @pytest.mark.parametrize("name", [attention.FLASH, attention.VARLEN])
 def test_transformers_does_not_look_for_kernels_of_its_own(name):
     assert not is_flash_attention_requested(requested_attention_implementation=name)
-
-
-def test_flash_attention_is_refused_on_another_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(ConfigError, match=r"train\.attention.*Hopper"):
-        attention.attention_name(
-            torch.device("cuda"), torch.bfloat16, packed=True, attention="flash_attention_4"
-        )
