@@ -8,6 +8,7 @@ exact block mask of the position ids.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,99 +102,108 @@ def attention_name(
     return name
 
 
-def flash_4_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """`varlen_attention` by FlashAttention 4."""
-    window = None if sliding_window is None else sliding_window - 1
-    rows = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-    boundaries, longest = _boundaries(query, cu_seq_lens_q, max_length_q)
-    out, _sums = flash_attention.flash_attention(*rows, boundaries, longest, scaling, window)
-    return out[None], None
-
-
-def varlen_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def _packed(kernel: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
     """Causal attention within each sample of a packed row, as Transformers calls it.
 
     Args:
-        module: The attention layer.
-        query: [1, heads, L, head size].
-        key: [1, key heads, L, head size].
-        value: Like `key`; its heads may be smaller, as with a latent attention.
-        attention_mask: Not used; there is none.
-        scaling: Factor of the scores.
-        cu_seq_lens_q: `Packing.boundaries`; None: the row is one sample.
-        max_length_q: `Packing.longest`.
-        sliding_window: Tokens that a token sees, itself included; None: all before it.
+        kernel: Computes it of queries, keys and values [L, heads, head size], the boundaries, the
+            longest sample, the scale, and how many tokens before itself a token sees.
+    """
 
-    Returns:
-        [1, L, heads, head size of `value`], and no attention weights.
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Of one layer.
+
+        Args:
+            module: The attention layer.
+            query: [1, heads, L, head size].
+            key: [1, key heads, L, head size].
+            value: Like `key`; its heads may be smaller, as with a latent attention.
+            attention_mask: Not used; there is none.
+            scaling: Factor of the scores.
+            cu_seq_lens_q: `Packing.boundaries`; None: the row is one sample.
+            max_length_q: `Packing.longest`.
+            sliding_window: Tokens that a token sees, itself included; None: all before it.
+
+        Returns:
+            [1, L, heads, head size of `value`], and no attention weights.
+        """
+        length = query.shape[2]
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = torch.tensor([0, length], dtype=torch.int32, device=query.device)
+        rows = (t[0].transpose(0, 1) for t in (query, key, value))
+        window = None if sliding_window is None else sliding_window - 1
+        out = kernel(*rows, cu_seq_lens_q, max_length_q or length, scaling, window)
+        return out[None], None
+
+    return attention
+
+
+def _by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """PyTorch's variable-length attention.
 
     Raises:
-        ConfigError: For a sliding window, where PyTorch's attention has none.
+        ConfigError: For a sliding window, where it has none.
     """
-    boundaries, longest = _boundaries(query, cu_seq_lens_q, max_length_q)
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    num_missing = query.shape[-1] - value.shape[-1]
-    if num_missing:  # flash attention has one size for all heads
-        v = F.pad(v, (0, num_missing))
-    left = -1 if sliding_window is None else sliding_window - 1
-    options: dict[str, Any] = {"window_size": (left, 0)}
+    size = value.shape[-1]
+    num_missing = query.shape[-1] - size
+    if num_missing:  # it has one size for all heads
+        value = F.pad(value, (0, num_missing))
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0)}
     if groups > 1 and "enable_gqa" in _PARAMETERS:
         options["enable_gqa"] = True
     elif groups > 1:
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if "is_causal" in _PARAMETERS:  # before PyTorch 2.12
-        if sliding_window is not None:
+        if window is not None:
             remedy = 'needs a newer PyTorch with a sliding window; choose "padded"'
             raise ConfigError("train.packing", "packed", remedy)
         options = {"is_causal": True}
     out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
         boundaries,
         boundaries,
         longest,
         longest,
-        scale=scaling,
+        scale=scale,
         **options,
     )
     assert isinstance(out, torch.Tensor)
-    return out[None, ..., : value.shape[-1]], None
+    return out[..., :size]
 
 
-def _boundaries(
-    query: torch.Tensor, boundaries: torch.Tensor | None, longest: int | None
-) -> tuple[torch.Tensor, int]:
-    """Where the samples of a row lie, and the longest one: without boundaries the row is one."""
-    length = query.shape[2]
-    if boundaries is None:
-        boundaries = torch.tensor([0, length], dtype=torch.int32, device=query.device)
-    return boundaries, longest or length
+def _by_flash_4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *of_row: Any
+) -> torch.Tensor:
+    """FlashAttention 4."""
+    rows = (t.contiguous() for t in (query, key, value))
+    return flash_attention.flash_attention(*rows, *of_row)[0]
+
+
+varlen_attention = _packed(_by_pytorch)
+flash_4_attention = _packed(_by_flash_4)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
