@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from ray_apr.compat.flash_attention import PACKAGE
 from ray_apr.config.algorithm import AlgorithmConfig
 from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.config.partial_rollout import PartialRolloutConfig
 from ray_apr.config.prompts import PromptsConfig
 from ray_apr.config.ranks import RankRange
 from ray_apr.config.rollout import RolloutConfig
-from ray_apr.config.train import FLASH_ATTENTION, BufferConfig, TrainConfig
+from ray_apr.config.train import BufferConfig, TrainConfig
 from ray_apr.core.checks import require
 from ray_apr.core.imports import installed_version
 
@@ -162,8 +163,8 @@ def check_attention(train: TrainConfig, *, uses_gpus: bool) -> None:
     fits = train.packs(device) and train.dtype_on(device) == "bfloat16"
     remedy = "computes packed samples in bfloat16; leave out train.packing and train.param_dtype"
     require(fits, name, given, remedy)
-    remedy = "needs flash-attn-4, which is not installed: pip install 'ray-apr[flash]'"
-    require(installed_version(FLASH_ATTENTION) is not None, name, given, remedy)
+    remedy = f"needs {PACKAGE}, which is not installed: pip install 'ray-apr[flash]'"
+    require(installed_version(PACKAGE) is not None, name, given, remedy)
 
 
 def check_placement(

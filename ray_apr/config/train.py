@@ -26,8 +26,6 @@ Attention = Literal["auto", "torch", "flash_attention_4"]
 Schedule = Literal["constant", "linear", "cosine"]
 WeightTransport = Literal["auto", "nccl", "gloo", "shared"]
 
-FLASH_ATTENTION = "flash-attn-4"
-"""The package of ``attention: flash_attention_4``."""
 _ENDS = ("steps", "total_samples", "passes")
 """Settings of which one says where a run ends."""
 _DEFAULT_STEPS = 100

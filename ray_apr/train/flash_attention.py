@@ -7,7 +7,6 @@ are. Two operators stand for them, so that the compiler of a layer keeps each wh
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ray_apr.config.train import FLASH_ATTENTION
+from ray_apr.compat.flash_attention import FLASH_ATTENTION, PACKAGE
 from ray_apr.core.exceptions import one_line
 from ray_apr.core.imports import installed_version
 
@@ -32,24 +31,29 @@ def why_not(device: torch.device) -> str | None:
     """Why a CUDA device cannot run the kernels, which were tried on Hopper; None if it can."""
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return "needs a Hopper GPU"
-    if installed_version(FLASH_ATTENTION) is None:
-        return f"needs {FLASH_ATTENTION}, which is not installed"
+    if installed_version(PACKAGE) is None:
+        return f"needs {PACKAGE}, which is not installed"
     try:
         _kernels()
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = f"{FLASH_ATTENTION} is installed, and cannot be imported: {one_line(error)}"
+        reason = f"{PACKAGE} is installed, and cannot be used: {one_line(error)}"
         logger.warning(reason)  # with `attention: auto` PyTorch's runs in its place
         return reason
     return None
 
 
 @cache
-def _kernels() -> Any:
-    """The module of the package whose two functions PyTorch's own registration takes, too."""
+def _kernels() -> tuple[Any, Any]:
+    """The functions of the package: forward and backward.
+
+    Raises:
+        PrivateNameError: If it has them not.
+        ImportError: If it lacks what it needs.
+    """
     os.environ.setdefault(_KEPT_COMPILED, "1")
     # of each of its kernels, for a part that they do not use
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
-    return importlib.import_module("flash_attn.cute.interface")
+    return FLASH_ATTENTION.get("_flash_attn_fwd"), FLASH_ATTENTION.get("_flash_attn_bwd")
 
 
 @torch.library.custom_op("ray_apr::flash_attention", mutates_args=())
@@ -76,7 +80,8 @@ def flash_attention(
     Returns:
         [L, heads, value size], and the log of each softmax's sum [heads, L].
     """
-    found = _kernels()._flash_attn_fwd(
+    forward, _ = _kernels()
+    found = forward(
         query, key, value, return_lse=True, **_options(boundaries, longest, scale, window)
     )
     return found[0], found[1]
@@ -107,7 +112,8 @@ def _backward(
     """Gradients of `query`, `key` and `value`, of their shapes."""
     options = _options(boundaries, longest, scale, window)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    found = _kernels()._flash_attn_bwd(query, key, value, out, gradient, sums, **options)
+    _, backward = _kernels()
+    found = backward(query, key, value, out, gradient, sums, **options)
     return found[0], found[1], found[2]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_apr.compat.flash_attention import PACKAGE
 from ray_apr.config import TrainConfig
-from ray_apr.config.train import FLASH_ATTENTION
 from ray_apr.core.architectures import SUPPORTED
 from ray_apr.core.imports import installed_version
 from ray_apr.train.attention import FLASH, VARLEN
@@ -68,7 +68,7 @@ def test_packed_attention_rounds_as_padded_attention_does(tmp_path, family):
     off = (logprobs - exact).abs().mean()
     off_gradient = (gradient - exact_gradient).norm()
     for attention in NAMES:
-        if attention == "flash_attention_4" and installed_version(FLASH_ATTENTION) is None:
+        if attention == "flash_attention_4" and installed_version(PACKAGE) is None:
             continue
         packed = TrainConfig(packing="packed", attention=attention, **settings)
         found, its_gradient, name = scored(folder, packed)

@@ -33,12 +33,12 @@ def of_each_head(query, grouped):
 
 
 class Kernels:
-    """The two functions of the package that are called, by their names there."""
+    """The two functions of the package that are called."""
 
     def __init__(self):
         self.deterministic = []
 
-    def _flash_attn_fwd(
+    def forward(
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
         causal, window_size_left, return_lse,
     ):  # fmt: skip
@@ -48,7 +48,7 @@ class Kernels:
         weights, sums, _ = weights_of(q, k, cu_seqlens_q, softmax_scale, window_size_left)
         return torch.einsum("hqk,khd->qhd", weights, v), sums, None, None, None
 
-    def _flash_attn_bwd(
+    def backward(
         self, q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_size_left, deterministic,
     ):  # fmt: skip
@@ -71,7 +71,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch):
     found = Kernels()
-    monkeypatch.setattr(flash_attention, "_kernels", lambda: found)
+    monkeypatch.setattr(flash_attention, "_kernels", lambda: (found.forward, found.backward))
     return found
 
 
@@ -127,7 +127,7 @@ def cuda(monkeypatch):
     """Hopper, with the package, whose kernels can be imported; what a test takes away is not."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(flash_attention, "installed_version", lambda _: "4.0.0")
-    monkeypatch.setattr(flash_attention, "_kernels", Kernels)
+    monkeypatch.setattr(flash_attention, "_kernels", lambda: (None, None))
     return torch.device("cuda")
 
 
@@ -138,7 +138,7 @@ def broken():
 WITHOUT = {
     "Hopper": (torch.cuda, "get_device_capability", lambda _: (8, 0)),
     "is not installed": (flash_attention, "installed_version", lambda _: None),
-    "cannot be imported: no _cutlass_ir": (flash_attention, "_kernels", broken),
+    "cannot be used: no _cutlass_ir": (flash_attention, "_kernels", broken),
 }
 
 
@@ -156,7 +156,7 @@ def test_flash_attention_runs_where_it_can(cuda):
 def test_pytorchs_attention_runs_where_it_cannot(monkeypatch, caplog, cuda, reason):
     monkeypatch.setattr(*WITHOUT[reason])
     assert attention.attention_name(cuda, torch.bfloat16, packed=True) == attention.VARLEN
-    assert (reason in caplog.text) == ("imported" in reason), "a broken package is told"
+    assert (reason in caplog.text) == ("cannot" in reason), "a broken package is told"
     with pytest.raises(ConfigError, match=rf"train\.attention.*{reason}.*leave it out"):
         attention.attention_name(cuda, torch.bfloat16, packed=True, attention="flash_attention_4")
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 from ray_apr import serve
+from ray_apr.compat import flash_attention as flash_private
 from ray_apr.compat import lookup as private
 from ray_apr.compat import ray as ray_private
 from ray_apr.compat import rllib as rllib_private
 from ray_apr.compat import torch as torch_private
 from ray_apr.compat import transformers as transformers_private
 from ray_apr.core.exceptions import APRError, PrivateNameError
+from ray_apr.core.imports import installed_version
 from ray_apr.serve.vllm import private as vllm_private
 from tests.versions.sources import missing
 
@@ -49,6 +51,12 @@ def test_vllm_has_what_is_used_of_its_inside():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     assert missing(vllm_private.VLLM) == []
+
+
+def test_flash_attention_has_what_is_used_of_its_inside():
+    if installed_version(flash_private.PACKAGE) is None:
+        pytest.skip("flash-attn-4 is not installed")
+    assert missing(flash_private.FLASH_ATTENTION) == []
 
 
 PUBLIC = {"AsyncEngineArgs", "RequestOutputKind", "SamplingParams", "WeightTransferConfig"}
