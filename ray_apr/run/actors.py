@@ -33,6 +33,8 @@ from ray_apr.run.recorder import RunRecorder
 from ray_apr.run.resume import poison_rows
 from ray_apr.scheduling.intake import SchedulerState
 from ray_apr.scheduling.order import with_stops
+from ray_apr.serve.builder import end_serve, stop_rollout_servers
+from ray_apr.serve.lease import start_lease, wait_for_lease
 
 if TYPE_CHECKING:
     import ray.data
@@ -116,8 +118,36 @@ class Actors:
         for actor in reversed(self.handles):
             ray.kill(actor)
 
+    def take_away(self) -> None:
+        """End the servers, all actors whatever becomes of the servers, and Serve if no run is left.
+
+        Waits for: Serve. Unblocked by: its answers, or its limits.
+        """
+        try:
+            stop_rollout_servers(self._spec.name)
+        finally:
+            self.kill()
+            end_serve(self._spec.name)  # without a lease: another run may end at this moment
+
     def make_recorder(self, started_at: float) -> Any:
-        """Start what writes the run folder, on this node."""
+        """Start what writes the run folder, on this node, and the lease of the servers, which it
+        holds.
+
+        Waits for: an earlier run of this name. Unblocked by: `wait_for_lease`.
+
+        Raises:
+            ResourceError: If another run of this name is on the cluster; no actor is left then.
+        """
+        wait_for_lease(self._spec.name)
+        recorder = self._make_recorder(started_at)
+        try:
+            self.handles.append(start_lease(self._spec.name, self.name_of("recorder")))
+        except BaseException:
+            self.kill()
+            raise
+        return recorder
+
+    def _make_recorder(self, started_at: float) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return self.make(
             RunRecorder,

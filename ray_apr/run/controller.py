@@ -73,8 +73,7 @@ from ray_apr.run.stopping import StopSignals
 from ray_apr.run.tidying import tidy_folder
 from ray_apr.run.training import begin_train, make_torch_trainer
 from ray_apr.scheduling.stock import BufferStats
-from ray_apr.serve.builder import start_rollout_servers, stop_rollout_servers, wait_until_placed
-from ray_apr.serve.lease import start_lease, wait_for_lease
+from ray_apr.serve.builder import start_rollout_servers, wait_until_placed
 from ray_apr.serve.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
-_ASK_AGAIN_S = 1.0
 
 
 def run(
@@ -229,9 +227,7 @@ class _Parts:
         self._made = threading.Event()
         """Set once all actors are there, or could not be made."""
         self._actors = Actors(spec)
-        wait_for_lease(spec.name)
         self.recorder = self._actors.make_recorder(started_at)
-        self._actors.handles.append(start_lease(spec.name, self._actors.name_of("recorder")))
         imports = begin_train()
         # the engines take longest to start: everything else starts beside them
         self._servers = threading.Thread(target=self._start_servers, name="servers", daemon=True)
@@ -384,7 +380,7 @@ class _Parts:
             return None
 
     def _take_away(self) -> None:
-        """End the servers, and all actors whatever becomes of the servers.
+        """End the servers and all actors.
 
         Waits for: the watch. Unblocked by: its end, or `_CALL_TIMEOUT_S` in `RolloutSide.join`.
         """
@@ -393,8 +389,7 @@ class _Parts:
         try:
             if self._scaling is not None:
                 self._scaling.join(timeout=_CALL_TIMEOUT_S)
-            stop_rollout_servers(self.spec.name)
         finally:
-            self._actors.kill()
+            self._actors.take_away()
             if self._side is not None:
                 self._side.join()

@@ -33,6 +33,7 @@ from ray_apr.config.http import HttpConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.serve.handle import engine_names
 from ray_apr.serve.ingress import build_ingress
+from ray_apr.serve.lease import is_leased_to_others
 from ray_apr.serve.server import RolloutServer
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.arguments import environment, gpu_share, has_worker_actors
@@ -299,7 +300,7 @@ def _applications() -> Mapping[str, ApplicationStatusOverview] | None:
 
 
 def stop_rollout_servers(app_name: str) -> None:
-    """Take the application away, and Serve itself if nothing else runs on it.
+    """Take the application away.
 
     An error is logged: whoever calls this has more to take away, or an error of its own to tell.
 
@@ -314,8 +315,21 @@ def stop_rollout_servers(app_name: str) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it is there after {_DELETION_S:g} s")
             time.sleep(_LOOK_S)
-        if not left:
+    except (RayError, RayServeException, TimeoutError, ValueError) as error:
+        logger.warning("Serve application %s could not be deleted: %s", app_name, error)
+
+
+def end_serve(app_name: str) -> None:
+    """Take Serve away if nothing runs on it, and no run holds a lease that may begin to use it.
+
+    An error is logged.
+
+    Args:
+        app_name: Name of the application that was taken away; its own lease may live yet.
+    """
+    try:
+        if not is_leased_to_others(app_name) and _applications() == {}:
             with _alone():
                 serve.shutdown()
     except (RayError, RayServeException, TimeoutError, ValueError) as error:
-        logger.warning("Serve application %s could not be deleted: %s", app_name, error)
+        logger.warning("Serve could not be ended: %s", error)

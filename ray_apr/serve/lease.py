@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from typing import Any
 
 import ray
@@ -25,7 +24,7 @@ _HOLD_S = 30.0
 _ANSWER_S = 30.0
 _PAUSE_S = 1.0
 _GONE_S = 2 * (_HOLD_S + _ANSWER_S)
-_NAMESPACE = "ray_apr"
+_NAMESPACE, _LEASE = "ray_apr", "-lease"
 
 
 class RunLease:
@@ -57,6 +56,7 @@ class RunLease:
 
         try:
             builder.stop_rollout_servers(self._app_name)
+            builder.end_serve(self._app_name)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
@@ -88,10 +88,7 @@ def wait_for_lease(app_name: str) -> None:
         ResourceError: If they are not within `_GONE_S`.
     """
     deadline = time.monotonic() + _GONE_S
-    while any(
-        actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{app_name}-lease-")
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-    ):
+    while _name_of(app_name) in _leases():
         if time.monotonic() > deadline:
             raise ResourceError(
                 f"the servers of another run named {app_name} are on this cluster, and have not "
@@ -106,13 +103,38 @@ def start_lease(app_name: str, holder: str) -> Any:
     Args:
         app_name: Name of the Serve application.
         holder: See `RunLease`; in this process's namespace.
+
+    Raises:
+        ResourceError: If a run of the same name has begun since `wait_for_lease`: the two would
+            have the same servers.
     """
     actor = ray.remote(RunLease).options(
         num_cpus=0,
-        name=f"{app_name}-lease-{uuid.uuid4().hex[:8]}",
+        name=_name_of(app_name),
         namespace=_NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
         enable_task_events=False,
     )
-    return actor.remote(app_name, holder, ray.get_runtime_context().namespace)
+    try:
+        return actor.remote(app_name, holder, ray.get_runtime_context().namespace)
+    except ValueError as error:  # Ray has an actor of this name
+        raise ResourceError(
+            f"another run named {app_name} begins on this cluster just now; choose another "
+            "run.name, or end that run"
+        ) from error
+
+
+def is_leased_to_others(app_name: str) -> bool:
+    """Whether there is a lease of another application, which runs on Serve or is about to."""
+    return bool(_leases() - {_name_of(app_name)})
+
+
+def _leases() -> set[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = {actor["name"] for actor in named if actor["namespace"] == _NAMESPACE}
+    return {name for name in ours if name.endswith(_LEASE)}
+
+
+def _name_of(app_name: str) -> str:
+    return f"{app_name}{_LEASE}"

@@ -162,7 +162,8 @@ def get(answer, timeout=None):
 def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     monkeypatch.setattr("ray_apr.run.controller.ray.get", get)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: None)
-    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", lambda name: None)
+    monkeypatch.setattr("ray_apr.run.actors.stop_rollout_servers", lambda name: None)
+    monkeypatch.setattr("ray_apr.run.actors.end_serve", lambda name: None)
     parts = object.__new__(_Parts)
     parts.spec = run_spec()
     monkeypatch.setattr(type(parts.spec), "folder", tmp_path)
@@ -245,7 +246,7 @@ def test_actors_are_killed_although_the_servers_cannot_be_stopped(monkeypatch, t
     def stop(name):
         raise KeyError(name)
 
-    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", stop)
+    monkeypatch.setattr("ray_apr.run.actors.stop_rollout_servers", stop)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", killed.append)
     parts._side.worker = Handle(stop=SUMMARY)
     parts._actors.handles = ["the recorder", "the lease"]
@@ -267,7 +268,6 @@ def test_no_thread_waits_for_an_actor_of_a_run_that_has_ended(monkeypatch, tmp_p
         raise ActorDiedError()
 
     parts = parts_of(monkeypatch, tmp_path, buffer=BUFFER, worker=None, recorder=RECORDER)
-    monkeypatch.setattr("ray_apr.run.controller.stop_rollout_servers", lambda name: None)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: is_killed.set())
     monkeypatch.setattr("ray_apr.run.progress.ray.get", answer)
     watch = threading.Thread(target=end_after, args=(0.3,))

@@ -18,9 +18,12 @@ from ray.serve.schema import ApplicationStatus
 
 from ray_apr.compat.ray import kept_deployment
 from ray_apr.core.exceptions import ResourceError
+from ray_apr.run import actors as actors_module
+from ray_apr.run.actors import Actors
 from ray_apr.serve import builder
 from ray_apr.serve import lease as lease_module
 from ray_apr.serve.lease import RunLease
+from tests.run_specs import run_spec
 
 
 def test_a_lease_ends_with_its_holder_and_takes_the_servers_away(monkeypatch):
@@ -29,8 +32,9 @@ def test_a_lease_ends_with_its_holder_and_takes_the_servers_away(monkeypatch):
     done: list[str] = []
     lease = lease_of(monkeypatch, answers, done)
     monkeypatch.setattr(builder, "stop_rollout_servers", done.append)
+    monkeypatch.setattr(builder, "end_serve", lambda name: done.append(f"Serve after {name}"))
     lease._watch()
-    assert (answers, done) == ([], ["app", "the lease"])
+    assert (answers, done) == ([], ["app", "Serve after app", "the lease"])
 
 
 def test_a_lease_goes_on_after_an_error_that_says_nothing_of_its_holder(monkeypatch, caplog):
@@ -38,8 +42,9 @@ def test_a_lease_goes_on_after_an_error_that_says_nothing_of_its_holder(monkeypa
     done: list[str] = []
     lease = lease_of(monkeypatch, answers, done)
     monkeypatch.setattr(builder, "stop_rollout_servers", done.append)
+    monkeypatch.setattr(builder, "end_serve", lambda name: done.append(f"Serve after {name}"))
     lease._watch()
-    assert (answers, done) == ([], ["app", "the lease"])
+    assert (answers, done) == ([], ["app", "Serve after app", "the lease"])
     assert "the object store is full" in caplog.text
     assert "the driver of app or the run's recorder is gone" in caplog.text
 
@@ -89,6 +94,42 @@ def test_a_lease_that_starts_again_after_its_holder_has_died_finds_none(monkeypa
     lease = lease_of(monkeypatch, [], [])
     lease._holder = "another"
     assert not lease.is_held()
+
+
+class ClusterOfNames:
+    """Ray, as `Actors` and leases use it: a name belongs to one actor that lives."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.names: list[str] = []
+        context = SimpleNamespace(namespace="ours", get_node_id=lambda: "ab" * 28)
+        for ray in (lease_module.ray, actors_module.ray):
+            monkeypatch.setattr(ray, "remote", lambda cls: SimpleNamespace(options=self._options))
+            monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+            monkeypatch.setattr(ray, "kill", self.names.remove)
+            monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: self._rows())
+
+    def _options(self, *, name: str, **_) -> SimpleNamespace:
+        def remote(*_, **__) -> str:
+            if name in self.names:
+                raise ValueError(f"Actor with name {name!r} already exists")
+            self.names.append(name)
+            return name
+
+        return SimpleNamespace(remote=remote)
+
+    def _rows(self) -> list[dict[str, str]]:
+        return [{"name": name, "namespace": "ray_apr"} for name in self.names]
+
+
+def test_two_runs_of_one_name_that_begin_at_one_moment_do_not_share_their_servers(monkeypatch):
+    """known fault: each found no lease of the other, and both had the engines of one."""
+    cluster = ClusterOfNames(monkeypatch)
+    monkeypatch.setattr(actors_module, "wait_for_lease", lambda name: None)
+    first, second = Actors(run_spec(name="mine")), Actors(run_spec(name="mine"))
+    first.make_recorder(0.0)
+    with pytest.raises(ResourceError, match="another run named mine begins on this cluster just"):
+        second.make_recorder(0.0)
+    assert cluster.names == [first.name_of("recorder"), "mine-lease"], "nothing of the second"
 
 
 def overviews(monkeypatch, *answers) -> list:
@@ -198,29 +239,44 @@ def serve_that(monkeypatch):
     return build
 
 
-def test_servers_are_looked_at_until_they_are_gone_and_serve_ends_then(serve_that):
+def test_servers_are_looked_at_until_they_are_gone(serve_that):
     serve = serve_that(3)
     builder.stop_rollout_servers("app")
-    assert (serve.left, serve.calls) == (-1, ["delete app", "shutdown"])
+    assert (serve.left, serve.calls) == (-1, ["delete app"])
 
 
 def test_a_look_that_serve_does_not_answer_is_one_more_look(serve_that, caplog):
     serve = serve_that(3)
     serve.silent_at = 1
     builder.stop_rollout_servers("app")
-    assert (serve.calls, caplog.text) == (["delete app", "shutdown"], "")
+    assert (serve.calls, caplog.text) == (["delete app"], "")
 
 
 def test_servers_that_are_gone_already_are_not_deleted(serve_that):
     serve = serve_that(0)
     builder.stop_rollout_servers("app")
-    assert serve.calls == ["shutdown"]
+    assert serve.calls == []
 
 
-def test_serve_stays_where_another_application_is_on_it(serve_that):
+def test_serve_stays_where_another_application_is_on_it(serve_that, monkeypatch):
+    ClusterOfNames(monkeypatch)
     serve = serve_that(1, others=("another",))
-    builder.stop_rollout_servers("app")
+    actors = Actors(run_spec(name="app"))
+    actors.take_away()
     assert serve.calls == ["delete app"]
+
+
+def test_serve_stays_where_another_run_is_about_to_use_it(serve_that, monkeypatch):
+    """known fault: a run that ended while another one began took Serve with it, and the other one
+    failed."""
+    cluster, serve = ClusterOfNames(monkeypatch), serve_that(1)
+    ending, beginning = Actors(run_spec(name="app")), Actors(run_spec(name="app-2"))
+    ending.make_recorder(0.0)
+    beginning.make_recorder(0.0)
+    ending.take_away()
+    assert (serve.calls, cluster.names[1:]) == (["delete app"], ["app-2-lease"])
+    beginning.take_away()
+    assert (serve.calls, cluster.names) == (["delete app", "shutdown"], [])
 
 
 def test_servers_that_do_not_end_are_told_of_and_serve_stays(serve_that, monkeypatch, caplog):
