@@ -9,8 +9,8 @@ from ray_apr.core.checks import require
 from ray_apr.core.exceptions import APRError, ResourceError, one_line
 from ray_apr.run.model import HUB_ID
 
-_EXPORTED = "checkpoint_*/hf/config.json"
-"""In a run folder: of models in Hugging Face's format, which the last checkpoint of a run has, and
+_EXPORTED = Path("hf", "config.json")
+"""In a checkpoint: of a model in Hugging Face's format, which the last checkpoint of a run has, and
 with `train.export_checkpoints` each one."""
 
 
@@ -46,17 +46,38 @@ def write_card(run_dir: Path) -> Path:
 
     Raises:
         ConfigError: If it is no run folder, or holds no exported model.
+        ResourceError: If its list of checkpoints cannot be read.
     """
     from ray_apr.tools.model_card import CARD_FILE, model_card
     from ray_apr.tools.report.load import load_run
 
     run = load_run(run_dir)
-    exported = sorted(run_dir.glob(_EXPORTED), key=lambda file: file.stat().st_mtime)
+    exported = [file for of in _whole_checkpoints(run_dir) if (file := of / _EXPORTED).is_file()]
     remedy = "holds no exported model, which a run writes with its last step; let it end"
     require(bool(exported), "RUN_DIR", str(run_dir), remedy)
     folder = exported[-1].parent
     (folder / CARD_FILE).write_text(model_card(run), encoding="utf-8")
     return folder
+
+
+def _whole_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run, the oldest first, without one that is being written, or was cut off.
+
+    Raises:
+        ResourceError: If Ray Train's list of them cannot be read, as while it is written.
+    """
+    from pyarrow.fs import LocalFileSystem
+
+    from ray_apr.run.retention import listed_checkpoints
+
+    try:
+        listed = listed_checkpoints(LocalFileSystem(), str(run_dir.expanduser().absolute()))
+        return [run_dir / result["checkpoint_dir_name"] for result in listed]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"checkpoints in {run_dir} cannot be read: {one_line(error)}; try again"
+        raise ResourceError(reason) from error
 
 
 def push(run_dir: Path, repo: str, *, private: bool = True) -> str:

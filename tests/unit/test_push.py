@@ -19,6 +19,7 @@ from ray_apr.cli.push import push_at_end
 from ray_apr.cli.settings import RunFolderSettings
 from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.resumption import LIST_FILE
 from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
@@ -63,11 +64,13 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run that has ended, and two checkpoints with a model in them."""
+    """A run that has ended, and two checkpoints with a model in them; a third one was cut off."""
     run = tmp_path / "my-run"
-    for name in ("checkpoint_1", "checkpoint_2"):
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_3"):
         (run / name / "hf").mkdir(parents=True)
         (run / name / "hf" / "config.json").write_text("{}")
+    listed = [{"checkpoint_dir_name": f"checkpoint_{k}"} for k in (1, 2)]
+    (run / LIST_FILE).write_text(json.dumps({"checkpoint_results": listed}))
     config = {
         "model": "/home/me/secret/base_model",
         "reward": "/home/me/secret/task.py:reward",
@@ -155,6 +158,19 @@ def test_the_last_model_is_pushed_with_its_card(run_dir, hub, capsys):
     assert "model: https://hub/org/name/commit/1" in capsys.readouterr().out
     assert main(["push", str(run_dir), "org/name", "--public"]) == 0
     assert hub.calls[2] == ("org/name", False)
+
+
+def test_a_checkpoint_that_is_cut_off_is_not_pushed(run_dir, hub, capsys):
+    """known fault: it was the newest one, and its model without weights went to the hub."""
+    (run_dir / LIST_FILE).write_text(json.dumps({"checkpoint_results": []}))
+    assert main(["push", str(run_dir), "org/name"]) == 2
+    assert "holds no exported model" in capsys.readouterr().err
+    (run_dir / LIST_FILE).write_text('{"checkpoint_res')
+    assert main(["push", str(run_dir), "org/name"]) == 1
+    assert f"checkpoints in {run_dir} cannot be read" in capsys.readouterr().err
+    (run_dir / LIST_FILE).unlink()
+    assert main(["push", str(run_dir), "org/name"]) == 2
+    assert not hub.calls
 
 
 def test_the_hubs_own_client_sends_the_model_and_its_card(run_dir, tmp_path, monkeypatch, capsys):
