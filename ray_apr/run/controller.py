@@ -140,6 +140,7 @@ def run(
 
         def pause(seconds: float) -> None:
             try:
+                signals.check()
                 time.sleep(seconds)
             except Stopped as stopped:
                 write_outcome(spec.folder, asked.taken_over or stopped)
@@ -186,8 +187,9 @@ def _run_parts(
             error = caught
             raise
         finally:
-            stop_showing()
-            parts.close(error)
+            with signals.put_off():  # which does not break off what says how it ended
+                stop_showing()
+                parts.close(error)
 
 
 class _Parts:

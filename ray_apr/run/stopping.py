@@ -2,7 +2,8 @@
 
 Ray kills a driver three seconds after a SIGTERM that Ray's own handler has seen (it sets an alarm
 that aborts the process), and Ray Train makes a `SystemExit` of Ctrl-C. `StopSignals` takes both
-signals over; it is to listen after `ray.init`, which installs handlers of its own.
+signals over; it is to listen after `ray.init`, which installs handlers of its own. A run that has
+failed, or trained all of its steps, first says so and takes its parts away.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class StopSignals:
     def __init__(self) -> None:
         self._told: int | None = None
         """The signal that came first."""
+        self._waits = False
+        """Whether the first one waits."""
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
@@ -49,8 +52,26 @@ class StopSignals:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Let a first signal wait for `check`; in the block a run says how it has ended."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def check(self) -> None:
+        """Raise what was put off: something is left that it ends.
+
+        Raises:
+            Stopped: If a signal came.
+        """
+        if self._told is not None:
+            raise Stopped(self._told)
+
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self._told is not None and number == signal.SIGTERM:
+        is_first, self._told = self._told is None, self._told or number
+        if (is_first and self._waits) or (not is_first and number == signal.SIGTERM):
             return
-        self._told = self._told or number
-        raise Stopped(self._told)
+        self.check()
