@@ -254,6 +254,7 @@ def _run(settings: RunSettings) -> int:
     from ray_apr.cli.plan import make_plan
     from ray_apr.cli.push import push_at_end
     from ray_apr.cli.quiet import RAY_LOG
+    from ray_apr.cli.resume import is_anything_left
     from ray_apr.run.final import FINAL_FILE
 
     _check_push(settings)
@@ -265,7 +266,8 @@ def _run(settings: RunSettings) -> int:
             run_training(settings, progress=show, ray_log=log)
     except KeyboardInterrupt:
         if (settings.run_dir / FINAL_FILE).is_file():
-            show(f"go on:   ray-apr resume {shlex.quote(str(settings.run_dir))}")
+            on = f"go on:   ray-apr resume {shlex.quote(str(settings.run_dir))}"
+            show(on if is_anything_left(settings.run_dir) else _next_line(settings.run_dir))
         raise
     if log is not None:
         show(f"ray:     {log}")

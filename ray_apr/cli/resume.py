@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ray_apr.cli.settings import RunSettings, load_settings
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import APRError, ConfigError
+from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.run.command import read_command
+from ray_apr.run.evaluations import lacks_last_evaluation
+from ray_apr.run.folder import CONFIG_FILE, read_object
 
 
 def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -70,6 +73,26 @@ def settings_of_run(folder: Path, overrides: Sequence[str] = ()) -> RunSettings:
             "--set", list(overrides), "a run that goes on keeps run.name, run.storage_path"
         )
     return settings
+
+
+def is_anything_left(folder: Path) -> bool:
+    """Whether a run that was stopped can be gone on with, by its folder alone: its last checkpoint
+    lacks a step or its evaluation, or is not here to say so."""
+    from pyarrow.fs import LocalFileSystem
+
+    from ray_apr.run.retention import listed_checkpoints
+
+    try:
+        last = listed_checkpoints(LocalFileSystem(), str(folder))[-1]["checkpoint_dir_name"]
+        trained, config = (
+            read_object(folder / f) for f in (f"{last}/{PROGRESS_FILE}", CONFIG_FILE)
+        )
+        if trained["step"] < config["train"]["steps"]:
+            return True
+        evaluates = "evaluation" in config
+        return evaluates and lacks_last_evaluation(folder, trained["policy_version"])
+    except (APRError, OSError, ValueError, LookupError):
+        return True
 
 
 def _go_to(directory: Path) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import last_row, read_object
 from ray_apr.run.new_rows import NewRows
-
-if TYPE_CHECKING:
-    from ray_apr.run.spec import RunSpec
 
 
 def evaluations_of(folder: Path) -> NewRows:
@@ -19,17 +16,18 @@ def evaluations_of(folder: Path) -> NewRows:
     return NewRows(folder / "evaluations.jsonl", "policy_version", -1)
 
 
-def lacks_last_evaluation(spec: RunSpec, policy_version: int) -> bool:
-    """Whether a run that has trained its last step was ended before that was evaluated.
+def lacks_last_evaluation(folder: Path, policy_version: int) -> bool:
+    """Whether a run with evaluations that has trained its last step was ended before that was
+    evaluated.
 
     Args:
-        spec: Of the run.
+        folder: Of the run.
         policy_version: Of its last step.
     """
-    final, rows = spec.folder / FINAL_FILE, spec.folder / "evaluations.jsonl"
+    final, rows = folder / FINAL_FILE, folder / "evaluations.jsonl"
     has_ended = final.is_file() and read_object(final).get("status") == "ok"
     is_there = last_row(rows).get("policy_version") == policy_version
-    return spec.evaluation is not None and not has_ended and not is_there
+    return not has_ended and not is_there
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:

@@ -90,7 +90,8 @@ def find_begin(spec: RunSpec, *, holds: bool = True) -> Begin:
     assert begin.rollout is not None, "a checkpoint has it"
     is_counted = spec.train.passes is None  # else once more, when the prompts are
     is_trained = is_counted and begin.step >= spec.train.num_steps
-    if is_trained and not (last and lacks_last_evaluation(spec, begin.policy_version)):
+    evaluates = last is not None and spec.evaluation is not None
+    if is_trained and not (evaluates and lacks_last_evaluation(spec.folder, begin.policy_version)):
         raise ConfigError(
             "train.steps",
             spec.train.num_steps,

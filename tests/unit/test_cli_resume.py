@@ -17,7 +17,7 @@ from ray_apr.cli import main as cli
 from ray_apr.cli.resume import settings_to_resume
 from ray_apr.cli.settings import load_settings
 from ray_apr.config import TrainConfig
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, Stopped
 from ray_apr.run import controller
 from ray_apr.run.command import COMMAND_FILE, Command, read_command
 from ray_apr.run.resume import hold_folder
@@ -235,3 +235,38 @@ def test_a_run_keeps_its_command_once_it_has_begun(
     assert read_command(spec.folder) == command
     assert json.loads((spec.folder / COMMAND_FILE).read_text())["overrides"] == ["mode=sync"]
     assert not (spec.folder / f"{COMMAND_FILE}.new").exists()
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "is_left"),
+    [(2, None, True), (3, None, False), (3, 3, False), (3, 2, True)],
+)
+def test_a_run_that_was_stopped_says_to_go_on_with_it_where_anything_is_left(
+    config, monkeypatch, capsys, trained, evaluated, is_left
+):
+    """known fault: one that was stopped after its last step did, which `resume` refused."""
+    run_dir = Path.cwd() / "runs" / "mine"
+
+    def stop(settings, **_):
+        assert settings.run_dir == run_dir
+        checkpoint = run_dir / "checkpoint_1"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "progress.json").write_text(
+            json.dumps({"step": trained, "policy_version": trained})
+        )
+        listed = {"checkpoint_results": [{"checkpoint_dir_name": checkpoint.name}]}
+        (run_dir / "checkpoint_manager_snapshot.json").write_text(json.dumps(listed))
+        settings_of_it = {"train": {"steps": 3}}
+        if evaluated is not None:
+            settings_of_it["evaluation"] = {"every": 1}
+            (run_dir / "evaluations.jsonl").write_text(f'{{"policy_version": {evaluated}}}\n')
+        (run_dir / "config.json").write_text(json.dumps(settings_of_it))
+        (run_dir / "final.json").write_text('{"status": "stopped"}')
+        raise Stopped
+
+    monkeypatch.setattr(launch, "run_training", stop)
+    monkeypatch.setattr(cli, "make_report", lambda *_: None)
+    assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 130
+    out = capsys.readouterr().out
+    assert (f"go on:   ray-apr resume {run_dir}" in out) == is_left
+    assert ("next:    ray-apr samples" in out) != is_left
