@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.config import EvaluationConfig, Sections
 from ray_apr.core.names import dotted
 from ray_apr.run.folder import CONFIG_FILE, object_or_empty
 
@@ -23,12 +25,20 @@ Changed = Mapping[str, tuple[Any, Any]]
 
 
 def changed_settings(spec: RunSpec) -> Changed:
-    """Settings that are others than in the run folder's ``config.json``; none where it has none."""
-    before = dict(dotted(object_or_empty(spec.folder / CONFIG_FILE)))
-    if not before:
+    """Settings that are others than in the run folder's ``config.json``; none where it has none.
+
+    Of a setting that it lacks, as an older version had none, the value before is the default.
+    """
+    written = object_or_empty(spec.folder / CONFIG_FILE)
+    if not written:
         return {}
-    now = dict(dotted(json.loads(json.dumps(spec.describe(), default=str))))
-    pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
+    evaluation = EvaluationConfig() if written.get("evaluation") else None
+    left = Sections(evaluation=evaluation)
+    default, before = (dict(dotted(part)) for part in (_plain(dataclasses.asdict(left)), written))
+    now = dict(dotted(_plain(spec.describe())))
+    pairs = {
+        name: (before.get(name, default.get(name)), now.get(name)) for name in {**before, **now}
+    }
     return {
         name: pair
         for name, pair in pairs.items()
@@ -36,6 +46,11 @@ def changed_settings(spec: RunSpec) -> Changed:
         and name not in _COME_AND_GO
         and not (is_digest(name) and None in pair)
     }
+
+
+def _plain(settings: Mapping[str, Any]) -> Any:
+    """Settings as ``config.json`` has them."""
+    return json.loads(json.dumps(settings, default=str))
 
 
 def is_digest(name: str) -> bool:

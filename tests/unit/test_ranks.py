@@ -11,7 +11,7 @@ import pytest
 import ray.train
 
 from ray_apr.compat.ray import RAY, free_by_node, size_by_node
-from ray_apr.config import PartialRolloutConfig, RolloutConfig, TrainConfig
+from ray_apr.config import EvaluationConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.config.engine import EngineConfig
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError, RanksChange, ResourceError, TrainError
@@ -95,6 +95,25 @@ def test_a_folder_without_the_digest_of_a_file_does_not_tell_that_the_file_chang
         write_json(tmp_path / "config.json", was)
         told = ["digests.reward"] if "reward" in before else []
         assert [*changed_settings(spec)] == [one.name for one in other_settings(was, now)] == told
+
+
+def test_a_setting_that_a_run_of_an_older_version_had_not_has_its_default_there(
+    tmp_path, monkeypatch
+):
+    """known fault: after an upgrade a run told each new setting as 'null → default'."""
+    spec = run_spec(evaluation=EvaluationConfig(every=5), rollout=RolloutConfig(group_size=4))
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    was = json.loads(json.dumps(spec.describe()))
+    for section, name in (
+        ("train", "mini_batches"), ("buffer", "wait_timeout_s"), ("evaluation", "samples"),
+        ("rollout", "group_size"), ("train", "lora"),
+    ):  # fmt: skip
+        was[section].pop(name, None)
+    write_json(tmp_path / "config.json", was)
+    assert changed_settings(spec) == {"rollout.group_size": (RolloutConfig().group_size, 4)}
+    del was["evaluation"]
+    write_json(tmp_path / "config.json", was)
+    assert changed_settings(spec)["evaluation.every"] == (None, 5), "it had none"
 
 
 def test_what_a_run_changed_after_a_step_is_from_its_value_to_the_last():
