@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from ray_apr.compat.lookup import PrivateNames, replaced
@@ -21,6 +22,8 @@ _METADATA = "ray.data._internal.execution.metadata_fetcher"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
 _REACH_LIMIT_S = 10.0
 _NO_PROXY = ("Disabled", "NoServer")
+_TOKEN = Path("~/.ray/auth_token")
+"""`ray start` asks for it where it is there, and `ray.init` sends it only if it is told to."""
 STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -147,8 +150,14 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
 
             in_thread(hold, "hold-dashboard")
 
-    with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
-        context = ray.init(**options)
+    try:
+        with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
+            context = ray.init(**options)
+    except ConnectionError as error:
+        if "RAY_AUTH_MODE" in os.environ or not _TOKEN.expanduser().is_file():
+            raise
+        remedy = "clusters that began since ask for it; set RAY_AUTH_MODE=token for this process"
+        raise ConnectionError(f"{error}; there is a token of Ray in {_TOKEN}: {remedy}") from error
     if not starts:  # it has joined a cluster
         starts.append(Future())
         starts[0].set_result(context.dashboard_url or None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,3 +74,33 @@ def test_a_cluster_that_is_joined_has_its_dashboard(
 ) -> None:
     assert init_beside_dashboard(address=address).result(timeout=0) == where
     assert nodes == []
+
+
+@pytest.mark.parametrize(
+    ("has_token", "mode", "is_told"),
+    [(True, None, True), (False, None, False), (True, "disabled", False)],
+)
+def test_a_cluster_that_may_ask_for_a_token_is_not_joined_without_a_word_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_token: bool,
+    mode: str | None,
+    is_told: bool,
+) -> None:
+    """known fault: after a run of its own a cluster of `ray start` could not be joined, and the
+    error did not say why."""
+
+    def init(address: str) -> None:
+        raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if has_token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("abc")
+    with pytest.raises(ConnectionError, match=r"^Failed to connect to .* at auto") as caught:
+        init_beside_dashboard(address="auto")
+    assert ("set RAY_AUTH_MODE=token" in str(caught.value)) == is_told
