@@ -137,12 +137,17 @@ def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:
         ConfigError: If it is no checkpoint of a run.
     """
     progress = read_json(checkpoint, PROGRESS_FILE)
-    rollout = read_rollout(checkpoint)
+    try:
+        rollout = read_rollout(checkpoint)  # which says the format
+        begin = Begin(**progress)
+    except (TypeError, KeyError) as error:  # of values
+        remedy = f"has others than this ray_apr reads: {error}; go on with the one that wrote it"
+        raise ConfigError("checkpoint", checkpoint.path, remedy) from error
     samples = _read_samples(checkpoint, rollout, spec)
     if samples is None:
         rollout = rollout.without_samples()
-    return Begin(
-        **progress,
+    return dataclasses.replace(
+        begin,
         checkpoint=checkpoint,
         rollout=rollout,
         before=rollout.counters,

@@ -104,3 +104,17 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
     message = rf"checkpoint = 'format {FORMAT + 1}'.*reads formats up to {FORMAT}; go on with"
     with pytest.raises(ConfigError, match=message):
         begin_with(newer, tmp_path)
+
+
+@pytest.mark.parametrize("name", [PROGRESS_FILE, ROLLOUT_FILE])
+def test_a_checkpoint_with_values_of_a_newer_version_is_refused_in_words(tmp_path, name):
+    """known fault: it was a TypeError, also where the format said so."""
+    folder = shutil.copytree(STORED / str(FORMAT), tmp_path / "newer")
+    values = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(values | {"new_value": 1}))
+    with pytest.raises(ConfigError, match=r"newer.*has others .*'new_value'; go on with the one"):
+        begin_with(folder, tmp_path)
+    values = json.loads((folder / ROLLOUT_FILE).read_text())
+    (folder / ROLLOUT_FILE).write_text(json.dumps(values | {"format": FORMAT + 1}))
+    with pytest.raises(ConfigError, match=f"reads formats up to {FORMAT}"):
+        begin_with(folder, tmp_path)
