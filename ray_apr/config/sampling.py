@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ray_apr.config.common import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ray_apr.core.checks import (
@@ -14,6 +16,9 @@ from ray_apr.core.checks import (
     whole,
     whole_or_none,
 )
+
+if TYPE_CHECKING:
+    from ray_apr.core.sample import Sample
 
 _MOST_END_IDS = 100
 """Most ids that end a response after a least number of tokens; with those of the model vLLM's GPU
@@ -42,8 +47,9 @@ class SamplingConfig:
     """Tokens of a response, generated and observed, before which nothing ends it: until then no id
     that would is drawn, and the trainer's distribution is without these ids, too."""
     seed: int | None = None
-    """With a seed, each request's seed is derived from it; None leaves it to the engine, which has
-    less to do: vLLM draws the tokens of requests with seeds one by one."""
+    """With a seed, each request's seed is derived from it, that of an evaluation which draws, too;
+    None leaves it to the engine, which has less to do: vLLM draws the tokens of requests with seeds
+    one by one."""
 
     def __post_init__(self) -> None:
         s = "rollout.sampling"
@@ -75,6 +81,13 @@ class SamplingConfig:
             f"top_k = {_LARGEST_SUPPORT}",
         )
         self._check_stops(s)
+
+    def seed_of(self, sample: Sample) -> int | None:
+        """Seed of a sample's next request: siblings and continuations draw differently."""
+        if self.seed is None:
+            return None
+        source = f"{self.seed}/{sample.sample_id}/{sample.num_tokens}"
+        return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")
 
     def _check_stops(self, s: str) -> None:
         of_type(s, self, list | tuple, "a list of token ids", "stop_token_ids")

@@ -320,7 +320,8 @@ class Evaluator:
         assert self._client is not None
         while sample.finish_reason is None and not sample.awaits_step and not self._is_ending:
             self._num_calls += 1
-            request = GenerateRequest.of_sample(sample, sampling, number=self._num_calls)
+            seed = None if sampling.top_k == 1 else self._rollout.sampling.seed_of(sample)
+            request = GenerateRequest.of_sample(sample, sampling, number=self._num_calls, seed=seed)
             try:
                 generation = await self._client.generate(
                     replace(request, min_policy_version=self._version)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -124,9 +123,9 @@ class Sessions:
 
     def generate(self, live: LiveSample) -> Coroutine[Any, Any, None]:
         """Run a generate call of a sample that was just started, and what follows from it."""
-        sample = live.sample
+        sample, seed = live.sample, self._config.sampling.seed_of(live.sample)
         request = GenerateRequest.of_sample(
-            sample, self._config.sampling_params, number=self._num_calls, seed=self._seed(sample)
+            sample, self._config.sampling_params, number=self._num_calls, seed=seed
         )
         live.request_id = request.request_id
         self._num_calls += 1
@@ -390,10 +389,3 @@ class Sessions:
             await self.client.abort(request_ids)
         except RolloutError as error:
             logger.warning("%d calls are not aborted: %s", len(request_ids), one_line(error))
-
-    def _seed(self, sample: Sample) -> int | None:
-        """Seed of one request: siblings and continuations draw differently."""
-        if self._config.sampling.seed is None:
-            return None
-        source = f"{self._config.sampling.seed}/{sample.sample_id}/{sample.num_tokens}"
-        return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=4).digest(), "big")

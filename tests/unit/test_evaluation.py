@@ -74,10 +74,15 @@ class FakeRecorder:
 
 @pytest.fixture
 def make():
-    def build(engine, rewards=(), scorer=None, turns=None, budget=8, recorder=None, **settings):
+    def build(
+        engine, rewards=(), scorer=None, turns=None, budget=8, recorder=None, seed=None, **settings
+    ):
         recorder = recorder or FakeRecorder()
+        sampling = {"seed": seed}
         evaluator = Evaluator(
-            rollout=RolloutConfig(max_response_tokens=budget, max_request_failures=2),
+            rollout=RolloutConfig(
+                max_response_tokens=budget, max_request_failures=2, sampling=sampling
+            ),
             config=EvaluationConfig(**settings),
             tokenizer=Tokenizer(),
             make_prompts=lambda: PROMPTS,
@@ -185,6 +190,30 @@ async def test_it_asks_greedily_and_apart_from_the_run(make):
     await evaluator.start(0)
     await evaluator.evaluate(0)
     assert all(s.origin is Origin.EVALUATION and s.top_k == 1 for s in asked) and len(asked) == 4
+
+
+async def test_requests_that_draw_have_seeds_where_the_rollouts_have(make):
+    """known fault: `rollout.sampling.seed` left evaluations to the engines' own random state, so
+    that two runs of one seed evaluated one model differently."""
+
+    async def seeds(seed, temperature):
+        asked = {}
+
+        class Engine(ScriptedEngine):
+            async def generate(self, request):
+                asked[request.sample_id] = request.sampling.seed
+                return await super().generate(request)
+
+        samples = 2 if temperature else 1
+        evaluator, _ = make(Engine(auto=1), seed=seed, samples=samples, temperature=temperature)
+        await evaluator.evaluate(0)
+        return asked
+
+    first, again, other = [await seeds(seed, 1.0) for seed in (5, 5, 6)]
+    assert first == again and len(set(first.values())) == 8, "siblings draw differently"
+    assert not set(first.values()) & set(other.values())
+    assert set((await seeds(None, 1.0)).values()) == {None}
+    assert set((await seeds(5, 0.0)).values()) == {None}, "nothing is drawn"
 
 
 async def test_an_interrupted_response_goes_on_with_its_tokens(make):
