@@ -314,8 +314,13 @@ class AlgorithmConfig:
         object.__setattr__(self, "icepop_bounds", _pair(self.icepop_bounds))
         object.__setattr__(self, "rejection_bound", _pair(self.rejection_bound))
         require(_is_pair(self.icepop_bounds), f"{s}.icepop_bounds", self.icepop_bounds, pair)
+        fresh = "must have 1 within: the policy's own data has that ratio, and would be left out"
+        low, high = self.icepop_bounds
+        require(low <= 1 <= high, f"{s}.icepop_bounds", self.icepop_bounds, fresh)
         if not isinstance(self.rejection_bound, tuple):
             positive(s, self, "rejection_bound")
+            is_kept = self.rejection_bound >= 1 or not (self.rejection or "").endswith("k1")
+            require(is_kept, f"{s}.rejection_bound", self.rejection_bound, fresh)
             return
         require(_is_pair(self.rejection_bound), f"{s}.rejection_bound", self.rejection_bound, pair)
         require(
@@ -324,6 +329,8 @@ class AlgorithmConfig:
             self.rejection_bound,
             f"must be one number for {self.rejection}",
         )
+        low, high = self.rejection_bound
+        require(low <= 1 <= high, f"{s}.rejection_bound", self.rejection_bound, fresh)
 
 
 _NUM_GIVEN = {"advantage": 2, "loss": 4, "correction": 3}
