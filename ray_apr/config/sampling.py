@@ -36,7 +36,7 @@ class SamplingConfig:
     top_p: float = 1.0
     """Below 1 it needs a `top_k`, within which engines say what was left of the vocabulary."""
     top_k: int = 0
-    """Tokens are drawn from so many of the likeliest, at most 64: engines say with each token which
+    """Tokens are drawn from so many of the likeliest, 2 to 64: engines say with each token which
     they were, and the trainer's distribution is on the same ones. 0 takes the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's end-of-sequence id."""
@@ -65,6 +65,13 @@ class SamplingConfig:
             "with no other",
         )
         require(self.top_p <= 1, f"{s}.top_p", self.top_p, "must be in (0, 1]")
+        require(
+            self.top_k != 1,
+            f"{s}.top_k",
+            self.top_k,
+            "must be 0, or at least 2: the likeliest token alone has probability 1 whatever the "
+            "weights are, and nothing is learned from it",
+        )
         require(
             self.top_k <= _LARGEST_SUPPORT,
             f"{s}.top_k",

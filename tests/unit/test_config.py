@@ -119,6 +119,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout.sampling", "top_p", 1.01),
         ("rollout.sampling", "top_p", 0.9),
         ("rollout.sampling", "top_k", 65),
+        ("rollout.sampling", "top_k", 1),
         ("rollout.http", "port", 65536),
         ("rollout.http", "port", "80"),
         ("rollout.sampling", "stop_token_ids", 7),
