@@ -33,7 +33,8 @@ class SuiteConfig:
     temperature: float | None = None
     """0 takes the likeliest token."""
     top_p: float | None = None
-    """Tokens are drawn from the likeliest that have this probability together."""
+    """Tokens are drawn from the likeliest that have this probability together; below 1 it needs a
+    temperature above 0."""
     max_response_tokens: int | None = None
     """Budget of a response; None takes that of the rollouts."""
 
@@ -83,7 +84,8 @@ class EvaluationConfig(SuiteConfig):
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
-    """Tokens are drawn from the likeliest that have this probability together."""
+    """Tokens are drawn from the likeliest that have this probability together; below 1 it needs a
+    temperature above 0."""
     max_inflight: int = 32
     """Responses under generation at once, over all servers; in an engine's queue they go first."""
     pass_threshold: float = 1.0

@@ -101,16 +101,26 @@ class Sections:
             resources,
             "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
         )
-        self._check_longest()
+        self._check_evaluation()
 
-    def _check_longest(self) -> None:
-        """Check that responses to held-out prompts have room.
+    def _check_evaluation(self) -> None:
+        """Check that responses to held-out prompts have room, and are drawn where something says
+        how.
 
         Raises:
-            ConfigError: If they have not.
+            ConfigError: If they have not, or are not.
         """
         if self.evaluation is None:
             return
+        suites, column = self.evaluation.suites, self.evaluation.suite_column or ""
+        of_suite = {suite: self.evaluation.of_row({column: suite}) for suite in suites}
+        greedy = "has no meaning at temperature 0, which takes the likeliest token; leave it out"
+        draws = any(drawn.temperature for drawn in (self.evaluation, *of_suite.values()))
+        is_greedy = self.evaluation.top_p < 1 and not draws
+        require(not is_greedy, "evaluation.top_p", self.evaluation.top_p, greedy)
+        for suite, drawn in suites.items():
+            is_greedy = (drawn.top_p or 1) < 1 and not of_suite[suite].temperature
+            require(not is_greedy, f"evaluation.suites.{suite}.top_p", drawn.top_p, greedy)
         most = self.rollout.max_response_tokens
         require(
             (self.evaluation.max_response_tokens or 0) <= most,
@@ -119,7 +129,7 @@ class Sections:
             f"must be at most rollout.max_response_tokens = {most}, beside which every prompt is "
             "known to fit",
         )
-        for suite, drawn in self.evaluation.suites.items():
+        for suite, drawn in suites.items():
             require(
                 (drawn.max_response_tokens or 0) <= most,
                 f"evaluation.suites.{suite}.max_response_tokens",

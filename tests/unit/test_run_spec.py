@@ -238,6 +238,24 @@ def test_sections_are_checked_against_each_other(sections, field):
         Sections(**sections).check(ray.train.ScalingConfig())
 
 
+def test_a_top_p_of_greedy_evaluations_is_refused():
+    """known fault: `evaluation.top_p` without a temperature, which is 0 by default, did nothing."""
+
+    def check(**settings):
+        evaluation = EvaluationConfig(suite_column="suite", **settings)
+        Sections(evaluation=evaluation).check(ray.train.ScalingConfig())
+
+    with pytest.raises(ConfigError, match=r"^evaluation\.top_p = 0\.9: .*temperature 0"):
+        check(top_p=0.9)
+    with pytest.raises(ConfigError, match=r"^evaluation\.top_p = 0\.9: .*temperature 0"):
+        check(top_p=0.9, suites={"a": {"top_p": 0.8, "temperature": 0}})
+    with pytest.raises(ConfigError, match=r"^evaluation\.suites\.a\.top_p = 0\.8: "):
+        check(temperature=0.7, suites={"a": {"top_p": 0.8, "temperature": 0}})
+    check(top_p=0.9, temperature=0.7, suites={"a": {"temperature": 0}})
+    check(top_p=0.9, suites={"a": {"temperature": 0.7}})
+    check(suites={"a": {"temperature": 0.7, "top_p": 0.8}})
+
+
 @pytest.mark.parametrize(
     ("reward", "why"),
     [
