@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 
+from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.encoding import check_replayed
 from ray_apr.data.prompts import Mix, check_dataset
@@ -90,7 +91,7 @@ class APRTrainer(RunOptions):
         check_port(rollout)
         sources = spec.prompts.source_column if spec.prompts.weights else None
         columns = (rollout.prompt_column, rollout.replay_column, sources)
-        check_dataset(self.prompts, spec.model, *columns)
+        has_messages = check_dataset(self.prompts, spec.model, *columns)
         if isinstance(self.prompts, PromptRows):  # others are here once Ray runs
             if sources is not None:
                 Mix.of(self.prompts.column(sources), spec.prompts)
@@ -99,9 +100,15 @@ class APRTrainer(RunOptions):
         if held_out is not None and spec.evaluation is not None:
             suites = spec.evaluation.suite_column
             column, name = rollout.prompt_column, "evaluation_prompts"
-            check_dataset(held_out, spec.model, column, suite_column=suites, name=name)
+            has_messages |= check_dataset(
+                held_out, spec.model, column, suite_column=suites, name=name
+            )
             if suites is not None and isinstance(held_out, PromptRows):
                 check_suites(held_out.column(suites), spec.evaluation)
+        variables = dict(rollout.chat_template_kwargs)
+        remedy = "has no use: no prompt is chat messages; give them as these, or leave it out"
+        is_rendered = has_messages or spec.environment is not None or not variables
+        require(is_rendered, "rollout.chat_template_kwargs", variables, remedy)
         if spec.remote_storage is None:
             find_begin(spec, holds=False)
         if ray.is_initialized():

@@ -68,7 +68,7 @@ class RolloutConfig:
     """Column of the dataset: text, chat messages, or token ids."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template, as ``{enable_thinking: false}`` of Qwen3's; for
-    prompts that are messages, and messages of an environment."""
+    prompts that are messages, and messages of an environment. Refused where there are neither."""
     replay_column: str | None = None
     """Column with a list of response lengths, in tokens, of which sample i takes number i: each
     response gets exactly so long, whatever the model says. It replays a trace; None lets the model

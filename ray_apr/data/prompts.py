@@ -55,8 +55,9 @@ def check_dataset(
     suite_column: str | None = None,
     *,
     name: str = "prompts",
-) -> None:
-    """Check the columns and the first prompt, which shows what kind all of them are.
+) -> bool:
+    """Check the columns and the first prompt, which shows what kind all of them are; returns
+    whether they are chat messages.
 
     Waits for: Ray Data, where it has the prompts. Unblocked by: the first row, or its error; it
     says itself that it waits for a CPU.
@@ -95,13 +96,15 @@ def check_dataset(
         if given is not None and given not in columns:
             remedy = f"{name} has no such column, only {', '.join(columns)}; name the right one"
             raise ConfigError(field, given, remedy)
-    if is_chat(first.get(column)) and not has_chat_template(model):
+    are_messages = is_chat(first.get(column))
+    if are_messages and not has_chat_template(model):
         raise ConfigError(
             f"{name}[0].{column}",
             "chat messages",
             f"the tokenizer of {model} has no chat template; save one beside the weights as "
             "chat_template.jinja, or give the prompts as text",
         )
+    return are_messages
 
 
 def held_out_prompts(tables: Sequence[pa.Table]) -> list[Prompt]:

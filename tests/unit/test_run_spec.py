@@ -220,6 +220,22 @@ def test_prompts_that_cannot_be_used_are_named_by_their_argument(model, name, ro
         make_trainer(model, **{name: rows})
 
 
+def test_variables_of_a_template_that_renders_nothing_are_refused(model):
+    """known fault: with prompts as text `{enable_thinking: false}` did nothing."""
+    (model / "chat_template.jinja").write_text("{{ messages }}{{ enable_thinking }}")
+    rollout = RolloutConfig(max_response_tokens=16, chat_template_kwargs={"enable_thinking": False})
+    text, chat = ([{"prompt": p}] for p in ("2 + 2", [{"role": "user", "content": "2 + 2"}]))
+
+    def make(prompts, **given):
+        make_trainer(model, prompts=PromptRows(prompts), rollout_config=rollout, **given)
+
+    with pytest.raises(ConfigError, match=r"^rollout\.chat_template_kwargs = .*has no use"):
+        make(text)
+    make(chat)
+    make(text, evaluation_prompts=PromptRows(chat))
+    make(text, environment=Game())
+
+
 def test_python_refuses_what_yaml_refuses():
     scaling = ray.train.ScalingConfig(num_workers=1, use_gpu=True)
     with pytest.raises(ConfigError, match=r"scaling\.use_gpu = True: needs rollout\.engine"):
