@@ -70,6 +70,7 @@ class EngineConfig:
         whole(s, self, "tensor_parallel_size", "seed")
         at_least(s, self, 1, "tensor_parallel_size")
         at_least(s, self, 0, "num_cpus_per_replica", "seed")
+        require(self.seed < 2**32, f"{s}.seed", self.seed, "must be below 2**32")
         positive(s, self, "start_timeout_s", "stall_timeout_s")
         one_of(s, self, {"device": Device, "dtype": AutoDType, "placement": Placement})
         of_type(s, self, bool, "true or false", "sleep")

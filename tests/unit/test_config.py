@@ -131,6 +131,7 @@ def test_any_other_value_is_taken_or_refused_by_name(section, name, value):
         ("rollout.engine", "kwargs", None),
         ("rollout.http", "control_token", 5),
         ("rollout.engine", "device", "tpu"),
+        ("rollout.engine", "seed", 2**32),
         ("algorithm", "clip_low", 1.1),
         ("algorithm", "loss", "reinforce"),
         ("algorithm", "advantage", None),
