@@ -185,8 +185,9 @@ class TrainConfig:
     """Factor of the largest difference that rounding explains (docs/weight_check.md); larger where
     an engine's kernels round more than those that were measured."""
     profile_steps: tuple[int, ...] = ()
-    """Steps, from 0, that every train worker profiles with torch.profiler; ``ray-apr trace`` puts
-    them beside what engines and trainer did (docs/profiles.md). Each takes seconds more."""
+    """Steps of the run, from 0, that every train worker profiles with torch.profiler; ``ray-apr
+    trace`` puts them beside what engines and trainer did (docs/profiles.md). Each takes seconds
+    more."""
     num_threads: int | None = None
     """CPU threads of one train worker; None divides the cores among engines and workers."""
     seed: int = 0
@@ -276,7 +277,7 @@ class TrainConfig:
             num_prompts: Prompts of a pass; None: they are not counted yet, and `passes` stays.
 
         Raises:
-            ConfigError: If the prompts fill no batch.
+            ConfigError: If the prompts fill no batch, or a step is to be profiled that is none.
         """
         steps = self.steps
         if self.total_samples is not None:
@@ -294,6 +295,12 @@ class TrainConfig:
                 "lower train.batch_size",
             )
         steps = _DEFAULT_STEPS if steps is None else steps
+        require(
+            max(self.profile_steps, default=0) < steps,
+            "train.profile_steps",
+            self.profile_steps,
+            f"must be among the steps of the run, which count from 0 to {steps - 1}",
+        )
         return replace(self, steps=steps, total_samples=None, passes=None)
 
     @property
