@@ -96,7 +96,8 @@ class APRTrainer(RunOptions):
             if sources is not None:
                 Mix.of(self.prompts.column(sources), spec.prompts)
             if rollout.replay_column is not None:
-                check_replayed(self.prompts, rollout.replay_column)
+                budget = rollout.max_response_tokens
+                check_replayed(self.prompts, rollout.replay_column, budget)
         if held_out is not None and spec.evaluation is not None:
             suites = spec.evaluation.suite_column
             column, name = rollout.prompt_column, "evaluation_prompts"

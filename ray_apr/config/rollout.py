@@ -70,7 +70,8 @@ class RolloutConfig:
     """Variables of the model's chat template, as ``{enable_thinking: false}`` of Qwen3's; for
     prompts that are messages, and messages of an environment. Refused where there are neither."""
     replay_column: str | None = None
-    """Column with a list of response lengths, in tokens, of which sample i takes number i: each
+    """Column with a list of response lengths, in tokens and within `max_response_tokens`, of which
+    sample i takes number i, and begins anew with a list that is shorter than the group: each
     response gets exactly so long, whatever the model says. It replays a trace; None lets the model
     decide."""
     max_request_failures: int = 3

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ def encode_dataset(
     name: str | None = None,
     num_prompts: int | None = None,
     replay_column: str | None = None,
+    max_response_tokens: float = math.inf,
 ) -> EncodedPrompts:
     """Encode every prompt, as a Ray Data stage; those of a small dataset that Ray has in its memory
     here, as one batch: the stage would begin after the seconds in which a process starts for it.
@@ -188,6 +190,7 @@ def encode_dataset(
         name: What Ray Data calls it, in its metrics and its log.
         num_prompts: How many they are in the checkpoint that the run begins with; None: any number.
         replay_column: That of a trace, if one is replayed.
+        max_response_tokens: The response budget, which its lengths have to fit.
 
     Raises:
         ConfigError: If a prompt is too long, cannot be encoded or has no lengths to replay, naming
@@ -200,7 +203,8 @@ def encode_dataset(
 
     def encode(table: pa.Table) -> pa.Table:
         if replay_column is not None:
-            _of_each(table, replay_column, _check_lengths)
+            check = functools.partial(_check_lengths, max_response_tokens)
+            _of_each(table, replay_column, check)
         return table.append_column(TOKEN_IDS, _ids(table, tokenizer, column, num_ids))
 
     refs = _run(dataset, encode, name, column)
@@ -277,21 +281,22 @@ def count_fitting(
     return num_fitting
 
 
-def check_replayed(rows: PromptRows, column: str) -> None:
+def check_replayed(rows: PromptRows, column: str, max_response_tokens: float) -> None:
     """Check the response lengths of a trace that is replayed.
 
     Args:
         rows: The prompts.
         column: Their column of lengths.
+        max_response_tokens: The response budget.
 
     Raises:
-        ConfigError: Names the first row that has none.
+        ConfigError: Names the first row that has none, or one beyond the budget.
     """
     for row, lengths in enumerate(rows.column(column)):
-        _check_lengths(lengths, field_of(rows.place(row), row, column))
+        _check_lengths(max_response_tokens, lengths, field_of(rows.place(row), row, column))
 
 
-def _check_lengths(lengths: Any, field: str = "") -> None:
+def _check_lengths(most: float, lengths: Any, field: str = "") -> None:
     if isinstance(lengths, np.ndarray):
         lengths = lengths.tolist()
     is_right = isinstance(lengths, list | tuple) and bool(lengths)
@@ -302,6 +307,8 @@ def _check_lengths(lengths: Any, field: str = "") -> None:
         lengths,
         f"{remedy}; correct it, or leave out rollout.replay_column",
     )
+    remedy = f"must be at most rollout.max_response_tokens = {most}; raise that, or correct it"
+    require(max(lengths) <= most, field, lengths, remedy)
 
 
 def _ids(table: pa.Table, tokenizer: Any, column: str, num_ids: int) -> pa.ListArray:

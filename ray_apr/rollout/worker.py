@@ -342,10 +342,10 @@ class RolloutWorker(WeightSyncs):
 
     def _budgets(self, prompt: Prompt) -> list[int]:
         """Response tokens of a prompt's samples: the lengths of the trace if one is replayed."""
-        config, longest = self._config, self._config.max_response_tokens
+        config = self._config
         if config.replay_column is None:
-            return [longest]
-        return [min(longest, int(length)) for length in prompt.row[config.replay_column]]
+            return [config.max_response_tokens]
+        return [int(length) for length in prompt.row[config.replay_column]]
 
     async def _follow_buffer(self) -> None:
         """Tell the scheduler how full the buffer is.

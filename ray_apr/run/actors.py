@@ -181,6 +181,7 @@ class Actors:
                 num_prompts=num_prompts,
                 drops_too_long=drops,
                 replay_column=self._spec.rollout.replay_column,
+                max_response_tokens=self._spec.rollout.max_response_tokens,
             )
             config = self._spec.prompts
             if config.weights:  # what is wrong with them would be the worker's death

@@ -198,8 +198,24 @@ def test_lengths_to_replay_that_are_none_are_refused_with_their_line(lengths):
     given = [{"prompt": "a", "n": [3]}, {"prompt": "a", "n": lengths}]
     rows = PromptRows(given, [Origin(name="a.jsonl", num_rows=2, lines=[1, 3])])
     with pytest.raises(ConfigError, match=rf"^a\.jsonl, line 3, n = {SAID}"):
-        check_replayed(rows, "n")
-    check_replayed(PromptRows([{"n": [1, 30]}, {"n": np.array([2])}]), "n")
+        check_replayed(rows, "n", 64)
+    check_replayed(PromptRows([{"n": [1, 30]}, {"n": np.array([2])}]), "n", 64)
+
+
+def test_lengths_to_replay_beyond_the_budget_are_refused(monkeypatch):
+    """known fault: each response gets exactly so long, and these were cut without a word."""
+    said = r"n = \[4, 9\]: must be at most rollout\.max_response_tokens = 8; raise that"
+    rows = [{"prompt": "a", "n": [8]}, {"prompt": "a", "n": [4, 9]}]
+    with pytest.raises(ConfigError, match=rf"^prompts\[1\]\.{said}"):
+        check_replayed(PromptRows(rows), "n", 8)
+    check_replayed(PromptRows(rows), "n", 9)
+    monkeypatch.setattr("ray.get", lambda ref: ref)
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: "abc")
+    table = pa.table({"prompt": [[1], [1]], "n": [[8], [4, 9]]})
+    settings = {"model": "m", "column": "prompt", "max_prompt_tokens": 5, "replay_column": "n"}
+    with pytest.raises(ConfigError, match=rf"^prompts\[1\]\.{said}"):
+        encode_dataset(ArrowDataset([table]), **settings, max_response_tokens=8)
+    encode_dataset(ArrowDataset([table]), **settings, max_response_tokens=9)
 
 
 def test_a_trainer_checks_the_lengths_to_replay(monkeypatch):
@@ -226,14 +242,14 @@ def test_a_run_refuses_lengths_to_replay_with_their_row_of_the_dataset(monkeypat
 
 
 def test_a_run_tells_the_column_of_the_lengths_to_replay(monkeypatch):
-    def encode(prompts, *, replay_column, **_):
-        raise LookupError(replay_column)
+    def encode(prompts, *, replay_column, max_response_tokens, **_):
+        raise LookupError(f"{replay_column} {max_response_tokens}")
 
     monkeypatch.setattr(actors, "wait_for_cpu", lambda limit_s: None)
     monkeypatch.setattr(actors, "encode_dataset", encode)
     rollout = RolloutConfig(replay_column="lengths", max_response_tokens=8)
     parts = actors.Actors(run_spec(rollout=rollout, max_model_len=16))
-    with pytest.raises(LookupError, match=r"^lengths$"):
+    with pytest.raises(LookupError, match=r"^lengths 8$"):
         parts.make_pipeline(None, Begin(), None)
 
 
