@@ -82,7 +82,6 @@ TUNES: Mapping[str, Check] = {
     "cudagraph_metrics": _FLAG,
     "enable_mfu_metrics": _FLAG,
     "enable_layerwise_nvtx_tracing": _FLAG,
-    "profiler_config": _TABLE,
     "use_tqdm_on_load": _FLAG,
 }
 """Name of an argument and what its value must be; vLLM checks the rest as the engine starts."""
@@ -118,6 +117,8 @@ _OURS: Mapping[str, str] = {
     "hf_token": "is the engines' alone; set HF_TOKEN, which the trainer obeys, too",
     "distributed_executor_backend": "follows from rollout.engine.device; leave it out",
     "device_ids": "follows from what Ray places on a node; leave it out",
+    "profiler_config": "profiles what a call of vLLM's begins, and a run makes none; set "
+    "train.profile_steps",
 }
 """What a run sets otherwise."""
 
