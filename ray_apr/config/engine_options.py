@@ -79,12 +79,14 @@ TUNES: Mapping[str, Check] = {
     "enable_logging_iteration_details": _FLAG,
     "kv_cache_metrics": _FLAG,
     "kv_cache_metrics_sample": _SHARE,
-    "cudagraph_metrics": _FLAG,
     "enable_mfu_metrics": _FLAG,
     "enable_layerwise_nvtx_tracing": _FLAG,
     "use_tqdm_on_load": _FLAG,
 }
 """Name of an argument and what its value must be; vLLM checks the rest as the engine starts."""
+
+LOGGED = ("enable_log_requests", "enable_logging_iteration_details")
+"""Those of `TUNES` that vLLM logs at level INFO."""
 
 COMPILATION = (
     "mode",
@@ -117,6 +119,8 @@ _OURS: Mapping[str, str] = {
     "hf_token": "is the engines' alone; set HF_TOKEN, which the trainer obeys, too",
     "distributed_executor_backend": "follows from rollout.engine.device; leave it out",
     "device_ids": "follows from what Ray places on a node; leave it out",
+    "cudagraph_metrics": "is told in the lines of statistics of vLLM, of which a run has none; "
+    "leave it out",
     "profiler_config": "profiles what a call of vLLM's begins, and a run makes none; set "
     "train.profile_steps",
 }

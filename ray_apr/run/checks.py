@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from ray import cloudpickle
 
 from ray_apr import rewards
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
+from ray_apr.config.engine_options import LOGGED
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.checks import answers_at_once, require, takes_one
 from ray_apr.core.exceptions import ConfigError, one_line
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 _DEFAULT_RESTARTS = ((-1, "controller_failure_limit"), (-1, "max_preemption_failures"))
 """Ray's own, which nobody has asked for; the run sets them to 0."""
 
+_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+"""vLLM's variable, WARNING for the engines where it is not set (`serve.vllm.arguments`)."""
+
 _UPLOADED = "working_dir_files"
 """Folder of Ray's with the files that came with jobs; it goes with them."""
 
@@ -37,6 +42,7 @@ def check_spec(spec: RunSpec) -> None:
     spec.check(spec.scaling)
     _check_code(spec)
     _check_sent(spec)
+    _check_logged(spec.rollout)
     _check_context(spec.rollout, context_of(spec.model))
     _check_ends(spec.rollout, num_ids_of(spec.model))
     check_attestation(spec.partial_rollout, spec.rollout, installed_vllm())
@@ -121,6 +127,15 @@ def _check_sent(spec: RunSpec) -> None:
                 "where it is called, as in the function"
             )
             raise ConfigError(name, getattr(given, "__qualname__", given), remedy) from error
+
+
+def _check_logged(rollout: RolloutConfig) -> None:
+    """Check that what engines are asked to log is not below their level."""
+    is_told = os.environ.get(_LOG_LEVEL, "").upper() in ("INFO", "DEBUG")
+    remedy = f"is logged at level INFO: set {_LOG_LEVEL}=INFO in the environment, or leave it out"
+    for name in LOGGED if rollout.engine.factory == "vllm" and not is_told else ():
+        is_asked = rollout.engine.kwargs.get(name, False)
+        require(not is_asked, f"rollout.engine.kwargs.{name}", is_asked, remedy)
 
 
 def _check_context(rollout: RolloutConfig, context: int | None) -> None:

@@ -46,6 +46,7 @@ def refusal(**options) -> ConfigError:
         ("load_format", "dummy", "otherwise than the trainer's"),
         ("limit_mm_per_prompt", {}, "only text"),
         ("profiler_config", {"profiler": "torch"}, "train.profile_steps"),
+        ("cudagraph_metrics", True, "run has none"),
     ],
 )
 def test_an_engine_argument_that_is_not_the_users_is_refused(name, value, remedy):

@@ -27,6 +27,7 @@ from ray_apr.config import (
     Sections,
     TrainConfig,
 )
+from ray_apr.config.engine_options import LOGGED
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.user import Environment, RunCallback, Step
 from ray_apr.data.rows import PromptRows
@@ -234,6 +235,21 @@ def test_variables_of_a_template_that_renders_nothing_are_refused(model):
     make(chat)
     make(text, evaluation_prompts=PromptRows(chat))
     make(text, environment=Game())
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_what_engines_would_log_below_their_level_is_refused(monkeypatch, name):
+    """known fault: it was taken, and engines that log warnings alone said nothing."""
+
+    def check(**kwargs):
+        check_spec(run_spec(reward=own_reward, rollout=RolloutConfig(engine={"kwargs": kwargs})))
+
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    with pytest.raises(ConfigError, match=rf"{name} = True: .* set VLLM_LOGGING_LEVEL=INFO"):
+        check(**{name: True})
+    check(**{name: False})
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "info")
+    check(**{name: True})
 
 
 def test_python_refuses_what_yaml_refuses():
