@@ -149,6 +149,12 @@ def test_engines_on_the_trainers_gpus_leave_it_memory(engine, sleeps, memory):
     assert given.get("gpu_memory_utilization") == memory
 
 
+def test_a_folder_of_any_name_is_an_ascii_tag_of_vllms_metrics():
+    """known fault: Ray's metrics ended the engine at the folder's name."""
+    named = [engine_arguments(EngineSpec(model=m))["served_model_name"] for m in ("o/m", "/ü/m")]
+    assert named == ["o/m", r"/\xfc/m"]
+
+
 def test_an_argument_is_in_one_table_and_each_refusal_says_what_to_do():
     assert not TUNES.keys() & REFUSED.keys()
     assert all(("set " in r or "leave it out" in r or "change " in r) for r in REFUSED.values())

@@ -89,7 +89,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "max_logprobs": max(_MAX_LOGPROBS, spec.support_size),
         "generation_config": "vllm",
-        "disable_log_stats": False,  # exported through Ray
+        "disable_log_stats": False,  # exported through Ray, whose tags are ASCII
+        "served_model_name": spec.model.encode("ascii", "backslashreplace").decode(),
         "enable_prefix_caching": True,
         "scheduler_cls": PARKING_SCHEDULER if spec.parks else SCHEDULER,
         "worker_extension_cls": WORKER_EXTENSION,
