@@ -34,7 +34,7 @@ from ray_apr.config.renamed import renew, renew_key
 from ray_apr.config.trackers import TrackersConfig
 from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of, set_override
 from ray_apr.core.exceptions import ConfigError, UnknownKeyError
-from ray_apr.core.names import nearest
+from ray_apr.core.names import OTHER_NAMES, nearest
 from ray_apr.run.command import Command
 from ray_apr.run.folder import check_run_name, run_folder
 from ray_apr.run.model import check_model
@@ -254,6 +254,8 @@ def _meant(name: str, known: Sequence[str]) -> list[str]:
     """Dotted names of the settings that are called so, in whatever section; of those that are
     called nearly so, where none of the section's own, `known`, is."""
     places = _places()
+    if meant := OTHER_NAMES.get(name):
+        return [] if meant in known else places.get(meant, [])
     if name not in places and not nearest(name, known):
         return [place for near in nearest(name, list(places))[:1] for place in places[near]]
     return places.get(name, [])

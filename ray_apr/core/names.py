@@ -8,14 +8,64 @@ from typing import Any
 
 _ALIKE = 0.7
 _LEAST_PREFIX = 4
+_CALLED_ELSEWHERE = {
+    "prompts": "train_dataset train_files",
+    "prompt_column": "prompt_key",
+    "on_too_long": "filter_overlong_prompts",
+    "chat_template_kwargs": "apply_chat_template_kwargs",
+    "every": "eval_steps test_freq",
+    "reward": "reward_funcs custom_reward_function",
+    "num_replicas": "num_engines replicas",
+    "group_size": "num_generations n_samples n",
+    "max_response_tokens": "max_tokens max_new_tokens max_completion_length max_response_length",
+    "tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "kwargs": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "placement": "vllm_mode",
+    "sleep": "vllm_enable_sleep_mode free_cache_engine",
+    "aggregation": "loss_type loss_agg_mode",
+    "advantage": "scale_rewards norm_adv_by_std_in_grpo adv_estimator",
+    "loss": "importance_sampling_level loss_mode",
+    "clip_low": "epsilon clip_ratio_low",
+    "clip_high": "epsilon_high clip_ratio_high",
+    "dual_clip": "clip_ratio_c",
+    "kl_coef": "beta kl_loss_coef",
+    "kl_in": "use_kl_loss use_kl_in_reward",
+    "kl": "kl_loss_type",
+    "entropy_coef": "entropy_coeff",
+    "overlong_filter": "mask_truncated_completions",
+    "overlong_buffer_tokens": "overlong_buffer",
+    "overlong_penalty": "penalty_factor",
+    "importance": "vllm_importance_sampling_mode rollout_is",
+    "importance_cap": "vllm_importance_sampling_cap rollout_is_threshold",
+    "importance_normalize": "rollout_is_batch_normalize",
+    "rejection": "rollout_rs",
+    "rejection_bound": "rollout_rs_threshold",
+    "proximal": "bypass_mode",
+    "filter_zero_variance": "filter_groups",
+    "max_staleness": "staleness_threshold",
+    "sync_every": "trigger_parameter_sync_step",
+    "steps": "num_steps max_steps total_training_steps",
+    "passes": "num_epochs num_train_epochs total_epochs",
+    "batch_size": "per_device_train_batch_size gradient_accumulation_steps train_batch_size",
+    "mini_batches": "steps_per_generation ppo_mini_batch_size",
+    "epochs": "num_iterations ppo_epochs",
+    "micro_batch_tokens": "ppo_max_token_len_per_gpu",
+    "lr_schedule": "lr_scheduler_type",
+    "betas": "adam_beta1 adam_beta2",
+    "max_grad_norm": "grad_clip",
+    "activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "lora": "peft_config",
+    "rank": "r lora_rank",
+    "alpha": "lora_alpha",
+    "checkpoint_every": "save_steps save_freq",
+    "num_checkpoints_to_keep": "save_total_limit max_actor_ckpt_to_keep",
+    "trackers": "report_to logger",
+    "storage_path": "output_dir default_local_dir",
+    "name": "run_name experiment_name",
+    "resume": "resume_from_checkpoint resume_mode",
+}
 OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("num_generations", "n_samples"), "group_size"),
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "total_epochs"), "passes"),
-    **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "max_completion_length"), "max_response_tokens"
-    ),
-    **dict.fromkeys(("num_steps", "max_steps"), "steps"),
-    **dict.fromkeys(("num_engines", "replicas"), "num_replicas"),
+    other: name for name, others in _CALLED_ELSEWHERE.items() for other in others.split()
 }
 """What other libraries, or other parts of this one, call a setting."""
 
@@ -23,8 +73,8 @@ OTHER_NAMES: Mapping[str, str] = {
 def nearest(name: str, known: Sequence[str]) -> list[str]:
     """Known names that may be meant, the most likely ones first; none if nothing is like it.
 
-    A name is like another one by its letters, as its initials, as its begin, or as what other
-    libraries call it.
+    A name is like another one as what other libraries call it, which is meant alone then, by its
+    letters, as its initials, or as its begin.
 
     Args:
         name: That was written.
@@ -35,9 +85,11 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
         >>> [nearest(name, known) for name in ("lr", "temprature", "batch", "zzz")]
         [['learning_rate'], ['temperature'], ['batch_size'], []]
     """
+    meant = OTHER_NAMES.get(name)
+    if meant is not None and meant in known:
+        return [meant]
     begins = [each for each in known if len(name) >= _LEAST_PREFIX and each.startswith(name)]
     found = [
-        *(each for each in known if OTHER_NAMES.get(name) == each),
         *(each for each in known if "_" in each and _initials(each) == name.lower()),
         *difflib.get_close_matches(name, known, cutoff=_ALIKE),
         *(begins if len(begins) == 1 else []),
