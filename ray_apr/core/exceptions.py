@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ray_apr.core.names import did_you_mean, nearest
 
@@ -163,6 +163,9 @@ class Stopped(KeyboardInterrupt):
         signum: The signal.
     """
 
+    of_sigint: ClassVar[str] = "stopped by you (Ctrl-C)"
+    """What SIGINT says in this process; that of a run's host is Ray's (`run.host`)."""
+
     def __init__(self, signum: int = signal.SIGINT) -> None:
         super().__init__(signum)
         self.signum = int(signum)
@@ -173,7 +176,7 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.signum
 
     def __str__(self) -> str:
-        return "stopped by SIGTERM" if self.signum == signal.SIGTERM else "stopped by you (Ctrl-C)"
+        return "stopped by SIGTERM" if self.signum == signal.SIGTERM else self.of_sigint
 
 
 class PrivateNameError(APRError, ImportError):

@@ -230,6 +230,7 @@ def _host(
         except RayError as error:
             logger.debug("nobody takes the progress of %s: %s", spec.name, one_line(error))
 
+    Stopped.of_sigint = "stopped by its session or its trial"  # `HostedRun.stop` cancels this task
     try:
         os.chdir(folder)
         os.environ.update(variables)

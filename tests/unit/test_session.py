@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import types
 
@@ -12,6 +13,7 @@ from ray.exceptions import ActorDiedError
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import APRError, ConfigError, RewardError, Stopped, TrainError
 from ray_apr.run import host as host_module
+from ray_apr.run.final import write_final
 from ray_apr.run.host import HostedRun, _as_value, _host
 from ray_apr.session import TrainingSession
 from tests.fakes import FakeHostedRun
@@ -109,7 +111,27 @@ class OfTheUser(Exception):
         super().__init__(one + two)  # cannot be unpickled
 
 
-def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_path):
+@pytest.fixture
+def own_words(monkeypatch):
+    """What a host makes of SIGINT is forgotten after the test: elsewhere its process ends."""
+    monkeypatch.setattr(Stopped, "of_sigint", Stopped.of_sigint)
+
+
+def test_a_host_that_is_cancelled_was_not_interrupted_by_the_user(monkeypatch, tmp_path, own_words):
+    """known fault: the report of a session that ended early said "stopped by you (Ctrl-C)"."""
+
+    def run(*_, **__):
+        write_final(tmp_path, {}, Stopped())
+
+    monkeypatch.setattr(host_module.controller, "run", run)
+    monkeypatch.chdir(tmp_path)
+    assert str(Stopped()) == "stopped by you (Ctrl-C)"
+    _host(run_spec(), None, None, None, False, (), str(tmp_path), {})
+    final = json.loads((tmp_path / "final.json").read_text())
+    assert (final["status"], final["error"]) == ("stopped", "stopped by its session or its trial")
+
+
+def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_path, own_words):
     error = RewardError("e0-1", "raised", "KeyError: 'answer'")
     error.add_note("traceback: error.log")
     for raised in (error, Stopped(15), ValueError("no row")):
@@ -125,7 +147,7 @@ def test_what_a_run_raises_in_its_host_is_what_it_raises_here(monkeypatch, tmp_p
     assert isinstance(sent, APRError) and "no row" in str(sent)
 
 
-def test_a_host_has_the_folder_and_the_variables_of_its_caller(monkeypatch, tmp_path):
+def test_a_host_has_the_folder_and_the_variables_of_its_caller(monkeypatch, tmp_path, own_words):
     seen = {}
 
     def run(spec, prompts, held_out, *, progress, gate, callbacks):
