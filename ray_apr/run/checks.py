@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -204,13 +205,15 @@ def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
     wanted = workers * per_worker + rollout.num_replicas * per_replica + of_rewards
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:
+        least = math.floor(wanted) + 1
         told = f"{wanted:g} ({of_rewards:g} of them for rewards)" if of_rewards else f"{wanted:g}"
         raise ConfigError(
             "rollout.num_replicas",
             rollout.num_replicas,
             f"replicas and {workers} train workers want {told} CPUs together, the cluster has "
-            f"{cpus:g}, and Ray Data needs one to encode the prompts; lower num_cpus_per_replica "
-            "or start Ray with more (logical) CPUs",
+            f"{cpus:g}, and Ray Data needs one to encode the prompts; lower num_cpus_per_replica, "
+            f"or give Ray more, whatever the machine has: `ray: {{num_cpus: {least}}}` in a file, "
+            f"`ray_apr.init(num_cpus={least})` in Python",
         )
 
 

@@ -121,6 +121,8 @@ def test_each_worker_of_an_engine_of_several_gpus_has_a_cpu_too(check):
     check(replicas=1, workers=1, cpus=2)
     with pytest.raises(ConfigError, match=r"want 1 CPUs together, the cluster has 1, and Ray Data"):
         check(replicas=1, workers=1, cpus=1)
+    with pytest.raises(ConfigError, match=r"`ray: {num_cpus: 2}` in a file, `ray_apr.init\(num_c"):
+        check(replicas=1, workers=1, cpus=1)
     several = {"use_gpu": False, "tensor_parallel_size": 2}
     check(replicas=1, workers=1, cpus=5, **several)
     with pytest.raises(ConfigError, match=r"want 4 CPUs together, the cluster has 4, and Ray Data"):
