@@ -76,6 +76,9 @@ _CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings that change logits after the head."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on how long a row or the context is."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head that vLLM's attention has on CPU. With another one an engine starts, and dies at
+its first request, which looks as if the prompt were the cause."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
 
@@ -116,6 +119,28 @@ def check_config(model: str, config: Mapping[str, Any]) -> None:
     reason = _reason(config)
     if reason is not None:
         raise ConfigError("model", model, reason)
+
+
+def check_on_cpu(model: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model that vLLM does not compute on CPU.
+
+    Args:
+        model: As the user named it.
+        config: What its ``config.json`` holds, which `check_config` has passed.
+
+    Raises:
+        ConfigError: If the size of its heads is none of vLLM's there.
+    """
+    if config.get("kv_lora_rank"):  # latent attention has kernels of its own
+        return
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    size = config.get("head_dim") or (hidden // heads if hidden and heads else None)
+    if size is not None and size not in CPU_HEADS:
+        remedy = (
+            f"its heads have a size of {size}, which vLLM does not compute on CPU, where "
+            f"it has {', '.join(map(str, CPU_HEADS))}; choose another model, or run it on GPUs"
+        )
+        raise ConfigError("model", model, remedy)
 
 
 def _reason(config: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
@@ -18,7 +19,7 @@ from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
-from ray_apr.run.model import context_of, num_ids_of
+from ray_apr.run.model import check_engine, context_of, num_ids_of
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
             "rollout.engine.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
         )
     on_gpu = rollout.engine.device == "cuda" or (rollout.engine.device == "auto" and gpus >= 1)
+    if Path(spec.model).is_dir():  # a hub id's is checked once its config is here
+        check_engine(spec.model, rollout.engine.factory, "cuda" if on_gpu else "cpu")
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size if on_gpu else 0
     if rollout.is_colocated:
         if on_gpu != bool(scaling.use_gpu):

@@ -9,12 +9,11 @@
                              ▲                                    │
                              └────────── grant, ack ──────────────┘
 
-Servers and train workers start at the same time; the trainer's first grant simply waits in the
-buffer. Where they share GPUs, the model is loaded once the engines run. Whatever fails, on
-whichever side, ends the run with its own error, whose traceback is in the run folder, and
-`_Parts.close` leaves nothing behind; where it may, the run goes on by itself (`run.restarts`). If
-this process is killed, Ray ends the actors and the trainer, and the servers' lease (`serve.lease`)
-the servers.
+Servers and train workers start at the same time; the trainer's first grant waits in the buffer.
+Where they share GPUs, the model is loaded once the engines run. Whatever fails, on whichever side,
+ends the run with its own error, whose traceback is in the run folder, and `_Parts.close` leaves
+nothing behind; where it may, the run goes on by itself (`run.restarts`). If this process is killed,
+Ray ends the actors and the trainer, and the servers' lease (`serve.lease`) the servers.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from ray_apr.run.final import (
     write_outcome,
 )
 from ray_apr.run.folder import CONFIG_FILE
-from ray_apr.run.model import check_hub_model
+from ray_apr.run.model import check_engine, check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, settings_of_ray_train
 from ray_apr.run.progress import follow_progress, starts
 from ray_apr.run.ranks import choose_ranks, lost_nodes_excused, note_ranks, watched_ranks
@@ -116,6 +115,7 @@ def run(
             init_beside_dashboard()
             check_resources(spec, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
+        check_engine(spec.model, spec.rollout.engine.factory, spec.rollout.engine.device)
         make_run_folder(spec)
         show, began_at = progress or logger.info, unix_s()
         spec = asked = with_counted_steps(spec, prompts, show)

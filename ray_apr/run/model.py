@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ray_apr.core.architectures import check_config, read_config
+from ray_apr.core.architectures import check_config, check_on_cpu, read_config
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError, all_lines
 from ray_apr.core.imports import finish_imports
@@ -97,14 +99,38 @@ def check_hub_model(model: str, *, is_here: bool = False) -> None:
     Raises:
         ConfigError: If it is refused, or cannot be had.
     """
-    if Path(model).is_dir():
+    if not Path(model).is_dir():
+        check_config(model, _hub_config(model, is_here=is_here))
+
+
+def check_engine(model: str, factory: object, device: str) -> None:
+    """Refuse a model that its engines do not compute, as some on CPU.
+
+    Args:
+        model: Folder, or hub id whose config is on this machine (`check_hub_model`).
+        factory: What makes the engines.
+        device: Where they run.
+
+    Raises:
+        ConfigError: If it is refused, or cannot be had.
+    """
+    if factory != "vllm" or device != "cpu":
         return
+    folder = Path(model)
+    is_here = folder.is_dir()
+    config = read_config(model, folder) if is_here else _hub_config(model, is_here=True)
+    check_on_cpu(model, config)
+
+
+def _hub_config(model: str, *, is_here: bool) -> Mapping[str, Any]:
     finish_imports()
     from transformers import PretrainedConfig
 
     try:
-        config = PretrainedConfig.get_config_dict(model, local_files_only=is_here)[0]
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(model, local_files_only=is_here)[
+            0
+        ]
     except OSError as error:
         remedy = f"is no folder, and the hub does not give it: {all_lines(error)}"
         raise ConfigError("model", model, remedy) from error
-    check_config(model, config)
+    return config

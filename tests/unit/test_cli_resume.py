@@ -227,6 +227,7 @@ def test_a_run_keeps_its_command_once_it_has_begun(
     command = Command(config="/a.yaml", overrides=("mode=sync",), working_directory="/")
     spec = run_spec(run=run, train=TrainConfig(steps=4), command=command)
     monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
+    monkeypatch.setattr(controller, "check_engine", lambda *_: None)
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
     monkeypatch.setattr(controller, "_run_parts", lambda *_: None)
     monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)

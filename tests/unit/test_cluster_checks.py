@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import ray.train
 
 from ray_apr.config import EvaluationConfig, PartialRolloutConfig, RolloutConfig, Sections
+from ray_apr.core.architectures import check_on_cpu
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import checks, training
 from ray_apr.serve import builder
@@ -24,6 +26,7 @@ def check():
         *, replicas, workers, cpus=8, use_gpu=True, reward=None, evaluates=False, **engine
     ):  # fmt: skip
         spec = SimpleNamespace(
+            model="a/model",
             scaling=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
             rollout=RolloutConfig(num_replicas=replicas, engine=engine, reward=reward or {}),
             evaluation=EvaluationConfig() if evaluates else None,
@@ -127,6 +130,28 @@ def test_each_worker_of_an_engine_of_several_gpus_has_a_cpu_too(check):
     check(replicas=1, workers=1, cpus=5, **several)
     with pytest.raises(ConfigError, match=r"want 4 CPUs together, the cluster has 4, and Ray Data"):
         check(replicas=1, workers=1, cpus=4, **several)
+
+
+def test_a_model_that_engines_on_cpu_would_die_of_is_refused(tmp_path):
+    """known fault: each engine died at its first request, and the prompts were set aside for it."""
+    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = SimpleNamespace(
+        model=str(tmp_path),
+        scaling=ray.train.ScalingConfig(num_workers=1),
+        rollout=RolloutConfig(),
+        evaluation=None,
+    )
+    with pytest.raises(
+        ConfigError, match=r"model = .*heads have a size of 16, which vLLM does not"
+    ):
+        checks.check_resources(spec, {"CPU": 8.0})
+    checks.check_resources(spec, {"CPU": 8.0, "GPU": 1.0})
+    spec.rollout = RolloutConfig(engine={"factory": lambda spec, replica_id: None})
+    checks.check_resources(spec, {"CPU": 8.0})
+    latent = config | {"kv_lora_rank": 16}
+    for fits in (config | {"head_dim": 32}, config | {"num_attention_heads": 2}, latent):
+        check_on_cpu("m", fits)
 
 
 @pytest.mark.parametrize(("device", "size", "seen"), [("cuda", 1, "0"), ("cuda", 2, None)])

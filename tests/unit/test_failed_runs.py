@@ -372,6 +372,7 @@ def test_a_run_that_ends_while_its_parts_are_made_says_how(monkeypatch, tmp_path
     monkeypatch.setattr(type(spec), "folder", tmp_path)
     monkeypatch.setattr(type(spec), "checkpoints_folder", str(tmp_path))
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: None)
+    monkeypatch.setattr(controller, "check_engine", lambda *_: None)
     monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(controller.ray, "cluster_resources", lambda: {"CPU": 2.0})
 

@@ -164,8 +164,8 @@ def test_a_run_that_was_taken_over_in_its_pause_does_not_begin_again(tmp_path, m
     spec = run_spec(run=run)
     monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(controller.ray, "cluster_resources", dict)
-    for name in ("check_hub_model", "make_run_folder", "tidy_folder"):
-        monkeypatch.setattr(controller, name, lambda given: None)
+    for name in ("check_hub_model", "check_engine", "make_run_folder", "tidy_folder"):
+        monkeypatch.setattr(controller, name, lambda *_: None)
     spec.folder.mkdir()
     monkeypatch.setattr(controller, "with_counted_steps", lambda spec, prompts, show: spec)
     monkeypatch.setattr(controller, "choose_ranks", choose_ranks)

@@ -344,7 +344,8 @@ def test_a_run_counts_its_prompts_once_for_all_that_begin_in_it(monkeypatch, tmp
 
     for name, value in {
         "_run_parts": fails_once, "check_hub_model": lambda *_: None, "last_step": lambda *_: 0,
-        "choose_ranks": lambda spec: spec, "make_run_folder": lambda spec: None,
+        "check_engine": lambda *_: None, "choose_ranks": lambda spec: spec,
+        "make_run_folder": lambda spec: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(controller, name, value)
     monkeypatch.setattr(ending, "wait_for_cpu", lambda limit_s: None)

@@ -107,6 +107,7 @@ class PartsThatEnd:
 
 def run_to_its_end(monkeypatch, spec, failure):
     monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
+    monkeypatch.setattr(controller, "check_engine", lambda *_: None)
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
     monkeypatch.setattr(controller, "follow_progress", lambda *_: nullcontext(lambda: None))
     monkeypatch.setattr(controller, "_Parts", lambda *_: PartsThatEnd(spec.folder, failure))
@@ -176,6 +177,7 @@ def test_a_run_that_is_stopped_before_it_goes_on_again_was_stopped(tmp_path, mon
         raise TrainError("a worker died")
 
     monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
+    monkeypatch.setattr(controller, "check_engine", lambda *_: None)
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
     monkeypatch.setattr(controller, "_run_parts", fail)
     monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)

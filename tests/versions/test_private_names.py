@@ -23,6 +23,7 @@ from ray_apr.compat import ray as ray_private
 from ray_apr.compat import rllib as rllib_private
 from ray_apr.compat import torch as torch_private
 from ray_apr.compat import transformers as transformers_private
+from ray_apr.core.architectures import CPU_HEADS
 from ray_apr.core.exceptions import APRError, PrivateNameError
 from ray_apr.core.imports import installed_version
 from ray_apr.serve.vllm import private as vllm_private
@@ -57,6 +58,16 @@ def test_flash_attention_has_what_is_used_of_its_inside():
     if installed_version(flash_private.PACKAGE) is None:
         pytest.skip("flash-attn-4 is not installed")
     assert missing(flash_private.FLASH_ATTENTION) == []
+
+
+def test_vllm_computes_the_heads_on_cpu_that_are_taken():
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1/attention/backends/cpu_attn.py").read_text()
+    told = re.search(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", source, re.DOTALL)
+    assert told is not None
+    assert tuple(map(int, told[1].split(","))) == CPU_HEADS
 
 
 PUBLIC = {"AsyncEngineArgs", "RequestOutputKind", "SamplingParams", "WeightTransferConfig"}
