@@ -34,7 +34,7 @@ from ray_apr.core.exceptions import ResourceError
 from ray_apr.core.profiles import ENGINE_STEPS_FILE, PROFILES
 from ray_apr.data.fence import Fence
 from ray_apr.data.store import opened
-from ray_apr.run.failed_groups import DROPPED_FILE
+from ray_apr.run.failed_groups import DROPPED_FILE, POISON_FILE
 from ray_apr.run.folder import (
     append,
     end_with_a_line,
@@ -47,7 +47,6 @@ from ray_apr.run.trained_samples import table_of, write_step
 
 logger = logging.getLogger(__name__)
 
-POISON_FILE = "poison.jsonl"
 ROW_FILES = {
     "step": "metrics.jsonl",
     "sample": "samples.jsonl",

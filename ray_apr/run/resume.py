@@ -39,7 +39,7 @@ from ray_apr.run.begun import BEGUN_FILE
 from ray_apr.run.changes import Changed, changed_text
 from ray_apr.run.checks import check_goes_on
 from ray_apr.run.evaluations import lacks_last_evaluation
-from ray_apr.run.failed_groups import DROPPED_FILE
+from ray_apr.run.failed_groups import DROPPED_FILE, POISON_FILE
 from ray_apr.run.folder import (
     LOCK_FILE,
     RESUMES_FILE,
@@ -53,7 +53,6 @@ from ray_apr.run.folder import (
     read_rows,
 )
 from ray_apr.run.journals import header_of, with_journal
-from ray_apr.run.recorder import POISON_FILE
 from ray_apr.run.reported import add_reported
 
 if TYPE_CHECKING:

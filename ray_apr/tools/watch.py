@@ -150,7 +150,7 @@ def view(watched: Watched) -> RenderableType:
     """What a terminal shows."""
     steps, num_steps = list(watched.shown), watched.num_steps
     last = steps[-1] if steps else {}
-    failed = Text(watched.failed.line(last.get("tokens_generated")) or "", style="red")
+    failed = Text("\n".join(watched.failed.lines(last.get("tokens_generated"))), style="red")
     if not steps:
         begins = Text(watched.before_steps)
         return Group(begins, failed) if failed else begins

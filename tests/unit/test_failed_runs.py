@@ -311,6 +311,21 @@ def test_groups_that_fail_are_told_at_the_first_one_and_then_by_their_number(tmp
     assert line.startswith("warning: 10 groups were dropped")
 
 
+def test_prompts_that_are_set_aside_are_told_each_time(tmp_path):
+    """known fault: a log of Ray alone had them, while engines died one after the other."""
+    file = tmp_path / "poison.jsonl"
+    add_row(file, {"row": 7, "error": "engine a is dead"})
+    failed, watched = FailedGroups(tmp_path), FailedGroups(tmp_path, tells_old=True)
+    assert failed.warnings() == []
+    for row in (8, 9):
+        add_row(file, {"row": row, "error": "engine b is dead"})
+        (line,) = failed.warnings()
+    told = "set aside, as engines died of them; the last: row 9 of the dataset, engine b is dead"
+    assert line == f"warning: 2 prompts were {told} (each is in poison.jsonl)"
+    assert failed.warnings() == []
+    assert watched.lines() == [f"3 prompts were {told}"]
+
+
 def test_a_run_shows_the_groups_that_fail(monkeypatch, tmp_path):
     shown, is_over = [], threading.Event()
 

@@ -343,6 +343,12 @@ def test_groups_that_failed_are_told_with_the_last_error(make_run: Callable[...,
     line += error
     assert report.warnings == [line]
     assert line in report.html_path.read_text()
+    (folder / "poison.jsonl").write_text(lines([{"row": 7, "error": "engine b is dead"}]))
+    told = (
+        "1 prompt was set aside, as engines died of them; the last: row 7 of the dataset, engine b"
+    )
+    assert told in warnings_of(folder)
+    (folder / "poison.jsonl").unlink()
     (folder / "dropped.jsonl").write_text(lines(rows[2:]))
     assert warnings_of(folder) == ""
 

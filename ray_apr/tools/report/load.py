@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_apr.core.exceptions import APRError, ConfigError
-from ray_apr.run.failed_groups import DROPPED_FILE
+from ray_apr.run.failed_groups import DROPPED_FILE, POISON_FILE
 from ray_apr.run.folder import CONFIG_FILE
 
 Row = Mapping[str, Any]
@@ -59,6 +59,8 @@ class RunData:
     """One row a request for another number of engines; none in most runs."""
     dropped: Sequence[Row] = ()
     """One row a group that was dropped."""
+    poison: Sequence[Row] = ()
+    """One row a prompt that was set aside; none in most runs."""
     resumes: Sequence[Row] = ()
     """One row each time that the run was gone on with; none in most runs."""
     ranks: Sequence[Row] = ()
@@ -99,6 +101,7 @@ def load_run(path: str | Path) -> RunData:
         evaluations=_read_rows(folder / "evaluations.jsonl", warnings, is_optional=True),
         scalings=_read_rows(folder / "engines.jsonl", warnings, is_optional=True),
         dropped=_read_rows(folder / DROPPED_FILE, warnings, is_optional=True),
+        poison=_read_rows(folder / POISON_FILE, warnings, is_optional=True),
         resumes=_read_rows(folder / "resumes.jsonl", warnings, is_optional=True),
         ranks=_read_rows(folder / "ranks.jsonl", warnings, is_optional=True),
         final=final,

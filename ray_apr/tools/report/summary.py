@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray_apr.run.failed_groups import failed_line
+from ray_apr.run.failed_groups import failed_line, poison_line
 from ray_apr.tools.report.load import Row, RunData, set_at, train_workers_at
 from ray_apr.tools.report.parts import Window, parts_of, seconds_of, setup_s, training_windows
 
@@ -140,9 +140,8 @@ def check_run(run: RunData, summary: Mapping[str, Any]) -> list[str]:
     broken = [row["step"] for row in run.steps if not math.isfinite(row["reward_mean"])]
     if broken:
         warnings.append(f"the mean reward is no finite number in {len(broken)} steps")
-    failed = failed_line(run.dropped, summary["tokens_generated"])
-    if failed is not None:
-        warnings.append(failed)
+    failed = (failed_line(run.dropped, summary["tokens_generated"]), poison_line(run.poison))
+    warnings += filter(None, failed)
     return warnings + _disagreements(run, run.final or {})
 
 
