@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from ray_apr.core.messages import WeightGroup
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm import engine as engine_module
+from ray_apr.serve.vllm import plugin
 from ray_apr.serve.vllm.calls import Call
 from ray_apr.serve.vllm.engine import VLLMEngine
 from tests.fakes import generate_request
@@ -90,6 +93,28 @@ async def test_only_what_another_try_may_mend_is_a_broken_sync(engine, said, exp
     with pytest.raises(WeightSyncError, match="engine-0") as received:
         await engine.receive_weights(3)
     assert type(joined.value) is type(received.value) is expected
+
+
+async def test_a_core_that_dies_says_why(engine, monkeypatch):
+    """known fault: an engine was dead for a root cause that was to be found in some log."""
+    monkeypatch.setattr(plugin.multiprocessing, "parent_process", lambda: "the server")
+    before = list(logging.getLogger("vllm").handlers)
+    first = engine._core._first_error = plugin.FirstError()
+    try:
+        with first.of_processes():  # as in the core's process
+            plugin._keep_first_error()
+        assert plugin._ERROR_FILE not in os.environ
+        engine._core.llm.error = _Dead("see the stack trace above")
+        with pytest.raises(EngineDiedError, match="engine-0 is dead: see the stack trace above"):
+            await engine.resume()
+        for said in ("no such head", "a later one"):
+            logging.getLogger("vllm.core").error("fatal", exc_info=RuntimeError(said))
+        with pytest.raises(EngineDiedError, match=r"is dead: RuntimeError: no such head$"):
+            await engine.resume()
+    finally:
+        logging.getLogger("vllm").handlers[:] = before
+        first.close()
+        engine._core._first_error = None
 
 
 async def test_a_sync_that_finds_an_engine_resumed_is_tried_again(engine):

@@ -24,7 +24,7 @@ from ray_apr.serve.vllm.arguments import engine_arguments, has_worker_actors
 from ray_apr.serve.vllm.calls import CORE_LIMIT_S, Call, Calls
 from ray_apr.serve.vllm.core_process import begin_imports, use_fork_server
 from ray_apr.serve.vllm.names import PARKING_SCHEDULER, SCHEDULER
-from ray_apr.serve.vllm.plugin import BACKEND, register, start_error, why_not_loaded
+from ray_apr.serve.vllm.plugin import BACKEND, FirstError, register, why_not_loaded
 from ray_apr.serve.vllm.stall import StallWatch
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Core:
         self._calls = calls
         self.is_hung = False
         """Whether the core has left a question unanswered for too long."""
+        self._first_error: FirstError | None = None
         self.arguments = engine_arguments(spec)
 
     async def end_stalled(self, stall: StallWatch, said: Callable[[], str]) -> None:
@@ -128,7 +129,8 @@ class Core:
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 **self.arguments,
             )
-            with start_error() as reason:
+            self._first_error = FirstError()
+            with self._first_error.of_processes():
                 loggers = [make_logger()]
                 if not args.disable_log_stats:
                     loggers.append(make_exporting())
@@ -138,7 +140,7 @@ class Core:
             raise ConfigError("rollout.engine.kwargs", given, str(error)) from error
         except Exception as error:
             raise EngineUnavailableError(
-                f"{self._replica_id} cannot start: {reason() or error}"
+                f"{self._replica_id} cannot start: {self._why(error)}"
             ) from error
         self.is_multimodal = bool(self.llm.model_config.is_multimodal_model)
 
@@ -175,7 +177,11 @@ class Core:
             yield
         except self.dead_error as error:
             self._calls.gate.set()  # the calls there are told the same
-            raise EngineDiedError(f"{self._replica_id} is dead: {error}") from error
+            raise EngineDiedError(f"{self._replica_id} is dead: {self._why(error)}") from error
+
+    def _why(self, error: Exception) -> str:
+        """What the core has said before it ended, which vLLM's own error leaves to the log."""
+        return (self._first_error.read() if self._first_error else "") or str(error)
 
     async def ask(
         self, call: Coroutine[Any, Any, _Answer], *, limit_s: float | None = None
@@ -270,3 +276,6 @@ class Core:
         if self.llm is not None:
             self.llm.shutdown()
             self.llm = None
+        if self._first_error is not None:
+            self._first_error.close()
+            self._first_error = None

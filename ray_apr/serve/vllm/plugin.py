@@ -12,9 +12,8 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,9 @@ logger = logging.getLogger(__name__)
 BACKEND = "ray_apr"
 _GROUP = "vllm.general_plugins"
 
-_ERROR_FOLDER = "RAY_APR_START_ERROR_FOLDER"
+_ERROR_FILE = "RAY_APR_FIRST_ERROR_FILE"
+_LONGEST_ERROR = 100_000
+"""Bytes."""
 
 
 def why_not_loaded() -> str | None:
@@ -62,7 +63,7 @@ def register() -> None:
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
     _end_with_parent()
     _end_at_once()
-    _keep_start_error()
+    _keep_first_error()
 
 
 def _end_with_parent() -> None:
@@ -96,35 +97,46 @@ def _end_at_once() -> None:
     atexit.register(end)
 
 
-@contextlib.contextmanager
-def start_error() -> Iterator[Callable[[], str]]:
-    """While an engine starts: a function that returns why its core process could not.
+class FirstError:
+    """The first error that vLLM logs in its core process: why it could not start, or has died.
 
-    vLLM itself raises only that the root cause is to be found in the log.
+    vLLM itself raises only that the root cause is to be found in the log. The error is in a file in
+    memory, which the core process opens by this process's number for it.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-apr-start-") as folder:
-        os.environ[_ERROR_FOLDER] = folder
-        reason = ""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("ray-apr-first-error")
+
+    @contextlib.contextmanager
+    def of_processes(self) -> Iterator[None]:
+        """Of those that start in the block."""
+        os.environ[_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._file}"
         try:
-            yield lambda: reason
+            yield
         finally:
-            del os.environ[_ERROR_FOLDER]
-            for path in Path(folder).iterdir():
-                reason = path.read_text()
+            del os.environ[_ERROR_FILE]
+
+    def read(self) -> str:
+        """What it says; empty if there is none."""
+        return os.pread(self._file, _LONGEST_ERROR, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Forget it; nothing reads it any more."""
+        os.close(self._file)
 
 
-def _keep_start_error() -> None:
-    """In a child process, write the first error that vLLM logs: why it could not start."""
-    folder = os.environ.get(_ERROR_FOLDER)
-    if folder is None or multiprocessing.parent_process() is None:
+def _keep_first_error() -> None:
+    """In a child process, write the first error that vLLM logs, for `FirstError`."""
+    name = os.environ.get(_ERROR_FILE)
+    if name is None or multiprocessing.parent_process() is None:
         return
-
-    path = Path(folder, "error")
+    path = Path(name)
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             error = record.exc_info[1] if record.exc_info else None
-            if error is not None and path.parent.is_dir() and not path.exists():
-                path.write_text(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # its reader is gone
+                if error is not None and not path.stat().st_size:
+                    path.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
 
     logging.getLogger("vllm").addHandler(Keep(level=logging.ERROR))
