@@ -284,6 +284,12 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
     )
 
 
+_WRITES = (
+    "it has a token in ~/.ray, unless RAY_AUTH_MODE=disabled, and all else in /tmp/ray: make "
+    "room there, or set HOME to a folder that can be written to"
+)
+
+
 def joined_address(settings: RaySettings) -> str | None:
     """Address of the cluster that a run joins; None: it starts its own.
 
@@ -317,6 +323,10 @@ def _init_ray(
         try:
             return _init_once(settings, joined, run, runtime_env)
         except OSError as error:  # among them ConnectionError, which Ray raises
+            if joined is None:
+                raise ResourceError(
+                    f"Ray cannot start on this machine: {error}; {_WRITES}"
+                ) from error
             remedy = f"no Ray cluster can be joined there: {error}"
             raise ConfigError("ray.address", joined, remedy) from error
         except Exception as error:  # that is all that Ray says it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -78,6 +79,19 @@ def test_a_start_of_ray_that_times_out_is_tried_again(monkeypatch, num_failures)
         assert launch._init_ray(RaySettings()).result(timeout=0) is None
         return
     with pytest.raises(ResourceError, match=r"not start .* 3 tries.*too busy \(load .*try again"):
+        launch._init_ray(RaySettings())
+
+
+def test_a_home_that_cannot_be_written_to_is_told(monkeypatch):
+    """known fault: `ray.address = None: no Ray cluster can be joined there`."""
+
+    def init_once(*_):
+        raise OSError(errno.EROFS, "Read-only file system", "/home/me/.ray")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launch, "_init_once", init_once)
+    said = r"cannot start on this machine: .*'/home/me/\.ray'; .*set HOME to a folder"
+    with pytest.raises(ResourceError, match=said):
         launch._init_ray(RaySettings())
 
 
