@@ -33,7 +33,9 @@ async def ours(what: str, timeout_s: float | None) -> AsyncIterator[None]:
 
 def none_runs(what: str) -> NoEngineError:
     """The error of a call that no rollout server is there for."""
-    return NoEngineError(f"{what}: no rollout server runs; their logs say why they ended")
+    return NoEngineError(
+        f"{what}: no rollout server runs: they start, or their logs say why they ended"
+    )
 
 
 def translated(error: BaseException, what: str) -> APRError:

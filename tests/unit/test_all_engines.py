@@ -20,6 +20,7 @@ from ray_apr.rollout import syncs as syncs_module
 from ray_apr.rollout import worker as worker_module
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.scheduling.orders import Order
+from ray_apr.serve.errors import of_living
 from ray_apr.train import answers as answers_module
 from ray_apr.train.control import RunControl
 from tests.fakes import MortalEngines, ScriptedEngine
@@ -164,6 +165,14 @@ async def test_a_worker_that_begins_waits_for_engines_that_do_not_answer(monkeyp
 def watch_of(**given):
     limits = SimpleNamespace(max_inflight=8, is_starved=False)
     return EngineWatch(limits, Handle(Recorder()), Metrics("a-run"), is_adaptive=False, **given)
+
+
+def test_servers_that_start_are_not_said_to_have_ended():
+    """known fault: `GET /healthz` of a run that starts said "their logs say why they ended"."""
+    with pytest.raises(
+        NoEngineError, match="no rollout server runs: they start, or their logs say"
+    ):
+        of_living([], "status")
 
 
 async def test_colocated_engines_have_no_time_to_come_again():

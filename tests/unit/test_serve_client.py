@@ -229,7 +229,7 @@ async def test_replicas_that_say_nothing_in_time_are_an_error_of_the_sync(deploy
 async def test_a_deployment_without_replicas_is_named(deployment):
     handle, client = deployment
     handle.error = DeploymentUnavailableError(None)
-    with pytest.raises(EngineUnavailableError, match="no rollout server runs; their logs"):
+    with pytest.raises(EngineUnavailableError, match="no rollout server runs: they start, or"):
         await client.status()
 
 
