@@ -8,8 +8,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ray_apr import rewards
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import RewardError
+from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardResult
 
@@ -162,3 +163,15 @@ def as_result(sample: Sample, value: Any, who: str = "") -> RewardResult:
         detail = f"returned {shown(value)}; must be a finite number, or a RewardResult"
         detail = f"{who} {detail}" if who else detail
         raise RewardError(sample.sample_id, "invalid", detail) from error
+
+
+def check_is_made(field: str, given: object) -> None:
+    """Check that a reward is none of the functions that make one.
+
+    Raises:
+        ConfigError: If it is.
+    """
+    name = getattr(given, "__name__", None)
+    if name in rewards.__all__ and getattr(rewards, name) is given:
+        remedy = f"makes rewards: give what {name}(...) returns, in YAML by a name in a file"
+        raise ConfigError(field, name, remedy)

@@ -16,7 +16,7 @@ from ray_apr.core.checks import is_number, of_type, require, whole, whole_or_non
 from ray_apr.core.exceptions import RewardError, one_line
 from ray_apr.core.sample import Sample
 from ray_apr.core.user import RewardFunction, RewardResult
-from ray_apr.rewards.answers import as_result, called, compiled, response_of
+from ray_apr.rewards.answers import as_result, called, check_is_made, compiled, response_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class WeightedSum:
                 part,
                 "must be (weight, reward function), with a finite number as weight",
             )
+            check_is_made(f"{field}[{name!r}]", part[1])
 
     async def __call__(self, sample: Sample) -> RewardResult:
         """The sum, with each part's value in the metrics.

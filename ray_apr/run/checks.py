@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
-from ray_apr import rewards
 from ray_apr.config import RolloutConfig, check_attestation, installed_vllm
 from ray_apr.config.engine_options import LOGGED
 from ray_apr.config.ranks import RankRange
@@ -19,6 +18,7 @@ from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
+from ray_apr.rewards.answers import check_is_made
 from ray_apr.run.model import check_engine, context_of, num_ids_of
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
@@ -90,10 +90,7 @@ def _check_code(spec: RunSpec) -> None:
     if not callable(reward):
         raise ConfigError("reward", reward, "must be a function of a Sample")
     for field, given in _rewards_of(spec).items():
-        name = getattr(given, "__name__", None)
-        if name in rewards.__all__ and getattr(rewards, name) is given:
-            remedy = f"makes rewards: give what {name}(...) returns, in YAML by a name in a file"
-            raise ConfigError(field, name, remedy)
+        check_is_made(field, given)
     takes_one("reward", reward, REWARD_SIGNATURE)
 
 

@@ -176,6 +176,7 @@ def test_a_part_without_a_number_is_named(value):
         (lambda: length_penalty(10, 10), "length_penalty.limit"),
         (lambda: weighted_sum({}), "weighted_sum.parts"),
         (lambda: weighted_sum([1]), "weighted_sum.parts"),
+        (lambda: weighted_sum({"a": (1, exact_match)}), "weighted_sum.parts['a']"),
         (lambda: weighted_sum({"a/b": (1, exact_match())}), "weighted_sum.parts"),
         (lambda: weighted_sum({"a": exact_match()}), "weighted_sum.parts['a']"),
         (lambda: weighted_sum({"a": (math.inf, exact_match())}), "weighted_sum.parts['a']"),
