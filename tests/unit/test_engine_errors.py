@@ -111,6 +111,13 @@ async def test_a_core_that_dies_says_why(engine, monkeypatch):
             logging.getLogger("vllm.core").error("fatal", exc_info=RuntimeError(said))
         with pytest.raises(EngineDiedError, match=r"is dead: RuntimeError: no such head$"):
             await engine.resume()
+        monkeypatch.setattr(plugin, "_END_TAKES_S", -1.0)
+        with pytest.raises(EngineDiedError, match="is dead: see the stack trace above"):
+            await engine.resume()  # that was long ago, and another error takes its place
+        logging.getLogger("vllm.core").error("fatal", exc_info=RuntimeError("the next"))
+        monkeypatch.setattr(plugin, "_END_TAKES_S", 60.0)
+        with pytest.raises(EngineDiedError, match=r"is dead: RuntimeError: the next$"):
+            await engine.resume()
     finally:
         logging.getLogger("vllm").handlers[:] = before
         first.close()

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _GROUP = "vllm.general_plugins"
 _ERROR_FILE = "RAY_APR_FIRST_ERROR_FILE"
 _LONGEST_ERROR = 100_000
 """Bytes."""
+_END_TAKES_S = 60.0
+"""From the first error of a core that ends to the question why it has; vLLM takes seconds."""
 
 
 def why_not_loaded() -> str | None:
@@ -98,7 +101,8 @@ def _end_at_once() -> None:
 
 
 class FirstError:
-    """The first error that vLLM logs in its core process: why it could not start, or has died.
+    """The first error that vLLM logs in its core process shortly before its end: why it could not
+    start, or has died. One of long before is not its cause: calls that fail have theirs.
 
     vLLM itself raises only that the root cause is to be found in the log. The error is in a file in
     memory, which the core process opens by this process's number for it.
@@ -118,11 +122,18 @@ class FirstError:
 
     def read(self) -> str:
         """What it says; empty if there is none."""
-        return os.pread(self._file, _LONGEST_ERROR, 0).decode(errors="replace")
+        said = os.pread(self._file, _LONGEST_ERROR, 0).decode(errors="replace")
+        return "" if _is_old(said) else said.partition("\n")[2]
 
     def close(self) -> None:
         """Forget it; nothing reads it any more."""
         os.close(self._file)
+
+
+def _is_old(said: str) -> bool:
+    """Whether an error in the file of `FirstError` is of another end; none is. Its first line is
+    the time, by a clock that all processes of a machine share."""
+    return time.monotonic() - float(said.partition("\n")[0] or "-inf") > _END_TAKES_S
 
 
 def _keep_first_error() -> None:
@@ -136,7 +147,8 @@ def _keep_first_error() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             error = record.exc_info[1] if record.exc_info else None
             with contextlib.suppress(OSError):  # its reader is gone
-                if error is not None and not path.stat().st_size:
-                    path.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+                if error is not None and _is_old(path.read_text(encoding="utf-8")):
+                    said = f"{time.monotonic()}\n{type(error).__name__}: {error}"
+                    path.write_text(said, encoding="utf-8")
 
     logging.getLogger("vllm").addHandler(Keep(level=logging.ERROR))
