@@ -53,6 +53,7 @@ _CALLED_ELSEWHERE = {
     "lr_schedule": "lr_scheduler_type",
     "betas": "adam_beta1 adam_beta2",
     "max_grad_norm": "grad_clip",
+    "attention": "attn_implementation",
     "activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "lora": "peft_config",
     "rank": "r lora_rank",
