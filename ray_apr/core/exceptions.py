@@ -6,6 +6,7 @@ A message says what is wrong, the value that was seen, and what to do about it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sysconfig
 import traceback
@@ -184,6 +185,8 @@ class PrivateNameError(APRError, ImportError):
 
 
 _TRACEBACK = "Traceback (most recent call last)"
+_NAMED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)(: |$)")
+"""Line of a traceback that says what was raised."""
 _PACKAGES = (
     Path(__file__).parents[1],
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -226,12 +229,20 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return repr(error)
-    raised = lines[-1] if any(line.startswith(_TRACEBACK) for line in lines) else None
+    raised = _raised(lines) if any(_TRACEBACK in line for line in lines) else None
     if not isinstance(error, APRError):
         return raised or lines[0]
     if raised is None:
         return " ".join(lines)
     return raised if lines[0].startswith(_TRACEBACK) else f"{lines[0]} … {raised}"
+
+
+def _raised(lines: Sequence[str]) -> str:
+    """What the last error of a traceback says, all of it; its last line, where none has a name."""
+    frames = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    after = lines[frames[-1] :] if frames else lines
+    named = [number for number, line in enumerate(after) if _NAMED.match(line)]
+    return " ".join(after[named[-1] :]) if named else lines[-1]
 
 
 def all_lines(error: BaseException) -> str:

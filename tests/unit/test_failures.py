@@ -129,5 +129,13 @@ def test_an_error_is_told_in_one_line():
     assert one_line(KeyError()) == "KeyError()"
     text = "Traceback (most recent call last):\n  File ...\n\nValueError: no row"
     assert one_line(RuntimeError(text)) == "ValueError: no row"
+    several = (
+        f"{text}\n\nDuring handling:\n{text[:35]}\n  File ...\nx.BadError: 1 fault\n  a = b\nsee c"
+    )
+    assert one_line(RuntimeError(several)) == "x.BadError: 1 fault a = b see c"
+    unnamed = f'{text}\n\nDuring handling:\n{text[:35]}\n  File "a.py"\n    odd()\nOdd: 1'
+    assert one_line(RuntimeError(unnamed)) == "Odd: 1"
     cannot = RolloutError(f"it cannot start: 3 tries.\n{text}")
     assert one_line(cannot) == "it cannot start: 3 tries. … ValueError: no row"
+    of_serve = RolloutError(f"it cannot start: 2 times.\nServeReplica()\nRuntimeError: {text}")
+    assert one_line(of_serve) == "it cannot start: 2 times. … ValueError: no row"
