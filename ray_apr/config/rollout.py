@@ -149,9 +149,16 @@ class RolloutConfig:
 
         Raises:
             ConfigError: If prompts would be prefilled in steps although requests have seeds, or are
-                not although they would have to be.
+                not although they would have to be, or an engine is to have several workers.
         """
         name, engine = "enable_chunked_prefill", self.engine
+        require(
+            engine.factory != "vllm" or engine.tensor_parallel_size == 1,
+            "rollout.engine.tensor_parallel_size",
+            engine.tensor_parallel_size,
+            "must be 1 on CPU, where an engine has one worker; rollout.num_replicas makes more of "
+            "them",
+        )
         most = "max_num_scheduled_tokens"
         scheduled, longest = engine.kwargs.get(most, math.inf), engine.max_model_len or math.inf
         require(

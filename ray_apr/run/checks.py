@@ -179,6 +179,8 @@ def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
             "rollout.engine.device", "cuda", 'the cluster has no GPU; use "cpu" or add GPU nodes'
         )
     on_gpu = rollout.engine.device == "cuda" or (rollout.engine.device == "auto" and gpus >= 1)
+    if not on_gpu:
+        rollout.check_on_cpu()
     if Path(spec.model).is_dir():  # a hub id's is checked once its config is here
         check_engine(spec.model, rollout.engine.factory, "cuda" if on_gpu else "cpu")
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size if on_gpu else 0

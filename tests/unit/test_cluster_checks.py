@@ -132,6 +132,22 @@ def test_each_worker_of_an_engine_of_several_gpus_has_a_cpu_too(check):
         check(replicas=1, workers=1, cpus=4, **several)
 
 
+def test_an_engine_on_cpu_has_one_worker():
+    """known fault: it died as it started, of an error in a background process."""
+    several = {"tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size = 2: must be 1 on CPU"):
+        RolloutConfig(engine=several | {"device": "cpu"})
+    spec = SimpleNamespace(
+        model="a/model",
+        scaling=ray.train.ScalingConfig(num_workers=1),
+        rollout=RolloutConfig(engine=several),
+        evaluation=None,
+    )
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size = 2: must be 1 on CPU"):
+        checks.check_resources(spec, {"CPU": 8.0})
+    checks.check_resources(spec, {"CPU": 8.0, "GPU": 2.0})
+
+
 def test_a_model_that_engines_on_cpu_would_die_of_is_refused(tmp_path):
     """known fault: each engine died at its first request, and the prompts were set aside for it."""
     config = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
