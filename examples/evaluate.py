@@ -38,6 +38,13 @@ def reward(sample: Sample) -> float:
     return float(sample.response_text.rpartition(",")[2] == sample.row["answer"])
 
 
+def read_rows(file: Path) -> ray.data.Dataset:
+    """Rows of a file of Parquet, or of JSON lines as they are."""
+    if file.suffix == ".parquet":
+        return ray.data.read_parquet(str(file.resolve()))
+    return ray.data.from_items([json.loads(line) for line in file.read_text().splitlines()])
+
+
 def first_row(file: Path) -> dict[str, Any]:
     """Wait for the first row of a file; limited by `LIMIT_S`."""
     deadline = time.monotonic() + LIMIT_S
@@ -52,7 +59,9 @@ def main() -> None:
     """Evaluate, and show the figures and a response that failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(ARITHMETIC / "base_model"))
-    parser.add_argument("--prompts", type=Path, default=ARITHMETIC / "held_out.parquet")
+    parser.add_argument(
+        "--prompts", type=Path, default=ARITHMETIC / "held_out.parquet", help=".parquet or .jsonl"
+    )
     parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--name", default=time.strftime("evaluate-%Y%m%d-%H%M%S"))
     parser.add_argument("--storage", default="runs")
@@ -60,7 +69,7 @@ def main() -> None:
     if (Path(args.storage) / args.name).exists():
         parser.error(f"there is a run {args.name} in {args.storage}; choose another --name")
     ray_apr.init(num_cpus=4, ignore_reinit_error=True)
-    rows = ray.data.read_parquet(str(args.prompts.resolve()))
+    rows = read_rows(args.prompts)
     trainer = APRTrainer(
         model=args.model,
         prompts=rows,

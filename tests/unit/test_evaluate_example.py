@@ -45,3 +45,13 @@ def test_each_evaluation_has_a_name_of_its_own(evaluate, tmp_path):
     (tmp_path / "evaluate").mkdir()
     with pytest.raises(Begun):
         evaluate()
+
+
+def test_its_prompts_may_be_json_lines(monkeypatch, tmp_path):
+    """known fault: Ray found "no files" in a file that it was given."""
+    monkeypatch.setattr(ray.data, "from_items", list)
+    monkeypatch.setattr(ray.data, "read_parquet", lambda path: path)
+    read_rows = runpy.run_path(str(EXAMPLE))["read_rows"]
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert read_rows(tmp_path / "held.jsonl") == [{"prompt": "1+1=", "answer": "2"}]
+    assert read_rows(tmp_path / "held.parquet") == str(tmp_path / "held.parquet")
