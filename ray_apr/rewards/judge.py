@@ -258,7 +258,7 @@ class LLMJudge:
         with contextlib.suppress(ValueError):
             number = float((found and found[1]) or "")
         if number is None or not self.minimum <= number <= self.maximum:
-            what = f"a number in [{self.minimum:g}, {self.maximum:g}]"
+            what = f"number in [{self.minimum:g}, {self.maximum:g}] that pattern finds"
             detail = f"the judge's verdict holds no {what}: {verdict[-200:]!r}"
             raise RewardError(sample.sample_id, "invalid", detail)
         scale = found and _SCALE.match(verdict, found.end())
