@@ -26,13 +26,17 @@ def write_starter(folder: Path) -> list[str]:
         Names of what was written.
 
     Raises:
-        ConfigError: If the folder holds anything else, or is a file.
+        ConfigError: If the folder holds anything else, is a file, or cannot be made.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("FOLDER", str(folder), "is a file; name a new folder")
     if folder.exists() and (there := min(_visible(folder), default=None)):
         raise ConfigError("FOLDER", str(folder), f"holds {there!r} already; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = f"cannot be made ({error.strerror}); name a folder where you may write"
+        raise ConfigError("FOLDER", str(folder), remedy) from error
     for path in sorted(STARTER.iterdir()):
         if path.name == "prompts.parquet":
             _write_prompts(path, folder / PROMPTS)

@@ -79,6 +79,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError("config", str(path), "no such file; check the path") from error
+    except IsADirectoryError as error:
+        files = ", ".join(sorted(file.name for file in path.glob("*.yaml"))) or "none that ends so"
+        remedy = f"is a folder; name its file of settings (.yaml: {files})"
+        raise ConfigError("config", str(path), remedy) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"cannot be read as text: {error}") from error
     values = _parse(text, path.name)

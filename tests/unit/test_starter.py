@@ -36,6 +36,15 @@ def test_the_starter_passes_a_dry_run(tmp_path, monkeypatch, capsys) -> None:
     assert "warning:" not in said.err
 
 
+def test_a_folder_that_cannot_be_made_is_told_and_one_is_no_file_of_settings(tmp_path, capsys):
+    """known fault: the first was an error without a remedy, the second "cannot be read as text"."""
+    assert cli.main(["init", "/proc/mine"]) == 2
+    assert "FOLDER = '/proc/mine': cannot be made (" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("model: m")
+    assert cli.main(["train", str(tmp_path)]) == 2
+    assert "is a folder; name its file of settings (.yaml: run.yaml)" in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_files_is_refused_and_left(tmp_path, capsys) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert cli.main(["init", str(tmp_path)]) == 2
