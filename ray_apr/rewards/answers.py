@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -175,3 +175,12 @@ def check_is_made(field: str, given: object) -> None:
     if name in rewards.__all__ and getattr(rewards, name) is given:
         remedy = f"makes rewards: give what {name}(...) returns, in YAML by a name in a file"
         raise ConfigError(field, name, remedy)
+
+
+def longest_s(reward: object) -> float:
+    """Seconds that programs may take in a call of a reward that was made here; 0 of any other."""
+    if not type(reward).__module__.startswith("ray_apr.rewards"):
+        return 0.0
+    parts: Mapping[str, tuple[float, object]] = getattr(reward, "parts", {})
+    own = float(getattr(reward, "total_time_limit_s", 0.0))
+    return max([own, *(longest_s(part) for _, part in parts.values())])

@@ -18,7 +18,7 @@ from ray_apr.core.exceptions import ConfigError, one_line
 from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
-from ray_apr.rewards.answers import check_is_made
+from ray_apr.rewards.answers import check_is_made, longest_s
 from ray_apr.run.model import check_engine, context_of, num_ids_of
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
@@ -91,6 +91,14 @@ def _check_code(spec: RunSpec) -> None:
         raise ConfigError("reward", reward, "must be a function of a Sample")
     for field, given in _rewards_of(spec).items():
         check_is_made(field, given)
+        longest = longest_s(given)
+        require(
+            longest < spec.rollout.reward.timeout_s,
+            "rollout.reward.timeout_s",
+            spec.rollout.reward.timeout_s,
+            f"must exceed total_time_limit_s = {longest:g} of code_tests in {field}: slow programs "
+            "would be failures, whose groups are dropped, in place of a reward of 0",
+        )
     takes_one("reward", reward, REWARD_SIGNATURE)
 
 

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from ray_apr import rewards
-from ray_apr.config import EvaluationConfig
+from ray_apr.config import EvaluationConfig, RolloutConfig
 from ray_apr.core.exceptions import ConfigError, RewardError
 from ray_apr.core.user import RewardResult
-from ray_apr.rewards import exact_match, format_reward, length_penalty, weighted_sum
+from ray_apr.rewards import (
+    code_tests,
+    exact_match,
+    format_reward,
+    length_penalty,
+    weighted_sum,
+)
 from ray_apr.rollout.scoring import RewardWorker
 from ray_apr.run.checks import check_spec
 from tests.reward_samples import round_trip, sample_of
@@ -187,6 +193,22 @@ def test_arguments_are_checked_at_once(make, field):
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.field == field
+
+
+def test_programs_may_not_take_longer_than_the_call_that_runs_them():
+    """known fault: groups with a slow program were dropped, as their rewards had failed."""
+    programs = code_tests("tests", total_time_limit_s=8)
+    short = RolloutConfig(reward={"timeout_s": 8})
+    for given in (
+        programs,
+        weighted_sum({"right": (1, programs), "form": (1, format_reward("x"))}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"timeout_s = 8: must exceed total_time_limit_s = 8 "
+        ):
+            check_spec(run_spec(reward=given, rollout=short))
+        check_spec(run_spec(reward=given, rollout=RolloutConfig(reward={"timeout_s": 8.1})))
+    check_spec(run_spec(reward=format_reward("x"), rollout=short))
 
 
 @pytest.mark.parametrize("name", rewards.__all__)
