@@ -255,28 +255,29 @@ def _run(settings: RunSettings) -> int:
     from ray_apr.cli.push import push_at_end
     from ray_apr.cli.quiet import RAY_LOG
     from ray_apr.cli.resume import is_anything_left
+    from ray_apr.cli.said import tell
     from ray_apr.run.final import FINAL_FILE
 
     _check_push(settings)
     is_verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
     began_at, log = time.monotonic(), None if is_verbose else settings.run_dir / RAY_LOG
-    show(_plan_text(make_plan(settings)) + "\n")
+    tell(_plan_text(make_plan(settings)) + "\n")
     try:
         with _report_at_end(settings.run_dir):
-            run_training(settings, progress=show, ray_log=log)
+            run_training(settings, progress=tell, ray_log=log)
     except KeyboardInterrupt:
         if (settings.run_dir / FINAL_FILE).is_file():
             on = f"go on:   ray-apr resume {shlex.quote(str(settings.run_dir))}"
-            show(on if is_anything_left(settings.run_dir) else _next_line(settings.run_dir))
+            tell(on if is_anything_left(settings.run_dir) else _next_line(settings.run_dir))
         raise
     if log is not None:
-        show(f"ray:     {log}")
+        tell(f"ray:     {log}")
     if settings.run.push_to_hub is not None:
         private = settings.run.hub_private
-        show(push_at_end(settings.run_dir, settings.run.push_to_hub, private=private))
+        tell(push_at_end(settings.run_dir, settings.run.push_to_hub, private=private))
     minutes, seconds = divmod(round(time.monotonic() - began_at), 60)
-    show(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
-    show(_next_line(settings.run_dir))
+    tell(f"took:    {minutes} min {seconds:02d} s, with the start and end of Ray")
+    tell(_next_line(settings.run_dir))
     return EXIT_OK
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -42,8 +43,24 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
+def tell(text: str) -> None:
+    """Say how a run goes, which goes on where nobody reads it any more: Ctrl-C ends `tee`, too."""
+    try:
+        show(text)
+    except OSError:
+        _silence(sys.stdout)
+
+
 def complain(text: str, verbose: bool) -> None:
     """Say what is wrong, with the traceback of the error at hand if it is wanted."""
-    print(text, file=sys.stderr, flush=True)
-    if verbose:
-        traceback.print_exc()
+    try:
+        print(text, file=sys.stderr, flush=True)
+        if verbose:
+            traceback.print_exc()
+    except OSError:  # nobody reads it: the exit code says it
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Have what is written from here on, and at the end of this process, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -54,7 +54,7 @@ from ray_apr.run.final import (
 from ray_apr.run.folder import CONFIG_FILE
 from ray_apr.run.model import check_engine, check_hub_model
 from ray_apr.run.preflight import found_no_place, make_run_folder, not_placed, settings_of_ray_train
-from ray_apr.run.progress import follow_progress, starts
+from ray_apr.run.progress import follow_progress, starts, unbroken
 from ray_apr.run.ranks import choose_ranks, lost_nodes_excused, note_ranks, watched_ranks
 from ray_apr.run.restarts import run_with_restarts
 from ray_apr.run.resume import (
@@ -117,7 +117,7 @@ def run(
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
         check_engine(spec.model, spec.rollout.engine.factory, spec.rollout.engine.device)
         make_run_folder(spec)
-        show, began_at = progress or logger.info, unix_s()
+        show, began_at = unbroken(progress or logger.info), unix_s()
         spec = asked = with_counted_steps(spec, prompts, show)
 
         def attempt() -> ray.train.Result:

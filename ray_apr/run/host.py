@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_apr.core.exceptions import APRError, ConfigError, StarvedError, Stopped, one_line
 from ray_apr.run import controller
 from ray_apr.run.causes import cause_of
+from ray_apr.run.progress import unbroken
 from ray_apr.run.stopping import StopSignals
 from ray_apr.train.gate import Order, StepGate
 
@@ -86,7 +87,7 @@ class HostedRun:
         callbacks: Sequence[RunCallback] = (),
     ) -> None:
         self.spec = spec
-        self._show = progress or controller.logger.info
+        self._show = unbroken(progress or controller.logger.info)
         self._num_lines = 0
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         if is_gated and spec.ranks.is_elastic:

@@ -8,6 +8,7 @@ terminal, and a live bar (tried with rich) overwrote six of seven such lines.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,25 @@ from ray.exceptions import RayError
 from ray_apr.run.evaluations import evaluation_line, evaluations_of
 from ray_apr.run.failed_groups import FailedGroups
 
+logger = logging.getLogger(__name__)
+
 _QUIET_S = 10.0
 """A run that shows no step for this long shows what it waits for."""
 _ANSWER_S = 30.0
 """Longest time beyond that until the recorder answers."""
+
+
+def unbroken(show: Callable[[str], None]) -> Callable[[str], None]:
+    """What takes lines of a run that goes on, or ends as it should, where nobody reads them any
+    more: Ctrl-C ends what a terminal pipes them to, too."""
+
+    def say(line: str) -> None:
+        try:
+            show(line)
+        except OSError as error:
+            logger.debug("nobody takes the progress of the run: %s", error)
+
+    return say
 
 
 @contextlib.contextmanager

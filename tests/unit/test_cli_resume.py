@@ -271,3 +271,24 @@ def test_a_run_that_was_stopped_says_to_go_on_with_it_where_anything_is_left(
     out = capsys.readouterr().out
     assert (f"go on:   ray-apr resume {run_dir}" in out) == is_left
     assert ("next:    ray-apr samples" in out) != is_left
+
+
+def test_a_run_ends_as_ever_where_what_reads_its_lines_has_ended(config, monkeypatch):
+    """known fault: `train | tee` that got Ctrl-C ended with exit code 0, and without its report."""
+    reports, told = [], []
+
+    def stop(settings, *, progress, **_):
+        settings.run_dir.mkdir(parents=True)
+        (settings.run_dir / "config.json").write_text("{}")
+        progress("step 1/3")
+        told.append("step 1/3")
+        raise Stopped
+
+    monkeypatch.setattr(launch, "run_training", stop)
+    monkeypatch.setattr(cli, "make_report", lambda run_dir, out: reports.append(run_dir.name))
+    for name in ("stdout", "stderr"):
+        read, write = os.pipe()
+        os.close(read)
+        monkeypatch.setattr(sys, name, os.fdopen(write, "w"))
+    assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 130
+    assert (told, reports) == (["step 1/3"], ["mine"])

@@ -105,7 +105,7 @@ class PartsThatEnd:
         write_final(self.folder, {"steps": 4}, error)
 
 
-def run_to_its_end(monkeypatch, spec, failure):
+def run_to_its_end(monkeypatch, spec, failure, progress=None):
     monkeypatch.setattr(controller, "check_hub_model", lambda model: None)
     monkeypatch.setattr(controller, "check_engine", lambda *_: None)
     monkeypatch.setattr(controller, "make_run_folder", lambda spec: spec.folder.mkdir())
@@ -113,7 +113,25 @@ def run_to_its_end(monkeypatch, spec, failure):
     monkeypatch.setattr(controller, "_Parts", lambda *_: PartsThatEnd(spec.folder, failure))
     monkeypatch.setattr(controller.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(controller.ray, "cluster_resources", dict)
-    return controller.run(spec, None)
+    return controller.run(spec, None, progress=progress)
+
+
+def test_a_run_whose_lines_nobody_reads_goes_on(tmp_path, monkeypatch):
+    """known fault: Ctrl-C ended `tee`, too, and the line that told it took the end of the run
+    along, with its final.json; a run that failed did not begin again."""
+
+    def show(line):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    often = ray.train.FailureConfig(max_failures=1)
+    run = ray.train.RunConfig(name="mine", storage_path=str(tmp_path), failure_config=often)
+    spec = run_spec(run=run, train=TrainConfig(steps=4, checkpoint_every=1))
+    monkeypatch.setattr(PartsThatEnd, "close", lambda parts, error: None)
+    monkeypatch.setattr(controller.time, "sleep", lambda seconds: None)
+    failure = TrainError("a worker died")
+    with pytest.raises(TrainError):
+        run_to_its_end(monkeypatch, spec, failure, progress=show)
+    assert len((spec.folder / "ranks.jsonl").read_text().splitlines()) == 2, "it began again"
 
 
 def test_ctrl_c_while_a_run_that_has_trained_all_ends_leaves_it_whole(tmp_path, monkeypatch):
