@@ -19,8 +19,8 @@ from ray_apr.cli.user_files import (
     read_json_rows,
 )
 from ray_apr.config import PromptsConfig
-from ray_apr.config.yaml import as_mapping, section_of
-from ray_apr.core.checks import positive, require, whole_or_none
+from ray_apr.config.yaml import as_mapping, check_section, section_of
+from ray_apr.core.checks import from_mapping, positive, require, whole_or_none
 from ray_apr.core.exceptions import ConfigError, all_lines
 from ray_apr.core.names import names_in
 
@@ -123,8 +123,8 @@ class PromptsSettings(PromptsConfig, PromptFile):
     @property
     def config(self) -> PromptsConfig:
         """What the run's own processes know of it."""
-        names = [field.name for field in dataclasses.fields(PromptsConfig)]
-        return PromptsConfig(**{name: getattr(self, name) for name in names})
+        fields = dataclasses.fields(PromptsConfig)
+        return PromptsConfig(**{field.name: getattr(self, field.name) for field in fields})
 
     @property
     def all_files(self) -> tuple[PromptFile, ...]:
@@ -195,10 +195,10 @@ def prompts_of(given: Any, base_dir: Path, column: str) -> PromptsSettings:
     given = values.pop("files", None)
     if given is None:
         return file_of("prompts", values, base_dir, column, PromptsSettings)
-    settings: PromptsSettings = section_of("prompts", PromptsSettings, values)
+    check_section("prompts", PromptsSettings, values)
     files = _files_of("prompts.files", given, base_dir, column)
     _check_columns("prompts.files", files)
-    return dataclasses.replace(settings, files=files)
+    return from_mapping(PromptsSettings, "prompts", values | {"files": files})
 
 
 def _files_of(name: str, given: Any, base_dir: Path, column: str) -> tuple[WeightedFile, ...]:

@@ -32,6 +32,8 @@ class PromptsConfig:
         of_type(s, self, str, "text", "source_column")
         weights: Any = self.weights
         if weights is None:
+            column, is_left = self.source_column, self.source_column == type(self).source_column
+            require(is_left, f"{s}.source_column", column, "needs weights of sources; leave it out")
             return
         words = "a mapping from the name of each source to its weight"
         of_type(s, self, Mapping, words, "weights")

@@ -245,6 +245,14 @@ def test_the_column_of_sources_is_none_of_the_users(folder: Path) -> None:
     assert read_prompts(other).slice(0, 1)[0]["file"] == "more"
 
 
+@pytest.mark.parametrize("prompts", ["more.jsonl", "[more.jsonl, {path: more.jsonl, limit: 1}]"])
+def test_a_column_of_sources_without_weights_is_refused(folder: Path, prompts) -> None:
+    """known fault: no row got such a column, nor was one that is there looked at."""
+    given = [f"prompts={prompts}", "prompts.source_column=file"]
+    with pytest.raises(ConfigError, match=r"^prompts\.source_column = 'file': needs weights"):
+        load_settings(folder / "run.yaml", given)
+
+
 def test_held_out_prompts_of_several_files_are_suites(folder: Path) -> None:
     text = "evaluation={prompts: [prompts.jsonl, {path: prompts.json, name: hard, limit: 1}]}"
     settings = load_settings(folder / "run.yaml", [text])
