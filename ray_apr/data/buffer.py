@@ -225,7 +225,7 @@ class SampleBuffer:
             return self._closed or self._failure is not None or new or order() is not None
 
         async with self._changed:
-            due_s = self._stock.next_in_s(time.monotonic())
+            due_s = min(self._stock.next_in_s(time.monotonic()), self._starves_in_s())
             try:
                 async with asyncio.timeout(min(self._config.poll_timeout_s, due_s)):
                     await self._changed.wait_for(ready)
@@ -372,19 +372,24 @@ class SampleBuffer:
             self._notes.of_evicted(rows)
             await self._recorder.record_many.remote("dropped", rows)
 
-    def _is_starved(self) -> bool:
-        """Fail if the granted batch is waited for and nothing has moved for too long."""
+    def _starves_in_s(self) -> float:
+        """Seconds until the run fails if nothing moves; infinite where no batch is waited for."""
         grant, movement = self._stock.granted, self._movement
         if grant is None or grant.groups or not movement.has_begun:
-            return False
-        waited_s, limit_s = time.monotonic() - grant.granted_at, self._config.wait_timeout_s
-        if min(waited_s, movement.quiet_s()) < limit_s:
+            return float("inf")
+        quiet_s = min(time.monotonic() - grant.granted_at, movement.quiet_s())
+        return max(0.0, self._config.wait_timeout_s - quiet_s)
+
+    def _is_starved(self) -> bool:
+        """Fail if the granted batch is waited for and nothing has moved for too long."""
+        grant, moved, limit_s = self._stock.granted, self._movement, self._config.wait_timeout_s
+        if grant is None or self._starves_in_s() > 0:
             return False
         self._failure = StarvedError(
-            f"trainer starved: step {grant.step} waited {waited_s:.0f} s for a batch, "
-            f"{self._stock.diagnosis()}, and nothing has moved for {limit_s:g} s "
-            f"(buffer.wait_timeout_s): {movement.describe()}; rollout side "
-            f"{movement.report_age_s:.0f} s ago: {self._diagnosis}"
+            f"trainer starved: step {grant.step} waited "
+            f"{time.monotonic() - grant.granted_at:.0f} s for a batch, {self._stock.diagnosis()}, "
+            f"and nothing has moved for {limit_s:g} s (buffer.wait_timeout_s): "
+            f"{moved.describe()}; rollout side {moved.report_age_s:.0f} s ago: {self._diagnosis}"
         )
         self._touch()
         return True

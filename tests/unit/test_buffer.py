@@ -325,6 +325,17 @@ async def test_a_starved_trainer_learns_what_the_rollout_side_waits_for():
         await buffer.take(0, None)
 
 
+async def test_a_short_limit_of_the_wait_for_a_batch_is_kept_within_one_call():
+    """known fault: `wait_timeout_s` below `poll_timeout_s` was looked at once that was over."""
+    buffer, _ = make(wait_timeout_s=0.2, poll_timeout_s=60.0)
+    await buffer.grant(0, 0)
+    await buffer.report_rollout("nothing", Moves())
+    with pytest.raises(StarvedError, match=r"for 0\.2 s \(buffer\.wait_timeout_s\)"):
+        async with asyncio.timeout(10.0):
+            while await buffer.take(0, None) is None:
+                pass
+
+
 async def test_a_batch_is_waited_for_while_tokens_rewards_or_engines_move():
     """300 s after its grant a run ended, however well it did."""
     buffer, _ = make(wait_timeout_s=0.5)
