@@ -123,11 +123,14 @@ class Actors:
 
         Waits for: Serve. Unblocked by: its answers, or its limits.
         """
+        is_ended = False
         try:
             stop_rollout_servers(self._spec.name)
+            is_ended = end_serve(self._spec.name)  # a run of this name waits for the lease's end
         finally:
             self.kill()
-            end_serve(self._spec.name)  # without a lease: another run may end at this moment
+            if not is_ended:
+                end_serve()  # without a lease: another run may have ended at that moment
 
     def make_recorder(self, started_at: float) -> Any:
         """Start what writes the run folder, on this node, and the lease of the servers, which it

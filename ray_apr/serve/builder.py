@@ -319,17 +319,23 @@ def stop_rollout_servers(app_name: str) -> None:
         logger.warning("Serve application %s could not be deleted: %s", app_name, error)
 
 
-def end_serve(app_name: str) -> None:
+def end_serve(app_name: str | None = None) -> bool:
     """Take Serve away if nothing runs on it, and no run holds a lease that may begin to use it.
 
     An error is logged.
 
     Args:
-        app_name: Name of the application that was taken away; its own lease may live yet.
+        app_name: Of the run that ends, if it holds its lease yet.
+
+    Returns:
+        Whether Serve has ended.
     """
     try:
-        if not is_leased_to_others(app_name) and _applications() == {}:
-            with _alone():
-                serve.shutdown()
+        if is_leased_to_others(app_name) or _applications() != {}:
+            return False
+        with _alone():
+            serve.shutdown()
     except (RayError, RayServeException, TimeoutError, ValueError) as error:
         logger.warning("Serve could not be ended: %s", error)
+        return False
+    return True

@@ -125,9 +125,10 @@ def start_lease(app_name: str, holder: str) -> Any:
         ) from error
 
 
-def is_leased_to_others(app_name: str) -> bool:
-    """Whether there is a lease of another application, which runs on Serve or is about to."""
-    return bool(_leases() - {_name_of(app_name)})
+def is_leased_to_others(app_name: str | None) -> bool:
+    """Whether there is a lease of another application, or with None of any, which runs on Serve or
+    is about to."""
+    return bool(_leases() - ({_name_of(app_name)} if app_name is not None else set()))
 
 
 def _leases() -> set[str]:

@@ -163,7 +163,7 @@ def parts_of(monkeypatch, tmp_path, **actors) -> _Parts:
     monkeypatch.setattr("ray_apr.run.controller.ray.get", get)
     monkeypatch.setattr("ray_apr.run.actors.ray.kill", lambda actor: None)
     monkeypatch.setattr("ray_apr.run.actors.stop_rollout_servers", lambda name: None)
-    monkeypatch.setattr("ray_apr.run.actors.end_serve", lambda name: None)
+    monkeypatch.setattr("ray_apr.run.actors.end_serve", lambda name=None: True)
     parts = object.__new__(_Parts)
     parts.spec = run_spec()
     monkeypatch.setattr(type(parts.spec), "folder", tmp_path)

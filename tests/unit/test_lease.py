@@ -279,6 +279,42 @@ def test_serve_stays_where_another_run_is_about_to_use_it(serve_that, monkeypatc
     assert (serve.calls, cluster.names) == (["delete app", "shutdown"], [])
 
 
+def test_a_run_that_waits_for_one_of_its_name_begins_once_serve_has_ended(serve_that, monkeypatch):
+    """known fault: the lease that it waits for went before Serve, which ended under the new run."""
+    cluster, serve = ClusterOfNames(monkeypatch), serve_that(1)
+    ending = Actors(run_spec(name="app"))
+    ending.make_recorder(0.0)
+
+    def kill(name: str) -> None:
+        cluster.names.remove(name)
+        if name == "app-lease":
+            cluster.names.append(name)
+            serve.calls.append("the next run begins")
+
+    monkeypatch.setattr(actors_module.ray, "kill", kill)
+    ending.take_away()
+    assert serve.calls == ["delete app", "shutdown", "the next run begins"]
+    serve.calls.clear()
+    builder.end_serve()
+    assert serve.calls == [], "it has a lease"
+
+
+def test_the_last_of_two_runs_that_end_together_ends_serve(serve_that, monkeypatch):
+    cluster, serve = ClusterOfNames(monkeypatch), serve_that(1)
+    first, second = (Actors(run_spec(name=name)) for name in ("app", "app-2"))
+    first.make_recorder(0.0)
+    second.make_recorder(0.0)
+
+    def kill(name: str) -> None:
+        cluster.names.remove(name)
+        if name == "app-lease":  # the other one has looked already, too
+            cluster.names.remove("app-2-lease")
+
+    monkeypatch.setattr(actors_module.ray, "kill", kill)
+    first.take_away()
+    assert serve.calls == ["delete app", "shutdown"]
+
+
 def test_servers_that_do_not_end_are_told_of_and_serve_stays(serve_that, monkeypatch, caplog):
     monkeypatch.setattr(builder, "_DELETION_S", 0.01)
     serve = serve_that(float("inf"))
