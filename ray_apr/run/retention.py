@@ -17,7 +17,7 @@ import ray.train
 
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import one_line
-from ray_apr.data.resumption import LIST_FILE, PROGRESS_FILE
+from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, PROGRESS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _HOUR_S = 3600.0
 
 
 def listed_checkpoints(storage: Any, folder: str) -> list[dict[str, Any]]:
-    """Ray Train's list of a run's checkpoints, the oldest first.
+    """Ray Train's list of a run's checkpoints, the oldest first; its copy where it was cut off.
 
     Args:
         storage: A `pyarrow.fs.FileSystem`.
@@ -36,9 +36,19 @@ def listed_checkpoints(storage: Any, folder: str) -> list[dict[str, Any]]:
         ValueError: If it is no JSON, as one that was cut off.
         KeyError: If it is that of another version of Ray.
     """
-    with storage.open_input_file(f"{folder}/{LIST_FILE}") as file:
-        listed: list[dict[str, Any]] = json.loads(file.read())["checkpoint_results"]
-    return listed
+
+    def read(name: str) -> list[dict[str, Any]]:
+        with storage.open_input_file(f"{folder}/{name}") as file:
+            listed: list[dict[str, Any]] = json.loads(file.read())["checkpoint_results"]
+        # Ray Train's own order is by score, if there is one
+        return sorted(listed, key=lambda result: (result.get("metrics") or {}).get("step", -1))
+
+    try:
+        return read(LIST_FILE)
+    except ValueError:
+        if not storage.get_file_info(f"{folder}/{LIST_COPY_FILE}").is_file:
+            raise
+        return read(LIST_COPY_FILE)
 
 
 class AgedCheckpoints(ray.train.CheckpointConfig):

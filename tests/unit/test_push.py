@@ -19,7 +19,7 @@ from ray_apr.cli.push import push_at_end
 from ray_apr.cli.settings import RunFolderSettings
 from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.data.resumption import LIST_FILE
+from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
 from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
@@ -171,6 +171,25 @@ def test_a_checkpoint_that_is_cut_off_is_not_pushed(run_dir, hub, capsys):
     (run_dir / LIST_FILE).unlink()
     assert main(["push", str(run_dir), "org/name"]) == 2
     assert not hub.calls
+
+
+def test_the_last_model_is_pushed_where_the_best_checkpoints_stay(run_dir, hub):
+    """known fault: with a `checkpoint_score_attribute` Ray Train's list ends with the best one."""
+    listed = [
+        {"checkpoint_dir_name": f"checkpoint_{k}", "metrics": {"step": k, "reward_mean": 1 / k}}
+        for k in (2, 1)
+    ]
+    (run_dir / LIST_FILE).write_text(json.dumps({"checkpoint_results": listed}))
+    assert main(["push", str(run_dir), "org/name"]) == 0
+    assert hub.calls[1][1] == run_dir / "checkpoint_2" / "hf"
+
+
+def test_a_list_of_checkpoints_that_is_cut_off_has_a_copy(run_dir, hub):
+    """known fault: after a kill that cut it off, `push` said to try again, for good."""
+    (run_dir / LIST_FILE).rename(run_dir / LIST_COPY_FILE)
+    (run_dir / LIST_FILE).write_text('{"checkpoint_res')
+    assert main(["push", str(run_dir), "org/name"]) == 0
+    assert hub.calls[1][1] == run_dir / "checkpoint_2" / "hf"
 
 
 def test_the_hubs_own_client_sends_the_model_and_its_card(run_dir, tmp_path, monkeypatch, capsys):
