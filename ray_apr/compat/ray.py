@@ -24,6 +24,8 @@ _REACH_LIMIT_S = 10.0
 _NO_PROXY = ("Disabled", "NoServer")
 _TOKEN = Path("~/.ray/auth_token")
 """`ray start` asks for it where it is there, and `ray.init` sends it only if it is told to."""
+_NONE_TO_JOIN = ("Could not find any running Ray", "Found multiple active Ray")
+"""How errors of Ray begin that come before it connects."""
 STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Whether Ray Train keeps what its runs do for ``/api/train/v2/runs/v1`` of the dashboard."""
 
@@ -154,7 +156,8 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
         with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
             context = ray.init(**options)
     except ConnectionError as error:
-        if "RAY_AUTH_MODE" in os.environ or not _TOKEN.expanduser().is_file():
+        is_told = "RAY_AUTH_MODE" in os.environ or str(error).startswith(_NONE_TO_JOIN)
+        if is_told or not _TOKEN.expanduser().is_file():
             raise
         remedy = "clusters that began since ask for it; set RAY_AUTH_MODE=token for this process"
         raise ConnectionError(f"{error}; there is a token of Ray in {_TOKEN}: {remedy}") from error

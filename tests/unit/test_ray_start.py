@@ -104,3 +104,22 @@ def test_a_cluster_that_may_ask_for_a_token_is_not_joined_without_a_word_of_it(
     with pytest.raises(ConnectionError, match=r"^Failed to connect to .* at auto") as caught:
         init_beside_dashboard(address="auto")
     assert ("set RAY_AUTH_MODE=token" in str(caught.value)) == is_told
+
+
+def test_a_token_is_not_told_as_what_is_wrong_where_no_cluster_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """known fault: after a run of its own `ray.address: auto` without any cluster told of it."""
+    from ray._private import services
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("abc")
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
+    find = services.canonicalize_bootstrap_address_or_die
+    monkeypatch.setattr(ray, "init", lambda **options: find(options["address"]))
+    with pytest.raises(ConnectionError, match="Could not find any running Ray") as caught:
+        init_beside_dashboard(address="auto")
+    assert "token" not in str(caught.value)
