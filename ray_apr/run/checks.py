@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _DEFAULT_RESTARTS = ((-1, "controller_failure_limit"), (-1, "max_preemption_failures"))
 """Ray's own, which nobody has asked for; the run sets them to 0."""
 
-_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
-"""vLLM's variable, WARNING for the engines where it is not set (`serve.vllm.arguments`)."""
+_LOG_LEVEL, _LOG_CONFIG = "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"
+"""vLLM's variables: a level, WARNING for the engines where it is not set (`serve.vllm.arguments`),
+and a file which says what is logged in its place."""
 
 _UPLOADED = "working_dir_files"
 """Folder of Ray's with the files that came with jobs; it goes with them."""
@@ -139,6 +140,7 @@ def _check_sent(spec: RunSpec) -> None:
 def _check_logged(rollout: RolloutConfig) -> None:
     """Check that what engines are asked to log is not below their level."""
     is_told = os.environ.get(_LOG_LEVEL, "").upper() in ("INFO", "DEBUG")
+    is_told = is_told or bool(os.environ.get(_LOG_CONFIG))
     remedy = f"is logged at level INFO: set {_LOG_LEVEL}=INFO in the environment, or leave it out"
     for name in LOGGED if rollout.engine.factory == "vllm" and not is_told else ():
         is_asked = rollout.engine.kwargs.get(name, False)
