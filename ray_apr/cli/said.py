@@ -47,8 +47,10 @@ def tell(text: str) -> None:
     """Say how a run goes, which goes on where nobody reads it any more: Ctrl-C ends `tee`, too."""
     try:
         show(text)
-    except OSError:
+    except OSError as error:
         _silence(sys.stdout)
+        if not isinstance(error, BrokenPipeError):  # as a full disk, which nobody chose
+            complain(f"the lines of the run are not shown any more: {error}", verbose=False)
 
 
 def complain(text: str, verbose: bool) -> None:

@@ -31,13 +31,17 @@ _ANSWER_S = 30.0
 
 def unbroken(show: Callable[[str], None]) -> Callable[[str], None]:
     """What takes lines of a run that goes on, or ends as it should, where nobody reads them any
-    more: Ctrl-C ends what a terminal pipes them to, too."""
+    more: Ctrl-C ends what a terminal pipes them to, too. The first one that is lost is told."""
+    is_told = False
 
     def say(line: str) -> None:
+        nonlocal is_told
         try:
             show(line)
         except OSError as error:
-            logger.debug("nobody takes the progress of the run: %s", error)
+            level = logging.DEBUG if is_told else logging.WARNING
+            logger.log(level, "a line of progress is lost, and the run goes on: %r", error)
+            is_told = True
 
     return say
 

@@ -15,6 +15,7 @@ import ray.train
 from ray_apr.cli import launch
 from ray_apr.cli import main as cli
 from ray_apr.cli.resume import settings_to_resume
+from ray_apr.cli.said import tell
 from ray_apr.cli.settings import load_settings
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import ConfigError, Stopped
@@ -292,3 +293,14 @@ def test_a_run_ends_as_ever_where_what_reads_its_lines_has_ended(config, monkeyp
         monkeypatch.setattr(sys, name, os.fdopen(write, "w"))
     assert cli.main(["train", str(config), "--set", "run.name=mine"]) == 130
     assert (told, reports) == (["step 1/3"], ["mine"])
+
+
+def test_lines_that_a_full_disk_does_not_take_are_told_of(capsys):
+    """known fault: `train > log` went on without a word of what its log lacks."""
+    with pytest.MonkeyPatch.context() as patch:
+        full = open("/dev/full", "w")  # noqa: SIM115 (it is closed by hand: what it holds is lost)
+        patch.setattr(sys, "stdout", full)
+        tell("step 1/3")
+        tell("step 2/3")
+        full.close()
+    assert capsys.readouterr().err.count("are not shown any more: [Errno 28] No space left") == 1

@@ -116,7 +116,7 @@ def run_to_its_end(monkeypatch, spec, failure, progress=None):
     return controller.run(spec, None, progress=progress)
 
 
-def test_a_run_whose_lines_nobody_reads_goes_on(tmp_path, monkeypatch):
+def test_a_run_whose_lines_nobody_reads_goes_on(tmp_path, monkeypatch, caplog):
     """known fault: Ctrl-C ended `tee`, too, and the line that told it took the end of the run
     along, with its final.json; a run that failed did not begin again."""
 
@@ -132,6 +132,8 @@ def test_a_run_whose_lines_nobody_reads_goes_on(tmp_path, monkeypatch):
     with pytest.raises(TrainError):
         run_to_its_end(monkeypatch, spec, failure, progress=show)
     assert len((spec.folder / "ranks.jsonl").read_text().splitlines()) == 2, "it began again"
+    told = [r.getMessage() for r in caplog.records if "a line of progress is lost" in r.message]
+    assert len(told) == 1 and "BrokenPipeError" in told[0], "once"
 
 
 def test_ctrl_c_while_a_run_that_has_trained_all_ends_leaves_it_whole(tmp_path, monkeypatch):
