@@ -47,7 +47,8 @@ class StopSignals:
             if isinstance(error, Stopped):
                 raise
             by_term = isinstance(error, SystemExit) and error.code == signal.SIGTERM
-            raise Stopped(self._told or (signal.SIGTERM if by_term else signal.SIGINT)) from error
+            self._told = self._told or (signal.SIGTERM if by_term else signal.SIGINT)
+            raise Stopped(self._told) from error
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
