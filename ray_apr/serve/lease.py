@@ -8,6 +8,7 @@ waits for the death of one that does not: Ray ends that with the driver, whateve
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from typing import Any
@@ -24,7 +25,10 @@ _HOLD_S = 30.0
 _ANSWER_S = 30.0
 _PAUSE_S = 1.0
 _GONE_S = 2 * (_HOLD_S + _ANSWER_S)
-_NAMESPACE, _LEASE = "ray_apr", "-lease"
+_NAMESPACE = "ray_apr"
+_LEASE = re.compile("(.+)-lease(-[0-9a-f]{8})?")
+"""Name of the lease of an application; that of an older version, which a cluster may still have,
+ends in digits of its own."""
 
 
 class RunLease:
@@ -88,7 +92,7 @@ def wait_for_lease(app_name: str) -> None:
         ResourceError: If they are not within `_GONE_S`.
     """
     deadline = time.monotonic() + _GONE_S
-    while _name_of(app_name) in _leases():
+    while app_name in _leased():
         if time.monotonic() > deadline:
             raise ResourceError(
                 f"the servers of another run named {app_name} are on this cluster, and have not "
@@ -110,7 +114,7 @@ def start_lease(app_name: str, holder: str) -> Any:
     """
     actor = ray.remote(RunLease).options(
         num_cpus=0,
-        name=_name_of(app_name),
+        name=f"{app_name}-lease",
         namespace=_NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
@@ -128,14 +132,11 @@ def start_lease(app_name: str, holder: str) -> Any:
 def is_leased_to_others(app_name: str | None) -> bool:
     """Whether there is a lease of another application, or with None of any, which runs on Serve or
     is about to."""
-    return bool(_leases() - ({_name_of(app_name)} if app_name is not None else set()))
+    return bool(_leased() - {app_name})
 
 
-def _leases() -> set[str]:
+def _leased() -> set[str | None]:
+    """Names of the applications that have a lease."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    ours = {actor["name"] for actor in named if actor["namespace"] == _NAMESPACE}
-    return {name for name in ours if name.endswith(_LEASE)}
-
-
-def _name_of(app_name: str) -> str:
-    return f"{app_name}{_LEASE}"
+    ours = (_LEASE.fullmatch(a["name"]) for a in named if a["namespace"] == _NAMESPACE)
+    return {lease[1] for lease in ours if lease is not None}

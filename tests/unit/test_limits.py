@@ -139,8 +139,10 @@ def test_train_workers_start_once_such_engines_have_their_gpus_or_cannot(monkeyp
         parts.fit()
 
 
-def test_servers_of_a_killed_driver_are_waited_for_and_then_named(monkeypatch):
-    there = [{"namespace": lease._NAMESPACE, "name": "mine-lease"}]
+@pytest.mark.parametrize("name", ["mine-lease", "mine-lease-0a1b2c3d"])
+def test_servers_of_a_killed_driver_are_waited_for_and_then_named(monkeypatch, name):
+    """known fault: of a driver of an older version, whose lease had such digits, they were not."""
+    there = [{"namespace": lease._NAMESPACE, "name": name}]
     monkeypatch.setattr(lease.ray.util, "list_named_actors", lambda all_namespaces: there)
     monkeypatch.setattr(lease, "_PAUSE_S", 0.01)
     monkeypatch.setattr(lease, "_GONE_S", 0.05)
