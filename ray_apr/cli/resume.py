@@ -12,7 +12,6 @@ from ray_apr.cli.settings import RunSettings, load_settings
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.run.command import read_command
-from ray_apr.run.evaluations import lacks_last_evaluation
 from ray_apr.run.folder import CONFIG_FILE, read_object
 
 
@@ -80,6 +79,7 @@ def is_anything_left(folder: Path) -> bool:
     lacks a step or its evaluation, or is not here to say so."""
     from pyarrow.fs import LocalFileSystem
 
+    from ray_apr.run.evaluations import lacks_last_evaluation  # which imports Ray
     from ray_apr.run.retention import listed_checkpoints
 
     try:
