@@ -184,9 +184,11 @@ class PrivateNameError(APRError, ImportError):
     """Ray, PyTorch or vLLM lacks something of its inside that ray_apr uses: another version."""
 
 
-_TRACEBACK = "Traceback (most recent call last)"
+_TRACEBACK = "Traceback (most recent call last):"
 _NAMED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)(: |$)")
 """Line of a traceback that says what was raised."""
+_OF_GROUPS = re.compile(r"^(?:[|+] +|\+[-+ \d]+$)")
+"""What Python draws beside the traceback of an exception group."""
 _PACKAGES = (
     Path(__file__).parents[1],
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -229,7 +231,7 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return repr(error)
-    raised = _raised(lines) if any(_TRACEBACK in line for line in lines) else None
+    raised = _raised(lines) if any(line.endswith(_TRACEBACK) for line in lines) else None
     if not isinstance(error, APRError):
         return raised or lines[0]
     if raised is None:
@@ -239,6 +241,7 @@ def one_line(error: BaseException) -> str:
 
 def _raised(lines: Sequence[str]) -> str:
     """What the last error of a traceback says, all of it; its last line, where none has a name."""
+    lines = [said for line in lines if (said := _OF_GROUPS.sub("", line))]
     frames = [number for number, line in enumerate(lines) if line.startswith('File "')]
     after = lines[frames[-1] :] if frames else lines
     named = [number for number, line in enumerate(after) if _NAMED.match(line)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from types import SimpleNamespace
 
 from ray_apr.core.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
@@ -139,3 +140,20 @@ def test_an_error_is_told_in_one_line():
     assert one_line(cannot) == "it cannot start: 3 tries. … ValueError: no row"
     of_serve = RolloutError(f"it cannot start: 2 times.\nServeReplica()\nRuntimeError: {text}")
     assert one_line(of_serve) == "it cannot start: 2 times. … ValueError: no row"
+
+
+def test_of_a_group_of_errors_the_last_one_is_told():
+    """known fault: the line that Python draws below it was."""
+    try:
+        raise ExceptionGroup("two failed", [KeyError("a"), ValueError("no row")])
+    except ExceptionGroup:
+        text = traceback.format_exc()
+    for error in (RuntimeError(text), RuntimeError(f"ray::run()\n{text}")):
+        assert one_line(error) == "ValueError: no row"
+    assert one_line(RolloutError(f"it died:\n{text}")) == "it died: … ValueError: no row"
+
+
+def test_an_error_that_quotes_a_traceback_is_told_once():
+    """known fault: the line came twice."""
+    said = RewardError("e0-1", "invalid", repr("Traceback (most recent call last):\n  File ..."))
+    assert one_line(said) == str(said)
