@@ -39,10 +39,11 @@ def reward(sample: Sample) -> float:
 
 
 def read_rows(file: Path) -> ray.data.Dataset:
-    """Rows of a file of Parquet, or of JSON lines as they are."""
-    if file.suffix == ".parquet":
+    """Rows of Parquet, a file or a folder of them, or of JSON lines as they are."""
+    if file.suffix != ".jsonl":
         return ray.data.read_parquet(str(file.resolve()))
-    return ray.data.from_items([json.loads(line) for line in file.read_text().splitlines()])
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return ray.data.from_items([json.loads(line) for line in lines if line.strip()])
 
 
 def first_row(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -48,10 +49,15 @@ def test_each_evaluation_has_a_name_of_its_own(evaluate, tmp_path):
 
 
 def test_its_prompts_may_be_json_lines(monkeypatch, tmp_path):
-    """known fault: Ray found "no files" in a file that it was given."""
+    """known fault: Ray found "no files" in a file that it was given; a folder of Parquet was read
+    as text, and a line ended within a string that has a separator of lines."""
     monkeypatch.setattr(ray.data, "from_items", list)
     monkeypatch.setattr(ray.data, "read_parquet", lambda path: path)
     read_rows = runpy.run_path(str(EXAMPLE))["read_rows"]
-    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    assert read_rows(tmp_path / "held.jsonl") == [{"prompt": "1+1=", "answer": "2"}]
-    assert read_rows(tmp_path / "held.parquet") == str(tmp_path / "held.parquet")
+    row = {"prompt": "1\u2028+1=", "answer": "2"}
+    file = tmp_path / "held.jsonl"
+    lines = f"{json.dumps(row, ensure_ascii=False)}\n\n{json.dumps(row)}\n"
+    file.write_text(lines, encoding="utf-8")
+    assert read_rows(file) == [row, row]
+    for parquet in (tmp_path / "held.parquet", tmp_path):
+        assert read_rows(parquet) == str(parquet)
