@@ -79,6 +79,8 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention has on CPU. With another one an engine starts, and dies at
 its first request, which looks as if the prompt were the cause."""
+_OWN_HEADS = ("Gemma3", "Gemma", "Glm4", "Glm", "Qwen3")
+"""Architectures whose heads have 128 or 256 where ``config.json`` says nothing of them."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
 
@@ -132,6 +134,9 @@ def check_on_cpu(model: str, config: Mapping[str, Any]) -> None:
         ConfigError: If the size of its heads is none of vLLM's there.
     """
     if config.get("kv_lora_rank"):  # latent attention has kernels of its own
+        return
+    of_family = [f"{name}ForCausalLM" for name in _OWN_HEADS]
+    if "head_dim" not in config and set(of_family) & set(config["architectures"]):
         return
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     size = config.get("head_dim") or (hidden // heads if hidden and heads else None)

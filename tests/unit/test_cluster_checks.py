@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import ray.train
+import transformers
 
 from ray_apr.config import EvaluationConfig, PartialRolloutConfig, RolloutConfig, Sections
-from ray_apr.core.architectures import check_on_cpu
+from ray_apr.core.architectures import CPU_HEADS, SUPPORTED, check_on_cpu
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import checks, training
 from ray_apr.serve import builder
@@ -168,6 +169,22 @@ def test_a_model_that_engines_on_cpu_would_die_of_is_refused(tmp_path):
     latent = config | {"kv_lora_rank": 16}
     for fits in (config | {"head_dim": 32}, config | {"num_attention_heads": 2}, latent):
         check_on_cpu("m", fits)
+
+
+def test_heads_that_are_left_to_the_family_have_its_size():
+    """known fault: a Qwen3 whose config has no head_dim was refused, of heads that it has not."""
+    of_heads = {"hidden_size": 64, "num_attention_heads": 4}
+    num_checked = 0
+    for name in SUPPORTED:
+        family = getattr(transformers, name).config_class
+        size = getattr(family(**of_heads, num_key_value_heads=4), "head_dim", None) or 16
+        if size != 16 and not hasattr(family(), "kv_lora_rank"):
+            num_checked += 1
+            assert size in CPU_HEADS
+            check_on_cpu("m", {"architectures": [name], **of_heads})
+            with pytest.raises(ConfigError, match="heads have a size of 16"):
+                check_on_cpu("m", {"architectures": [name], **of_heads, "head_dim": 16})
+    assert num_checked
 
 
 @pytest.mark.parametrize(("device", "size", "seen"), [("cuda", 1, "0"), ("cuda", 2, None)])
