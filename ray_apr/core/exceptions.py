@@ -185,6 +185,8 @@ class PrivateNameError(APRError, ImportError):
 
 
 _TRACEBACK = "Traceback (most recent call last):"
+_FRAME = 'File "'
+"""Begin of a line of a traceback, of Ray's, too, which have no line above them."""
 _NAMED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)(: |$)")
 """Line of a traceback that says what was raised."""
 _OF_GROUPS = re.compile(r"^(?:[|+] +|\+[-+ \d]+$)")
@@ -231,7 +233,8 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return repr(error)
-    raised = _raised(lines) if any(line.endswith(_TRACEBACK) for line in lines) else None
+    traces = any(line.endswith(_TRACEBACK) or line.startswith(_FRAME) for line in lines)
+    raised = _raised(lines) if traces else None
     if not isinstance(error, APRError):
         return raised or lines[0]
     if raised is None:
@@ -242,7 +245,7 @@ def one_line(error: BaseException) -> str:
 def _raised(lines: Sequence[str]) -> str:
     """What the last error of a traceback says, all of it; its last line, where none has a name."""
     lines = [said for line in lines if (said := _OF_GROUPS.sub("", line))]
-    frames = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    frames = [number for number, line in enumerate(lines) if line.startswith(_FRAME)]
     after = lines[frames[-1] :] if frames else lines
     named = [number for number, line in enumerate(after) if _NAMED.match(line)]
     return " ".join(after[named[-1] :]) if named else lines[-1]

@@ -8,7 +8,13 @@ import logging
 import traceback
 from types import SimpleNamespace
 
-from ray_apr.core.exceptions import EngineUnavailableError, RewardError, RolloutError, one_line
+from ray_apr.core.exceptions import (
+    EngineDiedError,
+    EngineUnavailableError,
+    RewardError,
+    RolloutError,
+    one_line,
+)
 from ray_apr.data.movement import Movement, Moves
 from ray_apr.rollout.failures import FailureCount, Outage, cause_of, told
 from ray_apr.serve.vllm.stall import StallWatch
@@ -151,6 +157,15 @@ def test_of_a_group_of_errors_the_last_one_is_told():
     for error in (RuntimeError(text), RuntimeError(f"ray::run()\n{text}")):
         assert one_line(error) == "ValueError: no row"
     assert one_line(RolloutError(f"it died:\n{text}")) == "it died: … ValueError: no row"
+
+
+def test_an_engine_that_died_of_an_error_of_rays_says_it_in_few_words():
+    """known fault: its line had the whole traceback of the engine's worker."""
+    frame = '  File "/vllm/worker.py", line 1, in execute\n    run()\n'
+    task = f"ray::Worker.execute() (pid=1)\n{20 * frame}torch.OutOfMemoryError: 2 GiB.\nsee a"
+    died = EngineDiedError(f"engine-0 is dead: RayTaskError(RuntimeError): {task}")
+    begin = "engine-0 is dead: RayTaskError(RuntimeError): ray::Worker.execute() (pid=1)"
+    assert one_line(died) == f"{begin} … torch.OutOfMemoryError: 2 GiB. see a"
 
 
 def test_an_error_that_quotes_a_traceback_is_told_once():
