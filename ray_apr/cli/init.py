@@ -28,15 +28,19 @@ def write_starter(folder: Path) -> list[str]:
     Raises:
         ConfigError: If the folder holds anything else, is a file, or cannot be made.
     """
+    try:
+        return _write(folder)
+    except OSError as error:
+        remedy = f"cannot be made ({error.strerror or error}); name a folder where you may write"
+        raise ConfigError("FOLDER", str(folder), remedy) from error
+
+
+def _write(folder: Path) -> list[str]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("FOLDER", str(folder), "is a file; name a new folder")
     if folder.exists() and (there := min(_visible(folder), default=None)):
         raise ConfigError("FOLDER", str(folder), f"holds {there!r} already; name a new folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = f"cannot be made ({error.strerror}); name a folder where you may write"
-        raise ConfigError("FOLDER", str(folder), remedy) from error
+    folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(STARTER.iterdir()):
         if path.name == "prompts.parquet":
             _write_prompts(path, folder / PROMPTS)

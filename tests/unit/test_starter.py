@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -43,6 +45,17 @@ def test_a_folder_that_cannot_be_made_is_told_and_one_is_no_file_of_settings(tmp
     (tmp_path / "run.yaml").write_text("model: m")
     assert cli.main(["train", str(tmp_path)]) == 2
     assert "is a folder; name its file of settings (.yaml: run.yaml)" in capsys.readouterr().err
+
+
+def test_an_empty_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch, capsys):
+    """known fault: a bare PermissionError."""
+
+    def denied(_from, to):
+        raise PermissionError(errno.EACCES, "Permission denied", str(to))
+
+    monkeypatch.setattr(shutil, "copyfile", denied)
+    assert cli.main(["init", str(tmp_path)]) == 2
+    assert "cannot be made (Permission denied); name a folder where" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_files_is_refused_and_left(tmp_path, capsys) -> None:
