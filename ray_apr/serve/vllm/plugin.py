@@ -147,8 +147,8 @@ def _keep_first_error() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             error = record.exc_info[1] if record.exc_info else None
             with contextlib.suppress(OSError):  # its reader is gone
-                if error is not None and _is_old(path.read_text(encoding="utf-8")):
+                if error is not None and _is_old(path.read_text("utf-8", "replace")):
                     said = f"{time.monotonic()}\n{type(error).__name__}: {error}"
-                    path.write_text(said, encoding="utf-8")
+                    path.write_text(said, "utf-8", "backslashreplace")  # a file may have any name
 
     logging.getLogger("vllm").addHandler(Keep(level=logging.ERROR))
