@@ -131,14 +131,26 @@ def cuda(monkeypatch):
     return torch.device("cuda")
 
 
-def broken():
-    raise ImportError("no _cutlass_ir")
+def broken(error):
+    def kernels():
+        raise error
+
+    return kernels
 
 
 WITHOUT = {
     "Hopper": (torch.cuda, "get_device_capability", lambda _: (8, 0)),
     "is not installed": (flash_attention, "installed_version", lambda _: None),
-    "cannot be used: no _cutlass_ir": (flash_attention, "_kernels", broken),
+    "cannot be used: no _cutlass_ir": (
+        flash_attention,
+        "_kernels",
+        broken(ImportError("no _cutlass_ir")),
+    ),
+    "cannot be used: unexpected keyword": (  # of a decorator of another cutlass
+        flash_attention,
+        "_kernels",
+        broken(TypeError("unexpected keyword")),
+    ),
 }
 
 
