@@ -29,10 +29,10 @@ _KEPT_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 def why_not(device: torch.device) -> str | None:
     """Why a CUDA device cannot run the kernels, which were tried on Hopper; None if it can."""
-    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
-        return "needs a Hopper GPU"
     if installed_version(PACKAGE) is None:
         return f"needs {PACKAGE}, which is not installed"
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return "needs a Hopper GPU"
     try:
         _kernels()
     except Exception as error:  # noqa: BLE001  (its import runs code that fails in any way)

@@ -49,7 +49,7 @@ def test_the_attention_of_gpus_computes_what_the_exact_mask_does(tmp_path, monke
         monkeypatch.setattr(
             "ray_apr.train.fsdp.attention_name",
             lambda *_, **__: attention.attention_name(
-                torch.device("cuda"), torch.bfloat16, packed=True
+                torch.device("cuda"), torch.bfloat16, packed=True, attention="torch"
             ),
         )
         model = build_model(str(folder), TrainConfig(), CPU)
