@@ -3,8 +3,6 @@ that PyTorch's own registration of it calls, too."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ray_apr.compat.lookup import PrivateNames
 
 PACKAGE = "flash-attn-4"
@@ -22,7 +20,3 @@ FLASH_ATTENTION = PrivateNames(
         "_flash_attn_bwd": f"(q,k,v,out,dout,lse,deterministic,{_OF_ROW})",
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return FLASH_ATTENTION.get(name)
