@@ -127,10 +127,8 @@ def _hub_config(model: str, *, is_here: bool) -> Mapping[str, Any]:
     from transformers import PretrainedConfig
 
     try:
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(model, local_files_only=is_here)[
-            0
-        ]
+        config, _ = PretrainedConfig.get_config_dict(model, local_files_only=is_here)
     except OSError as error:
         remedy = f"is no folder, and the hub does not give it: {all_lines(error)}"
         raise ConfigError("model", model, remedy) from error
-    return config
+    return dict(config)
