@@ -284,12 +284,6 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
     )
 
 
-_WRITES = (
-    "it has a token in ~/.ray, unless RAY_AUTH_MODE=disabled, and all else in /tmp/ray: make "
-    "room there, or set HOME to a folder that can be written to"
-)
-
-
 def joined_address(settings: RaySettings) -> str | None:
     """Address of the cluster that a run joins; None: it starts its own.
 
@@ -325,7 +319,9 @@ def _init_ray(
         except OSError as error:  # among them ConnectionError, which Ray raises
             if joined is None:
                 raise ResourceError(
-                    f"Ray cannot start on this machine: {error}; {_WRITES}"
+                    f"Ray cannot start on this machine: {error}; it has a token in ~/.ray, unless "
+                    "RAY_AUTH_MODE=disabled, and all else in /tmp/ray: make room there, or set "
+                    "HOME to a folder that can be written to"
                 ) from error
             remedy = f"no Ray cluster can be joined there: {error}"
             raise ConfigError("ray.address", joined, remedy) from error
