@@ -173,6 +173,16 @@ def test_pytorchs_attention_runs_where_it_cannot(monkeypatch, caplog, cuda, reas
         attention.attention_name(cuda, torch.bfloat16, packed=True, attention="flash_attention_4")
 
 
+def test_nothing_asks_cuda_where_the_package_is_not_installed(monkeypatch):
+    def asked(_):
+        raise AssertionError("a build without CUDA cannot answer")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setattr(flash_attention, "installed_version", lambda _: None)
+    reason = flash_attention.why_not(torch.device("cuda"))
+    assert reason == "needs flash-attn-4, which is not installed"
+
+
 @pytest.mark.parametrize(("dtype", "packed"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_padded_and_float32_rows_have_another_attention(cuda, dtype, packed):
     assert attention.attention_name(cuda, dtype, packed=packed) == "sdpa"
