@@ -16,6 +16,7 @@ TORCH = PrivateNames(
     names={
         "_foreach_copy_": "torch",
         "_foreach_norm": "torch",
+        "_is_in_bad_fork": "torch.cuda",
         "TorchDispatchMode": "torch.utils._python_dispatch",
         "tree_leaves": "torch.utils._pytree",
         "ProcessGroupGloo": "torch.distributed",

@@ -121,6 +121,23 @@ def test_a_fork_is_what_python_would_have_been(servers: dict[str, str], script: 
     assert len(told["files"]) == 4, "the fourth is the folder that was listed"
 
 
+@pytest.mark.parametrize("given", [None, "0"])
+def test_imports_of_servers_look_for_gpus_without_cuda(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """But where somebody wants that. CUDA that has begun refuses to run in a fork."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    (tmp_path / "looks.py").write_text(f"import os\nos.environ['SEEN'] = os.environ['{name}']\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with fork_servers([Stage(name="first", modules=["looks"])]) as runtime_env:
+        told = _run(runtime_env, script)
+    assert _is_forked(told)
+    assert told["variables"]["SEEN"] == (given or "1")
+
+
 def test_forks_draw_different_numbers(servers: dict[str, str], script: Path) -> None:
     assert _run(servers, script)["draw"] != _run(servers, script)["draw"]
 
@@ -364,6 +381,22 @@ def test_a_module_that_fails_costs_none_of_the_others(
         told = _run(runtime_env, script)
     assert _is_forked(told)
     assert "colorsys" in told["modules"] and "broken_module" not in told["modules"]
+
+
+def test_a_server_whose_import_has_begun_cuda_forks_nothing(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA would refuse to run in its forks, as it did beside flash-attn-4. The others fork on."""
+    (tmp_path / "asks.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    stages = [
+        Stage(name="first", modules=["colorsys"], later_modules=["torch"]),
+        Stage(name="second", modules=[], later_modules=["asks"]),
+        Stage(name="third", modules=[]),
+    ]
+    with fork_servers(stages) as runtime_env:
+        forked = {s.name: _is_forked(_run(runtime_env, script, stage=s.name)) for s in stages}
+    assert forked == {"first": True, "second": False, "third": True}
 
 
 def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:

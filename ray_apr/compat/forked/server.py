@@ -41,6 +41,9 @@ _SET_LATER = {"PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV", _ARENAS}
 """Variables that nothing has read which is imported here, beside Ray's, or that a fork can obey."""
 FIRST_VARIABLE = "RAY_APR_IS_FORKED"
 """Of servers and forks; a process finds the memory for its title by the first one, which stays."""
+_LOOKS_FOR_GPUS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""PyTorch's own variable: to ask whether there is a GPU, as Transformers does at its import where
+flash-attn-4 is installed, does not begin CUDA then."""
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 _REQUEST_LIMIT_S = 5.0
@@ -51,7 +54,9 @@ def main() -> None:
     alive, stages = int(sys.argv[1]), json.loads(sys.argv[2])
     gc.disable()  # what is imported stays, and collections are a fifth of the time
     del sys.path[0]  # the folder that this process was started in
-    script = _run_stages(alive, stages, dict(os.environ))
+    began = dict(os.environ)
+    os.environ.setdefault(_LOOKS_FOR_GPUS_BY_NVML, "1")
+    script = _run_stages(alive, stages, began)
     sys.argv = script
     sys.path.insert(0, os.path.dirname(script[0]))
     runpy.run_path(script[0], run_name="__main__")
@@ -77,7 +82,10 @@ def _run_stages(alive: int, stages: list[dict[str, Any]], began: dict[str, str])
         os.close(other["socket"])
     _import(stage["later_modules"])
     with socket.socket(fileno=stage["socket"]) as listener:
-        request = _serve(alive, listener, began)
+        request = None if _has_begun_cuda() else _serve(alive, listener, began)
+    if request is None:  # who asks finds nobody, and starts Python; later servers live on
+        select.select([alive], [], [])
+        sys.exit()
     os.close(alive)
     _become(request, began)
     if stage["hook"] is not None:
@@ -91,6 +99,22 @@ def _import(modules: Iterable[str]) -> None:
         # also where a library of C is missing: a worker that needs the module says so itself
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+
+
+def _has_begun_cuda() -> bool:
+    """Whether an import has asked for a GPU, so that CUDA refuses to run in forks, as PyTorch
+    answers in one. Packages for GPUs do so, of which imports take any that is installed.
+
+    Waits for: a fork. Unblocked by: its end, which is at once.
+    """
+    if "torch" not in sys.modules:
+        return False
+    from ray_apr.compat.torch import TORCH  # of servers with PyTorch alone
+
+    is_in_bad_fork = TORCH.get("_is_in_bad_fork")
+    if (fork := os.fork()) == 0:
+        os._exit(is_in_bad_fork())
+    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) != 0
 
 
 def _serve(alive: int, listener: socket.socket, began: Mapping[str, str]) -> dict[str, Any]:
