@@ -1,6 +1,9 @@
-"""Engines come and go in a run on CPU: from 2 to 8 and back to 2, by ``ray-apr scale``.
+"""Engines come and go in a run: from 2 to 8 and back to 2 on CPU, by ``ray-apr scale``.
 
     python benchmarks/churn.py --replicas 2 8 2 --out benchmarks/results/churn-2cpu.json
+    python benchmarks/churn.py --replicas 1 2 1 --set rollout.engine.device=cuda --out gpus.json
+
+The second one has engines on GPUs, and the trainer on CPU.
 
 The arithmetic example trains in short steps. After some of them the first change is asked for, and
 so on; after some more the run is stopped, and proved by ``ray-apr verify``. For each change: how
@@ -165,12 +168,12 @@ def describe(folder: Folder, changes: list[dict[str, Any]], numbers: list[int]) 
     return {"before": of_window(first, changes[0]["asked_s"]), "changes": changes}
 
 
-def run(numbers: list[int]) -> dict[str, Any]:
+def run(numbers: list[int], settings: list[str]) -> dict[str, Any]:
     """Do the run; what became of it."""
     mark, env = marked_environment()
     with tempfile.TemporaryDirectory(prefix="churn-") as name:
         log, folder = Path(name) / "log.txt", Folder(Path(name) / "run")
-        overrides = (*SETTINGS, f"rollout.num_replicas={numbers[0]}")
+        overrides = (*settings, f"rollout.num_replicas={numbers[0]}")
         process = start_run(Path(name), env, *overrides, log=log)
         try:
             changes = []
@@ -216,13 +219,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 8, 2])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/churn-2cpu.json"))
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="of the run")
     options = parser.parse_args()
-    began = time.strftime("%Y-%m-%d")
+    settings = [*SETTINGS, *options.set]
     report = {
         "replicas": options.replicas,
-        "settings": list(SETTINGS),
-        "date": began,
-        **run(options.replicas),
+        "settings": settings,
+        "date": time.strftime("%Y-%m-%d"),
+        **run(options.replicas, settings),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
