@@ -32,8 +32,10 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ray_apr.core.exceptions import TrainError
+from ray_apr.core.threads import in_thread
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
+from ray_apr.train.checksums import check_files, write_checksums
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
 from ray_apr.weights.wire import wire_tensors
@@ -53,6 +55,8 @@ _TOKENIZER_FILES = (
 _TEMPLATES = "additional_chat_templates"
 """A folder."""
 _SHARD_SIZE = "4GB"
+_INDEX_FILE = ".metadata"
+"""Of the shards, by torch on rank 0; those of a rank begin with two underscores and its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +97,13 @@ class Snapshot:
         folder.mkdir(parents=True, exist_ok=True)
         dcp.save(self.state, checkpoint_id=str(folder), process_group=group)
         rank = dist.get_rank()
-        torch.save(self.random, folder / _random_file(rank))
+        files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
+        torch.save(self.random, files[0])
         if rank == 0:
             known = {n: value for n, value in asdict(self.progress).items() if value is not None}
             (folder / PROGRESS_FILE).write_text(json.dumps(known), encoding="utf-8")
+            files += [folder / PROGRESS_FILE, folder / _INDEX_FILE]
+        write_checksums(folder, rank, files)
 
 
 def take_snapshot(
@@ -176,17 +183,24 @@ def load_checkpoint(
     The optimizer gets its states, and keeps the settings that it was made with. Ranks that the
     checkpoint has no random state for (more ranks than before) keep their own.
 
+    Waits for: a thread that reads the files. Unblocked by: their end.
+
     Raises:
         TrainError: If the folder holds no checkpoint of ours, or one of another model.
+        ConfigError: If files are not what was written; each rank looks at some.
     """
     folder = Path(folder)
     if not (folder / PROGRESS_FILE).is_file():
         raise TrainError(f"{folder} holds no checkpoint of a run: {PROGRESS_FILE} is missing")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    checked = in_thread(lambda: check_files(folder, rank, num_ranks), "apr-checksums")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=str(folder))
+        checked.result()
     except CheckpointException as error:
+        checked.result()  # which names the file that torch failed of
         remedy = "see whether model and train.lora are those that it was written with"
         raise TrainError(f"{folder} cannot be read, or does not fit; {remedy}") from error
     settings = [

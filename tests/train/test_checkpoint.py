@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
-from ray_apr.core.exceptions import TrainError
+from ray_apr.core.exceptions import ConfigError, TrainError
 from ray_apr.train.checkpoint import (
     Progress,
     export_hf,
@@ -17,6 +19,7 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     take_snapshot,
 )
+from ray_apr.train.checksums import check_files, write_checksums
 from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
@@ -140,6 +143,7 @@ def test_a_checkpoint_without_its_index_is_refused_by_its_name(tmp_path, folder,
     """known fault: for a while that was an error of Python's own, which names no remedy."""
     model, optimizer = build(folder)
     take_snapshot(model, optimizer, Progress(step=1, policy_version=1)).write(tmp_path / "c")
+    (tmp_path / "c" / "checksums-0.json").unlink()  # which would name the file
     index = tmp_path / "c" / ".metadata"
     index.unlink()
     if is_there:
@@ -196,3 +200,55 @@ def test_folders_beside_a_tokenizer_do_not_stop_an_export(tmp_path, folder):
     export_hf(tmp_path / "hf", model, str(folder))
     assert not (tmp_path / "hf" / "vocab_old").exists()
     assert (tmp_path / "hf" / "additional_chat_templates" / "tools.jinja").is_file()
+
+
+def change(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [change, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "random-0.pt"])
+def test_a_damaged_file_is_refused_by_its_name(tmp_path, folder, name, damage):
+    """torch reads shards whose bytes have changed as weights."""
+    model, optimizer = build(folder)
+    take_snapshot(model, optimizer, Progress(step=1, policy_version=1)).write(tmp_path / "c")
+    damage(tmp_path / "c" / name)
+    with pytest.raises(ConfigError, match=rf"checkpoint = '\S*/{re.escape(name)}': is not what"):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_all_files_have_a_checksum_and_an_older_checkpoint_none(tmp_path, folder):
+    model, optimizer = build(folder)
+    progress = Progress(step=1, policy_version=1, lora_rank=0)
+    take_snapshot(model, optimizer, progress).write(tmp_path / "c")
+    checksums = tmp_path / "c" / "checksums-0.json"
+    files = {file.name for file in (tmp_path / "c").iterdir()}
+    assert files - set(json.loads(checksums.read_text())) == {checksums.name}
+    checksums.unlink()
+    assert load_checkpoint(tmp_path / "c", model, optimizer) == progress
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_each_file_is_looked_at_by_one_process(tmp_path, num_parts):
+    files = [tmp_path / f"__{rank}_0.distcp" for rank in range(4)]
+    for rank, file in enumerate(files):
+        file.write_bytes(bytes([rank]) * 100)
+        write_checksums(tmp_path, rank, [file])
+    for file in files:
+        content = file.read_bytes()
+        change(file)
+        found = 0
+        for part in range(num_parts):
+            try:
+                check_files(tmp_path, part, num_parts)
+            except ConfigError as error:
+                assert file.name in str(error)
+                found += 1
+        assert found == 1
+        file.write_bytes(content)
