@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.core.exceptions import RolloutError
+from ray_apr.core.packed import LogProbs, TokenIds, packed
 
 if TYPE_CHECKING:
     from ray_apr.core.messages import Generation
@@ -65,8 +67,9 @@ class Segment:
 
     policy_version: int
     """Of observed tokens: that of the generated ones beside them, so that no order is broken."""
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    """Kept packed, as `logprobs` are."""
+    logprobs: Sequence[float]
     """Natural log-probabilities of `token_ids` under the sampling policy, same length."""
     is_generated: bool = True
     """False for what an environment said: context of the policy, never trained."""
@@ -75,6 +78,8 @@ class Segment:
     (`pack_ids`); none if all of the vocabulary could."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", packed(self.token_ids, TokenIds))
+        object.__setattr__(self, "logprobs", packed(self.logprobs, LogProbs))
         if len(self.token_ids) != len(self.logprobs):
             raise RolloutError(
                 f"segment has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probs"
@@ -379,8 +384,8 @@ def _merge(segments: Iterable[Segment], sample_id: str) -> tuple[Segment, ...]:
         if last is not None and (last.policy_version, last.is_generated) == key:
             merged[-1] = dataclasses.replace(
                 last,
-                token_ids=last.token_ids + segment.token_ids,
-                logprobs=last.logprobs + segment.logprobs,
+                token_ids=operator.add(last.token_ids, segment.token_ids),  # of one kind
+                logprobs=operator.add(last.logprobs, segment.logprobs),
                 support=last.support + segment.support,
             )
         else:

@@ -126,7 +126,10 @@ class _Verbs:
             raise
         except RolloutError as error:
             raise HTTPException(400, str(error)) from error
-        return _Reply(dataclasses.asdict(generation))
+        told = dataclasses.asdict(generation)
+        for segment in told["segments"]:
+            segment |= {name: list(segment[name]) for name in ("token_ids", "logprobs")}
+        return _Reply(told)
 
     async def abort(self, body: AbortBody = AbortBody(request_ids=None)) -> _Reply:  # noqa: B008
         """Stop calls, all or by id."""
