@@ -55,6 +55,8 @@ class Packed(Sequence[Number], Generic[Number]):
         return found
 
     def __add__(self, other: Self) -> Self:
+        if not isinstance(other, type(self)):
+            return NotImplemented
         return type(self)(self.data + other.data)
 
     def __eq__(self, other: object) -> bool:
@@ -89,5 +91,6 @@ class LogProbs(Packed[float]):
 
 
 def packed(numbers: Any, kind: type[Packed[Any]]) -> Any:
-    """A tuple or a list as a kind of these; anything else as it is."""
-    return kind.of(numbers) if isinstance(numbers, tuple | list) else numbers
+    """Numbers as a kind of these; as it is what has none, but a length alone."""
+    is_other = not isinstance(numbers, kind) and isinstance(numbers, Iterable)
+    return kind.of(numbers) if is_other else numbers

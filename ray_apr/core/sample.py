@@ -68,7 +68,7 @@ class Segment:
     policy_version: int
     """Of observed tokens: that of the generated ones beside them, so that no order is broken."""
     token_ids: Sequence[int]
-    """Kept packed, as `logprobs` are."""
+    """Kept as `packed.TokenIds`, and `logprobs` as `packed.LogProbs`."""
     logprobs: Sequence[float]
     """Natural log-probabilities of `token_ids` under the sampling policy, same length."""
     is_generated: bool = True

@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray.cloudpickle
 
 from ray_apr.core.exceptions import ConfigError
-from ray_apr.core.packed import LogProbs, Packed, TokenIds, packed
+from ray_apr.core.packed import LogProbs, Packed, TokenIds
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 
 _PLAIN = (
@@ -93,13 +93,13 @@ def samples_table(
 
 
 def _lists(
-    parts: Sequence[Sequence[float]], ends: Sequence[int], of: type[Packed[Any]], kind: pa.DataType
+    parts: Sequence[Any], ends: Sequence[int], of: type[Packed[Any]], kind: pa.DataType
 ) -> pa.Array:
     """Lists of numbers that are in several parts each."""
     buffer = pa.allocate_buffer(ends[-1] * of.WIDTH)
     view, offset = memoryview(buffer).cast("B"), 0
     for part in parts:
-        data = packed(part, of).data
+        data = part.data
         view[offset : offset + len(data)] = data
         offset += len(data)
     flat = pa.Array.from_buffers(kind, ends[-1], [None, buffer])

@@ -39,7 +39,10 @@ def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:
     """
     written: dict[str, list[int]] = {}
     for file in folder.glob(_FILE.format("*")):
-        written |= json.loads(file.read_text(encoding="utf-8"))
+        try:
+            written |= json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # no JSON, or no text
+            raise ConfigError("checkpoint", str(file), _REMEDY) from error
     for name in sorted(written)[part::num_parts]:
         file = folder / name
         if not file.is_file() or list(_checksum(file)) != written[name]:

@@ -223,6 +223,14 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path, folder, name, damage):
         load_checkpoint(tmp_path / "c", model, optimizer)
 
 
+def test_damaged_checksums_are_refused_by_their_name(tmp_path, folder):
+    model, optimizer = build(folder)
+    take_snapshot(model, optimizer, Progress(step=1, policy_version=1)).write(tmp_path / "c")
+    cut(tmp_path / "c" / "checksums-0.json")
+    with pytest.raises(ConfigError, match=r"checksums-0\.json': is not what was written"):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+
+
 def test_all_files_have_a_checksum_and_an_older_checkpoint_none(tmp_path, folder):
     model, optimizer = build(folder)
     progress = Progress(step=1, policy_version=1, lora_rank=0)

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,17 @@ def test_what_compares_equal_without_the_same_bytes() -> None:
 def test_an_id_without_room_is_refused(number: int) -> None:
     with pytest.raises(OverflowError):
         TokenIds.of([number])
+
+
+def test_a_segment_packs_what_an_engine_gives() -> None:
+    made = Segment(policy_version=0, token_ids=np.arange(3), logprobs=[np.float32(-0.5)] * 3)
+    assert isinstance(made.token_ids, TokenIds) and isinstance(made.logprobs, LogProbs)
+    assert (made.token_ids, made.logprobs) == ((0, 1, 2), (-0.5, -0.5, -0.5))
+
+
+def test_it_is_joined_with_its_own_kind_alone() -> None:
+    with pytest.raises(TypeError):
+        TokenIds.of([1]) + LogProbs.of([-1.0])
 
 
 def test_a_segment_travels_in_twelve_bytes_a_token() -> None:
