@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.messages import SamplingParams
+from ray_apr.core.packed import LogProbs, TokenIds
 from ray_apr.core.sample import FinishReason, Segment, pack_ids
 
 REASONS = {
@@ -63,7 +64,7 @@ def segments_of(
     Raises:
         RolloutError: If a support is not whole.
     """
-    ids = tuple(output.token_ids)
+    ids = TokenIds.of(output.token_ids)
     logprobs, support = _columns(output.logprobs, with_support) if ids else ((), ())
     spans = None if is_of_one else getattr(output, "weight_versions", None)
     if spans is None:
@@ -82,12 +83,12 @@ def segments_of(
     )
 
 
-def _columns(flat: Any, with_support: bool) -> tuple[tuple[float, ...], tuple[bytes, ...]]:
+def _columns(flat: Any, with_support: bool) -> tuple[Sequence[float], tuple[bytes, ...]]:
     """Log-probs and supports from vLLM's flat log-probs, where a token stands before the likeliest
     ones; those that could not be drawn have no probability. vLLM draws from all that equal the last
     one within top_k, and of so many ties some may lack."""
     if not with_support:
-        return tuple(flat.logprobs), ()  # one number for each token
+        return LogProbs.of(flat.logprobs), ()  # one number for each token
     support = []
     for begin, end in zip(flat.start_indices, flat.end_indices, strict=True):
         found = zip(flat.token_ids[begin:end], flat.logprobs[begin:end], strict=True)
