@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="beside the first one")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="the train worker has one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     ray.init(runtime_env=ray_environment(), num_cpus=2)
@@ -182,7 +183,7 @@ def main() -> None:
         TorchTrainer(
             train,
             train_loop_config=settings,
-            scaling_config=ray.train.ScalingConfig(num_workers=1),
+            scaling_config=ray.train.ScalingConfig(num_workers=1, use_gpu=args.gpu),
             run_config=ray.train.RunConfig(
                 name="run",
                 storage_path=folder,
