@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_apr.config import LoRAConfig, TrainConfig
 from ray_apr.core.architectures import check_config
@@ -75,7 +75,7 @@ def build_model(
         model: Folder in Hugging Face's format, or hub id.
         train: Data types, activation checkpointing, adapters.
         device: Where this rank computes.
-        few_layers: Whether only as many of its first layers stay as have all kinds of attention.
+        few_layers: Whether only as many of its first layers stay as are of all kinds.
 
     Returns:
         The model, with the method of `head.attach_response_logprobs`, and where activation
@@ -93,7 +93,8 @@ def build_model(
     if train.lora is not None:
         _add_adapters(loaded, train.lora, train.seed)
     if few_layers:
-        del decoder_layers(loaded)[_num_of_all_kinds(loaded.config.get_text_config()) :]
+        layers = decoder_layers(loaded)
+        del layers[_num_of_all_kinds(layers) :]
     checkpoints = train.checkpoints(device.type)
     if checkpoints:
         options: dict[str, Any] = {"use_reentrant": False}
@@ -202,11 +203,24 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return max(lists, key=len, default=nn.ModuleList())
 
 
-def _num_of_all_kinds(config: PretrainedConfig) -> int:
-    """How many first layers have each kind of attention; at least two, as the first one's input is
-    of the embedding."""
-    kinds = getattr(config, "layer_types", None) or []
-    return max([1, *(kinds.index(kind) for kind in kinds)]) + 1
+def _num_of_all_kinds(layers: Iterable[nn.Module]) -> int:
+    """How many first layers have each kind of layer; at least two, as the first one's input is of
+    the embedding."""
+    kinds = [_kind(layer) for layer in layers]
+    return max(2, 1 + max(map(kinds.index, kinds), default=0))
+
+
+def _kind(layer: nn.Module) -> str:
+    """What the compiler tells layers apart by: their modules, and the settings of these but for the
+    layer's number. Some attend within a window or without positions, some have experts."""
+    modules = [(name, type(m), vars(m).items()) for name, m in layer.named_modules()]
+    plain = (bool, int, float, str)
+    return repr(
+        [
+            (name, kind, [(n, v) for n, v in values if n != "layer_idx" and isinstance(v, plain)])
+            for name, kind, values in modules
+        ]
+    )
 
 
 def _units(layers: Iterable[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:

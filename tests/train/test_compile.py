@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Olmo3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.core.messages import SamplingParams
@@ -178,12 +187,48 @@ def test_nothing_is_built_ahead_where_nothing_is_compiled(tmp_path, monkeypatch)
     compile_ahead(spec, CPU)
 
 
+class Layer(torch.nn.Module):
+    """A decoder layer by its number and the kind of its attention."""
+
+    def __init__(self, number, kind):
+        super().__init__()
+        self.attention = torch.nn.Identity()
+        self.attention.layer_idx, self.attention.kind = number, kind
+
+
 @pytest.mark.parametrize(
     "kinds, num_layers",
-    [(None, 2), (["full"] * 4, 2), (["sliding"] * 5 + ["full"], 6), (["linear", "full"] * 3, 2)],
+    [
+        (["full"], 2),
+        (["full"] * 4, 2),
+        (["sliding"] * 5 + ["full"], 6),
+        (["linear", "full"] * 3, 2),
+    ],
 )
 def test_as_many_layers_stay_as_have_all_kinds(kinds, num_layers):
-    assert fsdp._num_of_all_kinds(types.SimpleNamespace(layer_types=kinds)) == num_layers
+    layers = [Layer(number, kind) for number, kind in enumerate(kinds)]
+    assert fsdp._num_of_all_kinds(layers) == num_layers
+
+
+@pytest.mark.parametrize(
+    "config, num_layers",
+    [
+        (SmolLM3Config(no_rope_layer_interval=4), 4),
+        (Qwen3MoeConfig(mlp_only_layers=[0, 1], num_experts=4), 3),
+        (DeepseekV3Config(first_k_dense_replace=3), 4),
+        (Olmo3Config(), 4),
+        (Glm4MoeConfig(first_k_dense_replace=1), 2),
+        (Qwen3Config(), 2),
+    ],
+)
+def test_layers_without_positions_and_with_experts_are_kinds_of_their_own(config, num_layers):
+    """known fault: only their windows told them apart, so that what was compiled ahead of the
+    engines was not all that the first step needed."""
+    config.num_hidden_layers = 5
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert len(decoder_layers(model)) == 5
+    assert fsdp._num_of_all_kinds(decoder_layers(model)) == num_layers
 
 
 def test_the_scoring_of_few_ids_is_compiled_for_all_sizes_and_temperatures():
