@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ray_apr.config import PartialRolloutConfig, RolloutConfig, check_attestation, installed_vllm
-from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.exceptions import ConfigError, EngineUnavailableError
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm import core as core_module
 from ray_apr.serve.vllm.engine import VLLMEngine
@@ -84,3 +84,46 @@ async def test_an_engine_whose_vllm_does_not_tell_versions_refuses_to_start(monk
     engine = VLLMEngine(EngineSpec(model="none", device="cpu", needs_attestation=True), "engine-0")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer"):
         await engine.start()
+
+
+@pytest.mark.parametrize(
+    ("device", "computes_on", "remedy"),
+    [
+        ("cpu", "cuda", r'computes on cuda: install its build for CPUs .* or set .* to "cuda"'),
+        ("cuda", "cpu", r'computes on cpu: install its build for GPUs .* or set .* to "cpu"'),
+        ("cuda", "", r"computes on no device that it finds: install its build for GPUs [^,]*$"),
+        ("cpu", "cpu", None),
+        ("cuda", "cuda", None),
+    ],
+)
+async def test_a_device_that_vllms_build_does_not_compute_on_is_refused(
+    monkeypatch, device, computes_on, remedy
+):
+    """known fault: on a host with GPUs an engine of the CPU ran on its first GPU, which Ray had not
+    given it; the build for CPUs died of `Not support device type: cpu`."""
+
+    class Reached(Exception):
+        pass
+
+    def arguments(**_):
+        raise Reached
+
+    classes = {
+        "vllm": {"AsyncEngineArgs": arguments},
+        "vllm.config": {"WeightTransferConfig": lambda **_: None},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": object},
+        "vllm.platforms": {"current_platform": SimpleNamespace(device_type=computes_on)},
+    }
+    for name, members in classes.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    for name in ("begin_imports", "register", "use_fork_server"):
+        monkeypatch.setattr(core_module, name, lambda: None)
+    engine = VLLMEngine(EngineSpec(model="none", device=device), "engine-0")
+    if remedy is None:
+        with pytest.raises(EngineUnavailableError) as begun:
+            await engine.start()
+        assert isinstance(begun.value.__cause__, Reached)
+        return
+    with pytest.raises(ConfigError, match=remedy) as refused:
+        await engine.start()
+    assert (refused.value.field, refused.value.value) == ("rollout.engine.device", device)

@@ -103,8 +103,8 @@ class Core:
             make_exporting: Gives another one, unless the arguments turn statistics off.
 
         Raises:
-            ConfigError: If vLLM does not take the arguments, or does not tell versions that are
-                needed.
+            ConfigError: If vLLM does not take the arguments, does not compute on the device, or
+                does not tell versions that are needed.
             EngineUnavailableError: If the engine cannot start for another reason.
         """
         if missing := why_not_loaded():
@@ -121,6 +121,7 @@ class Core:
         self.attests = hasattr(AsyncLLM, "update_weight_version")
         if self._spec.needs_attestation and not self.attests:
             raise ConfigError("partial_rollout.interrupt", "never", NEEDS_ATTESTATION)
+        self._check_build()
         if is_forked:
             use_fork_server()
         try:
@@ -143,6 +144,21 @@ class Core:
                 f"{self._replica_id} cannot start: {self._why(error)}"
             ) from error
         self.is_multimodal = bool(self.llm.model_config.is_multimodal_model)
+
+    def _check_build(self) -> None:
+        """Refuse a device that vLLM's build, which chooses its own, does not compute on."""
+        from ray_apr.serve.vllm.private import current_platform
+
+        device, found = self._spec.device, str(current_platform.device_type)
+        extra = {"cpu": "cpu", "cuda": "gpu"}.get(device)
+        if extra is None or found == device:
+            return
+        remedy = (
+            f"the vLLM that is installed here computes on {found or 'no device that it finds'}: "
+            f"install its build for {extra.upper()}s (the extra `{extra}` of ray-apr)"
+            + (f', or set rollout.engine.device to "{found}"' if found else "")
+        )
+        raise ConfigError("rollout.engine.device", device, remedy)
 
     @property
     def dead_error(self) -> type[Exception]:

@@ -43,6 +43,7 @@ VLLM = PrivateNames(
         "CoreEngineProcManager": f"{_ENGINE}.utils",
         "ModelRegistry": "vllm.model_executor.models.registry",
         "load_general_plugins": "vllm.plugins",
+        "current_platform": "vllm.platforms",
         "KVCacheSpec": "vllm.v1.kv_cache_interface",
         "get_open_port": "vllm.utils.network_utils",
         "init_logger": "vllm.logger",
