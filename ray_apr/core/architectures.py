@@ -148,6 +148,30 @@ def check_on_cpu(model: str, config: Mapping[str, Any]) -> None:
         raise ConfigError("model", model, remedy)
 
 
+def check_divides(config: Mapping[str, Any], num_gpus: int) -> None:
+    """Refuse a number of GPUs for each engine by which vLLM does not divide a model's heads.
+
+    Args:
+        config: What its ``config.json`` holds.
+        num_gpus: Of an engine.
+
+    Raises:
+        ConfigError: If there is a rest.
+    """
+    heads, of_keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if config.get("kv_lora_rank"):  # latent attention has its keys on all of them
+        of_keys = None
+    divides = not heads or heads % num_gpus == 0
+    divides &= not of_keys or of_keys % num_gpus == 0 or num_gpus % of_keys == 0
+    if not divides:
+        of = f"{heads} attention heads" + (f", {of_keys} of keys and values" if of_keys else "")
+        remedy = (
+            f"does not divide the model's heads, which vLLM spreads over the GPUs of an engine: it "
+            f"has {of}; choose a number that does, and more of rollout.num_replicas"
+        )
+        raise ConfigError("rollout.engine.tensor_parallel_size", num_gpus, remedy)
+
+
 def _reason(config: Mapping[str, Any]) -> str | None:
     """Why a model is refused; None if it is not."""
     if config.get("quantization_config") or config.get("compression_config"):

@@ -192,7 +192,8 @@ def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
     if not on_gpu:
         rollout.check_on_cpu()
     if Path(spec.model).is_dir():  # a hub id's is checked once its config is here
-        check_engine(spec.model, rollout.engine.factory, "cuda" if on_gpu else "cpu")
+        device, num_gpus = "cuda" if on_gpu else "cpu", rollout.engine.tensor_parallel_size
+        check_engine(spec.model, rollout.engine.factory, device, num_gpus)
     engine_gpus = rollout.num_replicas * rollout.engine.tensor_parallel_size if on_gpu else 0
     if rollout.is_colocated:
         if on_gpu != bool(scaling.use_gpu):

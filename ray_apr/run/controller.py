@@ -115,7 +115,8 @@ def run(
             init_beside_dashboard()
             check_resources(spec, ray.cluster_resources())
         spec = spec.on_devices(has_gpus=ray.cluster_resources().get("GPU", 0) >= 1)
-        check_engine(spec.model, spec.rollout.engine.factory, spec.rollout.engine.device)
+        engine = spec.rollout.engine
+        check_engine(spec.model, engine.factory, engine.device, engine.tensor_parallel_size)
         make_run_folder(spec)
         show, began_at = unbroken(progress or logger.info), unix_s()
         spec = asked = with_counted_steps(spec, prompts, show)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray_apr.core.architectures import check_config, check_on_cpu, read_config
+from ray_apr.core.architectures import check_config, check_divides, check_on_cpu, read_config
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import ConfigError, all_lines
 from ray_apr.core.imports import finish_imports
@@ -103,23 +103,27 @@ def check_hub_model(model: str, *, is_here: bool = False) -> None:
         check_config(model, _hub_config(model, is_here=is_here))
 
 
-def check_engine(model: str, factory: object, device: str) -> None:
+def check_engine(model: str, factory: object, device: str, num_gpus: int) -> None:
     """Refuse a model that its engines do not compute, as some on CPU.
 
     Args:
         model: Folder, or hub id whose config is on this machine (`check_hub_model`).
         factory: What makes the engines.
         device: Where they run.
+        num_gpus: Of each of them there, `EngineConfig.tensor_parallel_size`.
 
     Raises:
         ConfigError: If it is refused, or cannot be had.
     """
-    if factory != "vllm" or device != "cpu":
+    if factory != "vllm" or (device != "cpu" and num_gpus == 1):
         return
     folder = Path(model)
     is_here = folder.is_dir()
     config = read_config(model, folder) if is_here else _hub_config(model, is_here=True)
-    check_on_cpu(model, config)
+    if device == "cpu":
+        check_on_cpu(model, config)
+    else:
+        check_divides(config, num_gpus)
 
 
 def _hub_config(model: str, *, is_here: bool) -> Mapping[str, Any]:

@@ -171,6 +171,47 @@ def test_a_model_that_engines_on_cpu_would_die_of_is_refused(tmp_path):
         check_on_cpu("m", fits)
 
 
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "size", "divides"),
+    [
+        (14, 2, 2, True),
+        (14, 2, 4, False),
+        (12, 4, 6, False),
+        (32, 8, 16, True),
+        (32, None, 8, True),
+        (32, None, 3, False),
+    ],
+)
+def test_gpus_of_an_engine_that_do_not_divide_the_heads_are_refused(
+    tmp_path, heads, of_keys, size, divides
+):
+    """known fault: each engine imported vLLM first, and the error named rollout.engine.kwargs."""
+    config = {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": heads}
+    config |= {} if of_keys is None else {"num_key_value_heads": of_keys}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = SimpleNamespace(
+        model=str(tmp_path),
+        scaling=ray.train.ScalingConfig(num_workers=1),
+        rollout=RolloutConfig(engine={"tensor_parallel_size": size}),
+        evaluation=None,
+    )
+    has = {"CPU": 64.0, "GPU": 16.0}
+    if divides:
+        checks.check_resources(spec, has)
+        return
+    told = rf"tensor_parallel_size = {size}: does not divide .* has {heads} attention heads"
+    with pytest.raises(ConfigError, match=told):
+        checks.check_resources(spec, has)
+    latent = config | {"kv_lora_rank": 16, "num_attention_heads": 2 * size}
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    checks.check_resources(spec, has)
+    spec.rollout = RolloutConfig(
+        engine={"factory": lambda spec, replica_id: None, "tensor_parallel_size": size}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checks.check_resources(spec, has)
+
+
 def test_heads_that_are_left_to_the_family_have_its_size():
     """known fault: a Qwen3 whose config has no head_dim was refused, of heads that it has not."""
     of_heads = {"hidden_size": 64, "num_attention_heads": 4}
