@@ -113,7 +113,8 @@ def _placement(spec: EngineSpec, num_cpus: float, runtime_env: dict[str, Any]) -
         num_gpus = gpu_share(spec) if spec.device == "cuda" else 0
         return {"ray_actor_options": options | {"num_gpus": num_gpus}}
     worker = {"CPU": 1, "GPU": gpu_share(spec)}
-    bundles = [{"CPU": num_cpus}, *(worker for _ in range(spec.tensor_parallel_size))]
+    workers = [worker for _ in range(spec.tensor_parallel_size)]
+    bundles = [{"CPU": num_cpus}, *workers] if num_cpus else workers  # Ray takes no empty one
     return {
         "ray_actor_options": options,
         "placement_group_bundles": bundles,

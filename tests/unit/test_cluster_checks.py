@@ -228,6 +228,15 @@ def test_heads_that_are_left_to_the_family_have_its_size():
     assert num_checked
 
 
+@pytest.mark.parametrize(("num_cpus", "num_bundles"), [(0.0, 2), (1.0, 3)])
+def test_serve_takes_what_an_engine_of_several_gpus_reserves(num_cpus, num_bundles):
+    """known fault: without CPUs of its own it had a bundle of nothing, which Ray refuses."""
+    spec = EngineSpec(model="m", device="cuda", tensor_parallel_size=2)
+    placed = builder._placement(spec, num_cpus, {})
+    assert len(placed["placement_group_bundles"]) == num_bundles
+    builder.serve.deployment(builder.RolloutServer, num_replicas=1, **placed)
+
+
 @pytest.mark.parametrize(("device", "size", "seen"), [("cuda", 1, "0"), ("cuda", 2, None)])
 def test_an_engine_of_one_gpu_sees_that_one_alone(monkeypatch, device, size, seen):
     """Also where Ray's actors are told to see all: each engine takes the first that it sees."""
