@@ -20,6 +20,7 @@ from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.rewards.answers import check_is_made, longest_s
 from ray_apr.run.model import check_engine, context_of, num_ids_of
+from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
 
 if TYPE_CHECKING:
@@ -204,18 +205,19 @@ def check_resources(spec: RunSpec, have: Mapping[str, float]) -> None:
                 f"{'GPUs' if on_gpu else 'CPUs'}",
             )
         engine_gpus = 0  # those of the workers
-    wanted_gpus = workers * scaling.use_gpu + engine_gpus
+    per_worker = resources_of_worker(scaling)
+    wanted_gpus = workers * per_worker.get("GPU", 0.0) + engine_gpus
     if wanted_gpus > gpus:
         raise ConfigError(
             "scaling.num_workers",
             workers,
-            f"workers and {rollout.num_replicas} replicas want {wanted_gpus} GPUs together, the "
+            f"workers and {rollout.num_replicas} replicas want {wanted_gpus:g} GPUs together, the "
             f"cluster has {gpus:g}",
         )
-    per_worker = (scaling.resources_per_worker or {}).get("CPU", 0 if scaling.use_gpu else 1)
     per_replica = rollout.engine.resources(on_gpus=on_gpu).get("CPU", 0.0)
     of_rewards = rollout.reward.reserved_cpus(evaluates=spec.evaluation is not None)
-    wanted = workers * per_worker + rollout.num_replicas * per_replica + of_rewards
+    of_workers = workers * per_worker.get("CPU", 0.0)
+    wanted = of_workers + rollout.num_replicas * per_replica + of_rewards
     cpus = have.get("CPU", 0.0)
     if wanted >= cpus:
         least = math.floor(wanted) + 1

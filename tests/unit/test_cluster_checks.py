@@ -24,11 +24,14 @@ def check():
     """Check replicas and workers against a cluster of two GPUs and a number of CPUs."""
 
     def check(
-        *, replicas, workers, cpus=8, use_gpu=True, reward=None, evaluates=False, **engine
+        *, replicas, workers, cpus=8, use_gpu=True, each=None, reward=None, evaluates=False,
+        **engine,
     ):  # fmt: skip
         spec = SimpleNamespace(
             model="a/model",
-            scaling=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+            scaling=ray.train.ScalingConfig(
+                num_workers=workers, use_gpu=use_gpu, resources_per_worker=each
+            ),
             rollout=RolloutConfig(num_replicas=replicas, engine=engine, reward=reward or {}),
             evaluation=EvaluationConfig() if evaluates else None,
         )
@@ -42,6 +45,16 @@ def test_disaggregated_engines_and_train_workers_have_gpus_of_their_own(check):
     check(replicas=2, workers=1, use_gpu=False)
     with pytest.raises(ConfigError, match=r"want 3 GPUs together, the cluster has 2"):
         check(replicas=1, workers=2)
+
+
+def test_gpus_are_counted_as_train_workers_reserve_them(check):
+    """known fault: workers with two GPUs each counted as one, and were waited for in vain."""
+    check(replicas=1, workers=1, each={"GPU": 1})
+    check(replicas=1, workers=1, each={"CPU": 6})
+    with pytest.raises(ConfigError, match=r"want 3 GPUs together, the cluster has 2"):
+        check(replicas=1, workers=1, each={"GPU": 2})
+    with pytest.raises(ConfigError, match=r"want 8 CPUs together"):
+        check(replicas=1, workers=1, each={"CPU": 7})
 
 
 def test_cpus_of_rewards_are_reserved_too_and_once_more_for_evaluations(check):
