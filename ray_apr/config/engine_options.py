@@ -31,7 +31,6 @@ _FLAG: Check = (lambda value: isinstance(value, bool), "must be true or false")
 _SHARE: Check = (lambda v: is_number(v) and 0 < v <= 1, "must be a number in (0, 1]")
 _PART: Check = (lambda v: is_number(v) and 0 <= v < 1, "must be a number in [0, 1)")
 _NAME: Check = (lambda value: isinstance(value, str) and bool(value), "must be a name")
-_LIST: Check = (lambda value: isinstance(value, list | tuple), "must be a list")
 _SIZES: Check = (_is_sizes, "must be a list of whole numbers of at least 1")
 _TABLE: Check = (lambda value: isinstance(value, Mapping), "must be a mapping")
 _EXPERTS = ("auto", "triton", "batched_triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
@@ -67,10 +66,7 @@ TUNES: Mapping[str, Check] = {
     "attention_backend": _NAME,
     "moe_backend": _ONE_OF_EXPERTS,
     "disable_custom_all_reduce": _FLAG,
-    # which cores the processes have, and how long they wait for each other
-    "numa_bind": _FLAG,
-    "numa_bind_nodes": _LIST,
-    "numa_bind_cpus": _LIST,
+    # how long the processes wait for each other
     "distributed_timeout_seconds": _COUNT,
     "cpu_distributed_timeout_seconds": _COUNT,
     # what is told
@@ -151,6 +147,11 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "changes where an engine's workers are, which Ray decides; leave it out",
         "master_addr master_port nnodes node_rank ray_workers_use_nsight _api_process_count "
         "_api_process_rank",
+    ),
+    (
+        "binds processes that vLLM spawns, and an engine's are forked, or Ray's actors: nothing "
+        "would be bound; leave it out, and call `ray start` by numactl",
+        "numa_bind numa_bind_nodes numa_bind_cpus",
     ),
     (
         "changes the precision of weights, activations or the KV cache: log-probs would not be "

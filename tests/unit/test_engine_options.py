@@ -47,10 +47,13 @@ def refusal(**options) -> ConfigError:
         ("limit_mm_per_prompt", {}, "only text"),
         ("profiler_config", {"profiler": "torch"}, "train.profile_steps"),
         ("cudagraph_metrics", True, "run has none"),
+        ("numa_bind", True, "numactl"),
+        ("numa_bind_cpus", ["0-3"], "numactl"),
     ],
 )
 def test_an_engine_argument_that_is_not_the_users_is_refused(name, value, remedy):
-    """known fault: `profiler_config` was taken, and nothing was ever profiled."""
+    """known fault: `profiler_config` was taken, and nothing was ever profiled; so was `numa_bind`,
+    and nothing was bound."""
     error = refusal(**{name: value})
     assert error.field == f"rollout.engine.kwargs.{name}"
     assert remedy in error.remedy
