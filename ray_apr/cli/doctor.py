@@ -197,11 +197,20 @@ def check_import(package: str) -> Check:
     )
 
 
-def check_gpus() -> Check:
-    """How many CUDA GPUs torch sees; none is no problem."""
-    ok, seen = _run_python("import torch; print(torch.cuda.device_count())")
-    text = "none, runs use the CPU" if seen == "0" else seen
-    return Check(name="GPUs", ok=ok, seen=text, remedy="see torch above")
+def check_gpus(run: Callable[[str], tuple[bool, str]] = _run_python) -> Check:
+    """How many CUDA GPUs torch sees, and that weights can travel between them; none is no problem.
+
+    Args:
+        run: Runs code as `_run_python` does.
+    """
+    ok, seen = run("import torch; print(torch.cuda.device_count())")
+    if not ok or seen == "0":
+        text = "none, runs use the CPU" if ok else seen
+        return Check(name="GPUs", ok=ok, seen=text, remedy="see torch above")
+    module = "ray_apr.weights.transports.nccl"
+    ok, said = run(f"from {module} import new_nccl_id; new_nccl_id()")
+    remedy = "no weights travel between them: install the extra `gpu` of ray-apr"
+    return Check(name="GPUs", ok=ok, seen=seen if ok else f"{seen}; {said}", remedy=remedy)
 
 
 def check_sandbox() -> Check:

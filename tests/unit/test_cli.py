@@ -345,6 +345,24 @@ def test_doctor_finds_a_cuda_torchvision_beside_a_cpu_torch(
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "nccl", "ok", "seen"),
+    [
+        ((True, "0"), None, True, "none, runs use the CPU"),
+        ((False, "no torch"), None, False, "no torch"),
+        ((True, "2"), (True, ""), True, "2"),
+        ((True, "2"), (False, "no CuPy"), False, "2; no CuPy"),
+    ],
+)
+def test_doctor_finds_gpus_between_which_no_weights_travel(num_gpus, nccl, ok, seen) -> None:
+    """known fault: without CuPy it found no problem, and runs failed at their first weight sync."""
+    answers = iter([num_gpus, nccl])
+    check = doctor.check_gpus(lambda _: next(answers))
+    assert (check.ok, check.seen) == (ok, seen)
+    assert list(answers) == ([nccl] if nccl is None else [])
+    assert ("extra `gpu`" in check.remedy) == (nccl is not None)
+
+
+@pytest.mark.parametrize(
     ("is_kept", "is_written", "ok"),
     [(True, False, True), (False, True, True), (False, False, False)],
 )

@@ -8,14 +8,17 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights import collective
 from ray_apr.weights.plan import ParamSpec
 from ray_apr.weights.transports import nccl
 from ray_apr.weights.transports.nccl import NCCLEndpoint
+from ray_apr.weights.transports.shared import SharedSender
 
 LIMIT_S = 5.0
 
@@ -159,3 +162,7 @@ def test_a_missing_cupy_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group.nccl_util", None)
     with pytest.raises(WeightSyncError, match=r"through CuPy.*install ray_apr\[gpu\]"):
         nccl.new_nccl_id()
+    shared = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(WeightSyncError, match=r"through CuPy.*install ray_apr\[gpu\]"):
+        SharedSender(shared)

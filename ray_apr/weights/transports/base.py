@@ -29,6 +29,9 @@ from ray_apr.weights.buffers import named_views
 from ray_apr.weights.gathered import GatheredWeights
 from ray_apr.weights.plan import Bucket
 
+NEEDS_CUPY = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
+"""Remedy where weights cannot travel between GPUs or be shared on one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:

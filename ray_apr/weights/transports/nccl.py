@@ -19,7 +19,7 @@ from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.buffers import Stages, byte_buffer
 from ray_apr.weights.collective import from_rank_0, join, register, wait_for_members
 from ray_apr.weights.plan import Bucket
-from ray_apr.weights.transports.base import BucketParcel, Member, Parcel
+from ray_apr.weights.transports.base import NEEDS_CUPY, BucketParcel, Member, Parcel
 from ray_apr.weights.transports.group import GroupEndpoint, GroupSender
 
 NCCL = "APR_NCCL"
@@ -33,17 +33,16 @@ def new_nccl_id() -> str:
     Raises:
         WeightSyncError: If CuPy is missing or too old, by which Ray calls NCCL.
     """
-    remedy = "install ray_apr[gpu], or CuPy 14 or later for your CUDA"
     try:
         from ray_apr.compat.ray import get_nccl_unique_id
 
         nccl_id = get_nccl_unique_id()
     except (ImportError, RuntimeError) as error:
         raise WeightSyncError(
-            f"weights travel between GPUs by NCCL through CuPy: {error}; {remedy}"
+            f"weights travel between GPUs by NCCL through CuPy: {error}; {NEEDS_CUPY}"
         ) from error
     if not isinstance(nccl_id, bytes):
-        raise WeightSyncError(f"this CuPy has NCCL's ids as {type(nccl_id).__name__}; {remedy}")
+        raise WeightSyncError(f"this CuPy has NCCL's ids as {type(nccl_id).__name__}; {NEEDS_CUPY}")
     return nccl_id.hex()
 
 

@@ -27,7 +27,13 @@ import torch.distributed as dist
 from ray_apr.core.exceptions import WeightSyncError
 from ray_apr.weights.buffers import Stages
 from ray_apr.weights.plan import Bucket, ParamSpec, plan_buckets
-from ray_apr.weights.transports.base import BucketParcel, Member, Parcel, WeightSender
+from ray_apr.weights.transports.base import (
+    NEEDS_CUPY,
+    BucketParcel,
+    Member,
+    Parcel,
+    WeightSender,
+)
 
 Handle = list[Any]
 """What another process opens a buffer by: plain values, which any serializer takes."""
@@ -100,7 +106,12 @@ class SharedSender(WeightSender):
         super().__init__(weights)
         self._files: list[int] = []
         if weights.device.type == "cuda":
-            import cupy  # noqa: F401  # seconds, which would else be a part of the first sync
+            try:
+                import cupy  # noqa: F401  # seconds, which would else be a part of the first sync
+            except ImportError as error:
+                raise WeightSyncError(
+                    f"weights are shared on a GPU through CuPy: {error}; {NEEDS_CUPY}"
+                ) from error
 
     def open(self, num_engine_workers: int, *, host: str, timeout_s: float) -> SharedEndpoint:
         """Say what will be shared; see `WeightSender.open`."""
