@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.launch import joined_address
 from ray_apr.run.model import num_parameters
-from ray_apr.run.room import resources_of_engine
 
 if TYPE_CHECKING:
     from ray_apr.cli.prompt_files import PromptsSettings
@@ -125,7 +124,8 @@ def _learning_rate(train: TrainConfig) -> str:
 
 def _resources(settings: RunSettings) -> dict[str, Any]:
     rollout, scaling = settings.rollout, settings.scaling
-    engine_cpus = rollout.num_replicas * resources_of_engine(rollout).get("CPU", 0.0)
+    per_engine = rollout.engine.resources(on_gpus=rollout.engine.device != "cpu")
+    engine_cpus = rollout.num_replicas * per_engine.get("CPU", 0.0)  # of one GPU as on CPU
     ranks = scaling.ranks
     train_cpus = ranks.most * scaling.num_cpus_per_worker
     reward_cpus = rollout.reward.reserved_cpus(evaluates=settings.evaluation is not None)
