@@ -85,7 +85,8 @@ def shares_of(run: RunData) -> Shares:
         seconds=length_s,
         waits=waits,
         trains=_seconds(rows, "trainer_step_s") / length_s,
-        syncs=_seconds(rows, "weight_wait_s") / length_s,
+        # which follows a step's end: that of the last one is beyond the window
+        syncs=_seconds([wait.before for wait in waits], "weight_wait_s") / length_s,
         starves=sum(wait.seconds for wait in waits if not wait.has_batch) / length_s,
         handed=sum(wait.seconds for wait in waits if wait.has_batch) / length_s,
         saves=sum(covered_s(saved, window) for window in windows) / length_s,
