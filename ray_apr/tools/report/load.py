@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.run.failed_groups import DROPPED_FILE, POISON_FILE
-from ray_apr.run.folder import CONFIG_FILE
+from ray_apr.run.folder import CONFIG_FILE, is_held
 
 Row = Mapping[str, Any]
 
@@ -170,7 +170,8 @@ def _check_row(file: Path, number: int, row: Any) -> None:
 
 def _read_object(file: Path, warnings: list[str]) -> dict[str, Any] | None:
     if not file.is_file():
-        warnings.append(f"{file.name} is missing: the run ended before it was written")
+        why = "goes on" if is_held(file.parent) else "ended before it was written"
+        warnings.append(f"{file.name} is missing: the run {why}")
         return None
     try:
         value = json.loads(file.read_bytes())
