@@ -77,6 +77,7 @@ def follow_progress(
         """Consumes: steps of the recorder. Waits for: a step. Unblocked by: the recorder, or
         `_QUIET_S`. Produces: lines."""
         seen, first, since = num_seen, None, time.monotonic()
+        num_trained = num_seen  # more than there are rows where it began with another run's steps
         while not stop.is_set():
             try:
                 steps, status = ray.get(
@@ -90,11 +91,14 @@ def follow_progress(
             first = first or next(iter(steps), None)
             for row in steps:
                 show(step_line(row, num_steps, first))
+                num_trained = row["step"] + 1
             show_others()
             if steps:
                 since = time.monotonic()
             else:
-                if seen >= num_steps:  # whatever the rollout side waits for, nobody does any more
+                if (
+                    num_trained >= num_steps
+                ):  # what the rollout side waits for, nobody does any more
                     status.pop("waiting_for", None)
                 show(status_line(status, time.monotonic() - since))
 
