@@ -216,8 +216,11 @@ def as_text(row: Mapping[str, Any], decode: Decode | None, *, has_colors: bool =
             lines[-1] += _printable(piece.text)
     lines += _columns(row)
     tokens: dict[int, int] = {}
-    for version, length in zip(row["segment_versions"], row["segment_lengths"], strict=True):
-        tokens[version] = tokens.get(version, 0) + length
+    for version, length, is_generated in zip(
+        row["segment_versions"], row["segment_lengths"], row["segment_generated"], strict=True
+    ):
+        if is_generated:
+            tokens[version] = tokens.get(version, 0) + length
     lines.append("by version: " + ", ".join(f"v{v} {n} tokens" for v, n in tokens.items()))
     return "\n".join(lines)
 
