@@ -173,14 +173,31 @@ def _batches(run: Recorded) -> Check:
 
 
 def _staleness(run: Recorded) -> Check:
-    """No token in a loss was older than the bound."""
-    bounds = run.set_at("max_staleness")
-    ages = [(row["step"], row["staleness"] or 0) for row in run.samples]
+    """No token in a loss was older than the bound, and each sample is as old as its tokens say."""
+    bounds, ages, others = run.set_at("max_staleness"), [], []
+    for row in run.samples:
+        told, seen_age = row["staleness"], _age(row)
+        ages += [(row["step"], age) for age in (told, seen_age) if age is not None]
+        if told != seen_age:
+            others.append(row["sample_id"])
     oldest = max((age for _, age in ages), default=0)
     too_old = sorted({step for step, age in ages if age > bounds[step]})
     seen = f"at most {oldest}, the bound is {_values(bounds)}"
     seen += _named("; above it in steps", too_old)
-    return Check("staleness", not too_old, seen)
+    seen += _named("; other than version_tokens says in", others)
+    return Check("staleness", not too_old and not others, seen)
+
+
+def _age(row: Mapping[str, Any]) -> int | None:
+    """Age of the oldest token in the loss, of those by version: the oldest ones are masked. None if
+    there is none."""
+    num_masked = row["num_masked_tokens"]
+    for version, num_tokens in row["version_tokens"]:
+        if num_tokens > num_masked:
+            age: int = row["step"] - version
+            return age
+        num_masked -= num_tokens
+    return None
 
 
 def _values(of_steps: Mapping[int, int]) -> str:

@@ -37,13 +37,14 @@ def run(tmp_path):
     samples, ended = [], []
     for number in range(1, 1 + STEPS * SIZE // 2):
         for member in range(2):
-            step, length = (number - 1) * 2 // SIZE, rng.randint(2, 30)
+            step, length = (number - 1) * 2 // SIZE, rng.randint(3, 30)
             sample_id = f"e0-{number}-{member}"
+            older = list(range(max(0, step - 2), step))
             samples.append({
                 "step": step, "sample_id": sample_id, "group_id": f"e0-{number}",
-                "staleness": min(step, 1), "num_generated": length, "num_masked_tokens": 1,
-                "version_tokens": [[max(0, step - 1), 1], [step, length - 1]] if step else
-                [[0, length]],
+                "staleness": min(step, 1), "num_generated": length,
+                "num_masked_tokens": int(step > 1),
+                "version_tokens": [*([v, 1] for v in older), [step, length - len(older)]],
             })  # fmt: skip
             ended.append({"sample_id": sample_id, "num_generated": length})
     write(tmp_path, "samples.jsonl", samples)
@@ -53,11 +54,22 @@ def run(tmp_path):
           [{"step": s, "policy_version": s + 1, "time_s": s} for s in range(STEPS)])  # fmt: skip
     final = {
         "steps": STEPS, "batch_size": SIZE, "max_staleness": 1, "ledger_error": 0,
-        "tokens_trained": sum(s["num_generated"] - 1 for s in samples), "num_prompts": 20,
+        "tokens_generated": 21, "tokens_trained": 0, "tokens_buffered": 7, "tokens_interrupted": 5,
+        "tokens_discarded": {"stale": 9}, "num_prompts": 20,
         "prompts_position": 15, "prompts_pending": [13, 14],
     }  # fmt: skip
     (tmp_path / "final.json").write_text(json.dumps(final))
+    count_tokens(tmp_path)
     return tmp_path
+
+
+def count_tokens(folder):
+    """Have the counters say what the rows of the samples do."""
+    trained = sum(r["num_generated"] - r["num_masked_tokens"] for r in rows(folder, TRAINED[1]))
+    change_final(lambda final: {
+        "tokens_trained": trained,
+        "tokens_generated": final["tokens_generated"] + trained - final["tokens_trained"],
+    })(folder)  # fmt: skip
 
 
 def rows(folder, name):
@@ -102,10 +114,10 @@ def change_rows(name, change):
     return apply
 
 
-def change_final(**values):
+def change_final(of=lambda final: {}, **values):
     def apply(folder):
         final = json.loads((folder / "final.json").read_text())
-        (folder / "final.json").write_text(json.dumps(final | values))
+        (folder / "final.json").write_text(json.dumps(final | of(final) | values))
 
     return apply
 
@@ -121,12 +133,18 @@ def put(index, **values):
         ("steps", "6 rows", change_rows("metrics.jsonl", put(3, step=2))),
         ("steps", "6 rows", change_rows("metrics.jsonl", put(3, policy_version=3))),
         ("steps", "6 rows", change_rows("metrics.jsonl", put(3, time_s=0.5))),
-        ("batches", "other sizes in steps 0, 1", change_rows("samples.jsonl", put(0, step=1))),
+        ("batches", "other sizes in steps 0, 1",
+         change_rows("samples.jsonl", put(0, step=1, staleness=1))),
         ("batches", "twice e0-1-1", change_rows("samples.jsonl", put(0, sample_id="e0-1-1"))),
         ("staleness", "at most 2, the bound", change_rows("samples.jsonl", put(9, staleness=2))),
+        ("staleness", "at most 2, the bound is 1; above it in steps 2; other than version_tokens "
+         "says in e0-5-1", change_rows("samples.jsonl", put(9, version_tokens=[[0, 2], [2, 1]]))),
+        ("staleness", "says in e0-5-1", change_rows("samples.jsonl", put(9, staleness=None))),
+        ("staleness", "says in e0-5-1", change_rows("samples.jsonl", put(9, staleness=0))),
         ("versions", "not in e0-5-0",
          change_rows("samples.jsonl", put(8, version_tokens=[[2, 1], [1, 3]]))),
-        ("versions", "in e0-5-0", change_rows("samples.jsonl", put(8, version_tokens=[[3, 1]]))),
+        ("versions", "in e0-5-0",
+         change_rows("samples.jsonl", put(8, version_tokens=[[0, 1], [1, 1], [3, 1]]))),
         ("ledger", "error 3", change_final(ledger_error=3)),
         ("ledger", "error None", change_final(ledger_error=None)),
         ("ledger", "1 tokens trained", change_final(tokens_trained=1)),
@@ -153,13 +171,12 @@ def test_a_run_may_go_on_with_another_batch_size_and_bound(run):
     write(run, "metrics.jsonl", rows(run, "metrics.jsonl")[:5])
     change_rows("samples.jsonl", lambda found: [r | {"step": 4} if r["group_id"] == "e0-9" else r
                                                 for r in found])(run)  # fmt: skip
-    left = sum(row["num_generated"] - 1 for row in rows(run, "samples.jsonl"))
-    change_final(
-        steps=5, batch_size=2, max_staleness=0, tokens_trained=left,
-        prompts_pending=[8, 10, 11, 12, 13, 14],
-    )(run)  # fmt: skip
-    change_rows("samples.jsonl", lambda found: [r | {"staleness": 0} if r["step"] >= 3 else r
+    change_final(steps=5, batch_size=2, max_staleness=0)(run)
+    change_final(prompts_pending=[8, 10, 11, 12, 13, 14])(run)
+    fresh = {"staleness": 0, "num_masked_tokens": 2}
+    change_rows("samples.jsonl", lambda found: [r | fresh if r["step"] >= 3 else r
                                                 for r in found])(run)  # fmt: skip
+    count_tokens(run)
     assert list(broken(run)) == ["batches", "staleness"], "as a folder that does not tell it"
     parts = [
         {"step": 0, "batch_size": SIZE, "max_staleness": 1},
@@ -171,7 +188,8 @@ def test_a_run_may_go_on_with_another_batch_size_and_bound(run):
     seen = {check.name: check.seen for check in verify(run)}
     assert seen["batches"] == "16 samples in batches of 4, then 2"
     assert seen["staleness"] == "at most 1, the bound is 1, then 0"
-    change_rows("samples.jsonl", put(-1, staleness=1))(run)
+    change_rows("samples.jsonl", put(-1, staleness=1, num_masked_tokens=1))(run)
+    count_tokens(run)
     assert broken(run) == {"staleness": f"{seen['staleness']}; above it in steps 4"}
     write(run, "ranks.jsonl", parts[:2])
     assert list(broken(run)) == ["batches"]
@@ -194,8 +212,8 @@ def test_a_step_without_its_row_is_found(run):
 def test_a_step_without_samples_is_found(run):
     """known fault: sizes were those of the steps that have samples."""
     change_rows("samples.jsonl", lambda found: [r for r in found if r["step"] != 3])(run)
-    left = sum(row["num_generated"] - 1 for row in rows(run, "samples.jsonl"))
-    change_final(tokens_trained=left, prompts_pending=[7, 8, 13, 14])(run)
+    count_tokens(run)
+    change_final(prompts_pending=[7, 8, 13, 14])(run)
     assert broken(run) == {"batches": "20 samples in batches of 4; other sizes in steps 3"}
 
 
@@ -243,8 +261,8 @@ def begun(run, tmp_path_factory):
     ids = {row["sample_id"] for row in of_steps["samples.jsonl"]}
     change_rows("ended.jsonl", lambda found: [r for r in found if r["sample_id"] in ids])(run)
     write(run, "dropped.jsonl", [])
-    trained = sum(row["num_generated"] - 1 for row in of_steps["samples.jsonl"])
-    change_final(steps=STEPS - 2, tokens_trained=trained)(run)
+    count_tokens(run)
+    change_final(steps=STEPS - 2)(run)
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / PROGRESS_FILE).write_text('{"step": 2, "policy_version": 2}')
     progress = RolloutProgress(
