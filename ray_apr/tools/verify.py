@@ -25,6 +25,7 @@ from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.tools.report.load import set_at
+from ray_apr.tools.report.summary import counted_error
 
 _LEAST_P = 0.05
 """Below it the lengths that were trained are not those that were generated."""
@@ -219,9 +220,11 @@ def _versions(run: Recorded) -> Check:
 def _ledger(run: Recorded) -> Check:
     """Every token is in one place, and those that are trained are those of the rows."""
     error, trained = run.final.get("ledger_error"), run.final.get("tokens_trained")
+    counted = counted_error(run.final)
     in_loss = sum(row["num_generated"] - row["num_masked_tokens"] for row in run.samples)
     seen = f"error {error}; {trained} tokens trained, {in_loss} in the rows of the samples"
-    return Check("ledger", error == 0 and trained == in_loss, seen)
+    seen += "" if counted == error else f"; the counters beside it give an error of {counted}"
+    return Check("ledger", error == 0 == counted and trained == in_loss, seen)
 
 
 def _prompts(run: Recorded) -> Check:

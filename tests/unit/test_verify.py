@@ -148,6 +148,8 @@ def put(index, **values):
         ("ledger", "error 3", change_final(ledger_error=3)),
         ("ledger", "error None", change_final(ledger_error=None)),
         ("ledger", "1 tokens trained", change_final(tokens_trained=1)),
+        ("ledger", "error 0; ", change_final(tokens_generated=1000)),
+        ("ledger", "give an error of -1", change_final(tokens_discarded={"stale": 10})),
         ("prompts", "lost 0", change_rows("dropped.jsonl", lambda found: [])),
         ("prompts", "lost 14", change_final(prompts_pending=[13])),
         ("prompts", "twice 3", change_final(prompts_pending=[3, 13, 14])),

@@ -166,16 +166,21 @@ def _disagreements(run: RunData, final: Row) -> list[str]:
             f"final.json says samples_interrupted = {final['samples_interrupted']}, but "
             f"{interrupted} trained samples were interrupted"
         )
-    if all(key in final for key in ("tokens_generated", "ledger_error", *_PLACES)):
-        placed = sum(final[key] for key in _PLACES) + sum(
-            (final.get("tokens_discarded") or {}).values()
+    error = counted_error(final)
+    if error is not None and "ledger_error" in final and error != final["ledger_error"]:
+        warnings.append(
+            f"final.json says ledger_error = {final['ledger_error']}, its counters give {error}"
         )
-        error = final["tokens_generated"] - placed
-        if error != final["ledger_error"]:
-            warnings.append(
-                f"final.json says ledger_error = {final['ledger_error']}, its counters give {error}"
-            )
     return warnings
+
+
+def counted_error(final: Row) -> int | None:
+    """The ledger's error by the counters of ``final.json``; None where it lacks one."""
+    if not all(key in final for key in ("tokens_generated", *_PLACES)):
+        return None
+    placed = sum(final[key] for key in _PLACES)
+    error: int = final["tokens_generated"] - placed
+    return error - sum((final.get("tokens_discarded") or {}).values())
 
 
 def trained_ages(run: RunData) -> list[int]:
