@@ -242,6 +242,7 @@ def _prompts(run: Recorded) -> Check:
     handed_out = set(range(position)) - of_before
     twice = sorted(p for p, n in trained.items() if n > 1 or p in pending | of_before)
     lost = sorted(handed_out - set(trained) - pending - dropped)
+    unknown = sorted({*trained, *pending} - set(range(position)))
     seen = (
         f"{len(handed_out)} handed out: {len(trained)} trained, {len(pending)} pending, "
         f"{len(dropped - set(trained) - pending)} dropped"
@@ -249,7 +250,8 @@ def _prompts(run: Recorded) -> Check:
     num_failed = len({row["group_id"] for row in run.dropped if is_failed(row)})
     seen += f" (failed: {num_failed})" if num_failed else ""
     seen += _named("; twice", twice) + _named("; lost", lost)
-    return Check("prompts", not twice and not lost, seen)
+    seen += _named("; never handed out", unknown)
+    return Check("prompts", not (twice or lost or unknown), seen)
 
 
 def _lengths(run: Recorded) -> Check:

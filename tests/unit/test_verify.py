@@ -155,6 +155,7 @@ def put(index, **values):
         ("prompts", "twice 3", change_final(prompts_pending=[3, 13, 14])),
         ("prompts", "twice 1", change_rows("samples.jsonl", put(0, group_id="e0-1~1"))),
         ("prompts", "did not answer", change_final(prompts_position=None)),
+        ("prompts", "never handed out 12", change_final(prompts_position=12, prompts_pending=[])),
     ],
 )  # fmt: skip
 def test_what_was_not_kept_is_found(run, name, seen, damage):
