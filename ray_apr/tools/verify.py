@@ -208,11 +208,13 @@ def _values(of_steps: Mapping[int, int]) -> str:
 
 
 def _versions(run: Recorded) -> Check:
-    """Versions of a sample's tokens never go back, and none is newer than its step's."""
+    """Versions of a sample's tokens never go back, none is newer than its step's, and each token
+    has one."""
     wrong = []
     for row in run.samples:
         versions = [version for version, _ in row["version_tokens"]]
-        if versions != sorted(set(versions)) or (versions and versions[-1] > row["step"]):
+        is_in_order = versions == sorted(set(versions)) and max(versions, default=0) <= row["step"]
+        if not is_in_order or row["num_generated"] != sum(n for _, n in row["version_tokens"]):
             wrong.append(row["sample_id"])
     return Check("versions", not wrong, "rise within each sample" + _named("; not in", wrong))
 

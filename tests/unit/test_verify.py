@@ -138,13 +138,16 @@ def put(index, **values):
         ("batches", "twice e0-1-1", change_rows("samples.jsonl", put(0, sample_id="e0-1-1"))),
         ("staleness", "at most 2, the bound", change_rows("samples.jsonl", put(9, staleness=2))),
         ("staleness", "at most 2, the bound is 1; above it in steps 2; other than version_tokens "
-         "says in e0-5-1", change_rows("samples.jsonl", put(9, version_tokens=[[0, 2], [2, 1]]))),
+         "says in e0-5-1", change_rows("samples.jsonl", lambda found: found[9].update(
+             version_tokens=[[0, 2], [2, found[9]["num_generated"] - 2]]))),
         ("staleness", "says in e0-5-1", change_rows("samples.jsonl", put(9, staleness=None))),
         ("staleness", "says in e0-5-1", change_rows("samples.jsonl", put(9, staleness=0))),
         ("versions", "not in e0-5-0",
          change_rows("samples.jsonl", put(8, version_tokens=[[2, 1], [1, 3]]))),
         ("versions", "in e0-5-0",
          change_rows("samples.jsonl", put(8, version_tokens=[[0, 1], [1, 1], [3, 1]]))),
+        ("versions", "not in e0-5-0", change_rows("samples.jsonl", lambda found: found[8].update(
+            version_tokens=[[0, 1], [1, 1], [2, found[8]["num_generated"] - 1]]))),
         ("ledger", "error 3", change_final(ledger_error=3)),
         ("ledger", "error None", change_final(ledger_error=None)),
         ("ledger", "1 tokens trained", change_final(tokens_trained=1)),
