@@ -775,7 +775,23 @@ def test_the_reward_whose_time_is_told_was_reached_by_both(
         (run / "metrics.jsonl").write_text(lines(rows))
     named = {row.name: row for row in write_comparison(runs, tmp_path / "c.html").figures}
     # The last five steps of b have 1.0; its moving average, of six steps, is 0.83 at most.
-    assert named["training to reward 0.833 (s)"].cells[1:] == ("2.0", "61.0", "0.03")
+    # That of a is of six steps after 7 s.
+    assert named["training to reward 0.833 (s)"].cells[1:] == ("7.0", "61.0", "0.11")
+
+
+def test_one_batch_alone_reaches_no_reward(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """known fault: the moving average of the first step was that step, so that a run whose first
+    batch was a lucky one was said to have had nothing to learn."""
+    runs = [make_run("a"), make_run("b")]
+    for run in runs:
+        rewards = [0.9] * (run is runs[0]) + [0.1] * (29 + (run is runs[1])) + [0.9] * 30
+        rows = [
+            {**STEPS[0], "step": k, "time_s": 12.0 + k, "reward_mean": reward}
+            for k, reward in enumerate(rewards)
+        ]
+        (run / "metrics.jsonl").write_text(lines(rows))
+    named = {row.name: row for row in write_comparison(runs, tmp_path / "c.html").figures}
+    assert named["training to reward 0.900 (s)"].values == ("37.0", "37.0")
 
 
 def test_helpers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -178,7 +179,7 @@ def _figures(runs: Sequence[RunData], summaries: Sequence[dict[str, Any]]) -> li
         rows.append(_row("held-out reward, last evaluation", last, ".3f", with_ratio=False))
         best = (f"{h['best']:.3f}, version {h['best_version']}" if h else number(h) for h in held)
         rows.append(Line("held-out reward, best evaluation", tuple(best)))
-    averages = [_averages(run) for run in runs]
+    averages = [_whole_averages(run) for run in runs]
     highest = [max(rewards) for of_run in averages if (rewards := finite(of_run))]
     if len(highest) == len(runs):
         goal = min(highest)  # all have reached it
@@ -217,6 +218,16 @@ def _training_s_to(goal: float, run: RunData, averages: Sequence[float]) -> floa
 def _averages(run: RunData) -> list[float]:
     rewards = [float(row["reward_mean"]) for row in run.steps]
     return moving_average(rewards, average_window(len(rewards)))
+
+
+def _whole_averages(run: RunData) -> list[float]:
+    """The same, with NaN for the first ones, which are of fewer steps: the very first of a single
+    batch."""
+    averages = _averages(run)
+    return [
+        math.nan if number < average_window(len(averages)) else average
+        for number, average in enumerate(averages, start=1)
+    ]
 
 
 def _labels(runs: Sequence[RunData]) -> list[str]:
