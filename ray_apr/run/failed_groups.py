@@ -22,6 +22,16 @@ def is_failed(row: Mapping[str, Any]) -> bool:
     return row.get("reason") == "failed"
 
 
+def failed_groups(dropped: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last row of each group that failed, of rows of `DROPPED_FILE`: one whose prompt came
+    again, as the run was gone on with from before that, may have failed twice."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for row in filter(is_failed, dropped):
+        last.pop(row["group_id"], None)
+        last[row["group_id"]] = row
+    return [*last.values()]
+
+
 def failed_line(dropped: Iterable[Mapping[str, Any]], num_tokens: int | None = None) -> str | None:
     """What is to be said of failures in one line; None where there are none.
 
@@ -29,7 +39,7 @@ def failed_line(dropped: Iterable[Mapping[str, Any]], num_tokens: int | None = N
         dropped: Rows of `DROPPED_FILE`.
         num_tokens: That were generated in all, if it is known.
     """
-    failed = [row for row in dropped if is_failed(row)]
+    failed = failed_groups(dropped)
     if not failed:
         return None
     groups, was = num_groups(failed), "was" if len(failed) == 1 else "were"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray_apr import __version__
 from ray_apr.run.evaluations import evaluated
-from ray_apr.run.failed_groups import is_failed, num_groups, share_of_tokens
+from ray_apr.run.failed_groups import failed_groups, num_groups, share_of_tokens
 from ray_apr.run.model import HUB_ID
 from ray_apr.tools.report.load import RunData
 from ray_apr.tools.report.summary import summarize
@@ -73,7 +73,7 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
         yield "age of trained tokens, in steps", f"at most {summary['staleness_max']}"
     if summary["tokens_trained"] is not None:
         yield "tokens trained", f"{summary['tokens_trained']:,}"
-    failed = [row for row in run.dropped if is_failed(row)]
+    failed = failed_groups(run.dropped)
     if failed:  # their errors may hold paths
         share = share_of_tokens(failed, summary["tokens_generated"])
         yield "dropped as a generation, step or reward failed", f"{num_groups(failed)}{share}"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run.begun import BEGUN_FILE
-from ray_apr.run.failed_groups import DROPPED_FILE, is_failed
+from ray_apr.run.failed_groups import DROPPED_FILE, failed_groups
 from ray_apr.run.final import FINAL_FILE
 from ray_apr.run.folder import came_to_nothing, read_object, read_rows
 from ray_apr.scheduling.order import prompt_position
@@ -249,7 +249,7 @@ def _prompts(run: Recorded) -> Check:
         f"{len(handed_out)} handed out: {len(trained)} trained, {len(pending)} pending, "
         f"{len(dropped - set(trained) - pending)} dropped"
     )
-    num_failed = len({row["group_id"] for row in run.dropped if is_failed(row)})
+    num_failed = len(failed_groups(run.dropped))
     seen += f" (failed: {num_failed})" if num_failed else ""
     seen += _named("; twice", twice) + _named("; lost", lost)
     seen += _named("; never handed out", unknown)

@@ -344,6 +344,10 @@ def test_groups_that_failed_are_told_with_the_last_error(make_run: Callable[...,
     line += error
     assert report.warnings == [line]
     assert line in report.html_path.read_text()
+    again = {"group_id": "e0-3", "reason": "failed", "num_generated": 5, "error": error}
+    (folder / "dropped.jsonl").write_text(lines([*rows, again]))
+    fewer = line.replace("25%", "12%")
+    assert warnings_of(folder) == fewer, "known fault: one that failed again was another one"
     (folder / "poison.jsonl").write_text(lines([{"row": 7, "error": "engine b is dead"}]))
     told = (
         "1 prompt was set aside, as engines died of them; the last: row 7 of the dataset, engine b"
