@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from ray_apr.core.exceptions import EngineDiedError
 from ray_apr.serve.vllm.arguments import FORKING_EXECUTOR
@@ -24,6 +28,70 @@ pytestmark = pytest.mark.vllm
 def test_engines_that_start_together_look_for_ports_in_other_places():
     ports = {NamespacedRayExecutor._select_tcpstore_port(0, 0) for _ in range(8)}
     assert len(ports) > 1 and min(ports) >= 1024
+
+
+class Queue:
+    """Of a worker's answers."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.num_waits = 0
+
+    def dequeue(self, timeout=None, **_):
+        if self.answers[0] is None:
+            self.num_waits += 1
+            del self.answers[0]
+            raise TimeoutError
+        return self.answers.pop(0)
+
+
+def executor_of(*queues):
+    executor = NamespacedRayExecutor.__new__(NamespacedRayExecutor)
+    executor.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda _: None)
+    executor.response_mqs = list(queues)
+    executor.futures_queue = deque()
+    executor.is_failed = False
+    return executor
+
+
+def test_an_error_leaves_no_worker_s_answer_to_the_next_call():
+    """known fault: the next try of a weight sync failed of the last one's error, and from then on
+    an engine of several GPUs was told what its workers had said of the sync before."""
+    status = WorkerProc.ResponseStatus
+    failed, first, second = (status.FAILURE, "no peer"), (status.SUCCESS, 1), (status.SUCCESS, 2)
+    queues = Queue(failed, first, second), Queue(None, failed, first, (status.FAILURE, "no room"))
+    executor = executor_of(*queues)
+    with pytest.raises(RuntimeError, match=r"no peer$"):
+        executor.collective_rpc("update_weights")
+    assert queues[1].num_waits == 1
+    assert executor.collective_rpc("update_weights") == [1, 1]
+    with pytest.raises(RuntimeError, match="no room"):
+        executor.collective_rpc("update_weights")
+    assert executor.response_mqs == list(queues)
+
+
+def test_who_answers_alone_is_asked_alone():
+    status = WorkerProc.ResponseStatus
+    other = Queue()
+    executor = executor_of(Queue((status.SUCCESS, 1), (status.SUCCESS, 2)), other)
+    assert executor.collective_rpc("step", unique_reply_rank=0) == 1
+    assert executor.collective_rpc("step", non_block=True, unique_reply_rank=0).result() == 2
+
+
+def test_a_start_ends_with_the_first_worker_s_error():
+    """The other one may wait for the one that has failed."""
+    other = Queue()
+    executor = executor_of(Queue((WorkerProc.ResponseStatus.FAILURE, "out of memory")), other)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor.collective_rpc("determine_available_memory")
+
+
+def test_a_dead_worker_s_answer_is_not_waited_for():
+    executor = executor_of(Queue((WorkerProc.ResponseStatus.FAILURE, "no peer")), Queue(None, None))
+    executor.rpc_broadcast_mq.enqueue = lambda _: setattr(executor, "is_failed", True)
+    with pytest.raises(RuntimeError, match="no peer"):
+        executor.collective_rpc("update_weights")
+    assert executor.response_mqs[1].num_waits == 1
 
 
 def test_the_worker_of_one_gpu_is_forked_whatever_the_server_has_set(monkeypatch):

@@ -93,7 +93,8 @@ VLLM = PrivateNames(
         "IterationStats": "num_generation_tokens num_preempted_reqs inter_token_latencies_iter",
         "Worker": "init_device determine_available_memory get_kv_cache_spec model_runner",
         "KVCacheSpec": "max_memory_usage_bytes(vllm_config)",
-        "MultiprocExecutor": "_init_executor",
+        "MultiprocExecutor": "_init_executor response_mqs is_failed collective_rpc(method,timeout,"
+        "args,kwargs,non_block,unique_reply_rank)",
         "RayExecutorV2": "_init_executor",
         "WeightTransferEngineFactory": "register_engine(name)",
         "WeightTransferEngine": "init_info_cls update_info_cls init_transfer_engine("
