@@ -74,8 +74,8 @@ def _response_logprobs(
     # a tensor: the compiler would compile again for each number
     divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     rows = max(1, chunk_logits // model.config.get_text_config().vocab_size)
-    if not len(targets):
-        score = _score  # the compiler would compile once more for no row
+    if len(targets) < 2:
+        score = _score  # the compiler would compile once more for one row, and for none
     if len(targets) <= rows:
         rows_R = hidden.index_select(0, positions)
         return score(head, rows_R, targets, divisor, end_ids, is_early, support, entropy_gradients)

