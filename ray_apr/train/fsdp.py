@@ -53,6 +53,7 @@ _KEPT_OPS = {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
+    "aten::_grouped_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -130,8 +130,10 @@ class Products(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_selective_checkpointing_computes_only_cheap_operations_again(tmp_path):
-    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3-MoE"])
+def test_selective_checkpointing_computes_only_cheap_operations_again(tmp_path, family):
+    """known fault: the products of experts were computed again, too."""
+    folder = make_family(family, tmp_path / "model")
     counts = {}
     (row,) = make_batches(make_samples(), micro_batch_tokens=4096)
     with process_group(tmp_path):
