@@ -290,7 +290,8 @@ def warm_up(
     sampling: SamplingParams = _PLAIN,
     gradients: bool = True,
 ) -> None:
-    """Compile what forward and backward pass need, on made-up samples; gradients are dropped.
+    """Compile what forward and backward pass need, on made-up samples; gradients are dropped, and
+    parameters are shards again, which passes without gradients leave gathered.
 
     Shapes that differ in all sizes, so that the compiler learns that each of them changes: a full
     micro-batch and smaller ones, one of a single sample and the empty one. A collective of all
@@ -317,6 +318,7 @@ def warm_up(
     for part in (*parts, _empty_micro_batch(packed, sampling)):
         _pass(model, part.to(device), entropy_gradients=entropy_gradients, gradients=gradients)
     model.zero_grad(set_to_none=True)
+    drop_gathered(model)
 
 
 def measure_recomputation(

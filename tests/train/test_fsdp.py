@@ -149,6 +149,17 @@ def test_selective_checkpointing_computes_only_cheap_operations_again(tmp_path, 
     assert counts[False].cheap < counts["selective"].cheap
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_model_is_in_shards_after_its_warm_up(tmp_path, gradients):
+    """known fault: after passes without gradients it was gathered. What takes its parameters for
+    the engines then had those whose memory a checkpoint frees."""
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        model = build_model(str(folder), SHARDED, CPU)
+        warm_up(model, CPU, 96, packed=False, entropy_gradients=False, gradients=gradients)
+        assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+
+
 def test_compiled_layers_and_head_make_the_same_step(tmp_path, monkeypatch):
     # the compiler's own backend needs a minute for C++; what is ours is what it is given
     compiled = []
