@@ -20,7 +20,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 from ray_apr.config.train import Attention
 from ray_apr.core.checks import require
-from ray_apr.core.exceptions import ConfigError
 from ray_apr.train import flash_attention
 
 VARLEN = "ray_apr_varlen"
@@ -159,11 +158,7 @@ def _by_pytorch(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """PyTorch's variable-length attention.
-
-    Raises:
-        ConfigError: For a sliding window, where it has none.
-    """
+    """PyTorch's variable-length attention."""
     groups = query.shape[1] // key.shape[1]
     size = value.shape[-1]
     num_missing = query.shape[-1] - size
@@ -174,11 +169,6 @@ def _by_pytorch(
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    if "is_causal" in _PARAMETERS:  # before PyTorch 2.12
-        if window is not None:
-            remedy = 'needs a newer PyTorch with a sliding window; choose "padded"'
-            raise ConfigError("train.packing", "packed", remedy)
-        options = {"is_causal": True}
     out = varlen_attn(
         query.contiguous(),
         key.contiguous(),

@@ -1,26 +1,23 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from ray_apr.core.exceptions import ConfigError
 from ray_apr.train import attention
 
 
-def test_a_sliding_window_is_refused_where_pytorch_has_none(monkeypatch):
+def test_key_heads_are_copied_where_pytorch_does_not_share_them(monkeypatch):
+    """As before PyTorch 2.12."""
     seen = []
 
-    def old_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None):
-        seen.append((is_causal, k.shape[1]))
+    def old_varlen_attn(q, k, *_, scale=None, window_size=(-1, -1)):
+        seen.append((k.shape[1], window_size))
         return q
 
     monkeypatch.setattr(attention, "varlen_attn", old_varlen_attn)
-    monkeypatch.setattr(attention, "_PARAMETERS", {"is_causal"})
+    monkeypatch.setattr(attention, "_PARAMETERS", {"window_size"})
     q, k = torch.zeros(1, 2, 6, 4), torch.zeros(1, 1, 6, 4)
-    out, _ = attention.varlen_attention(torch.nn.Identity(), q, k, k, None)
-    assert out.shape == (1, 6, 2, 4) and seen == [(True, 2)], "the key head stands for two"
-    with pytest.raises(ConfigError, match=r"train\.packing.*sliding window"):
-        attention.varlen_attention(torch.nn.Identity(), q, k, k, None, sliding_window=3)
+    out, _ = attention.varlen_attention(torch.nn.Identity(), q, k, k, None, sliding_window=3)
+    assert out.shape == (1, 6, 2, 4) and seen == [(2, (2, 0))], "the key head stands for two"
 
 
 def test_key_heads_are_not_copied_where_pytorch_shares_them(monkeypatch):
