@@ -45,7 +45,7 @@ _LAST = frozenset(
     {"policy_version", "learning_rate", "inflight", "held", "buffered", "tokens_generated"}
     | {"tokens_discarded", "samples_interrupted", "samples_resumed", "unscored", "stepping"}
     | {"engines_version", "engines_tokens", "engines_busy_s", "engines_idle_s"}
-    | {"engines_request_s"}
+    | {"engines_request_s", "reward_s"}
 )
 
 

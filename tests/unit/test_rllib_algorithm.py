@@ -46,7 +46,7 @@ def build(model, tmp_path, **training):
 def test_rows_of_a_run_have_rllibs_names():
     lifetime = Lifetime(episodes=100, env_steps=200, steps=7)
     rows = [
-        step_row(7, reward_mean=0.25, num_samples=4, num_turns=8, engines_tokens=100),
+        step_row(7, reward_mean=0.25, num_samples=4, num_turns=8, engines_tokens=100, reward_s=9.0),
         step_row(
             8,
             reward_mean=0.75,
@@ -55,6 +55,7 @@ def test_rows_of_a_run_have_rllibs_names():
             num_turns=16,
             loss=0.004,
             engines_tokens=300,
+            reward_s=1.0,
         ),
     ]
     lifetime.add(rows)
@@ -83,6 +84,7 @@ def test_rows_of_a_run_have_rllibs_names():
     timers = results["timers"]
     assert (timers["training_iteration"], timers["training_step"]) == (6.0, 3.0)
     assert (timers["sample"], timers["learner_update_timer"]) == (0.5, 1.5)
+    assert timers["reward"] == 1.0, "known fault: a mean of all calls so far was averaged again"
     assert (timers["synch_weights"], timers["weight_wait"]) == (0.25, 0.0)
     assert results["num_training_step_calls_per_iteration"] == 2
     assert results["num_env_steps_sampled_lifetime"] == 224
