@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from typing import get_args
 
 import pytest
 
 from ray_apr.cli.main import main
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.core.ledger import DiscardReason
 from ray_apr.core.metrics import SPECS
 from ray_apr.tools.grafana import dashboard as module
 from ray_apr.tools.grafana.dashboard import FILE_NAME, dashboard, install
@@ -54,6 +56,13 @@ def test_a_panel_says_what_it_shows_of_metrics_that_there_are(panel):
         for label in re.findall(r"{{(\w+)}}", query.legend):
             assert any(label in KNOWN[name] for name, _ in used), query.legend
         assert query.expr.count("(") == query.expr.count(")")
+
+
+def test_every_reason_of_discarded_tokens_is_told():
+    """known fault: tokens were drawn as lost, of which the panel knew nothing."""
+    (panel,) = (panel for panel in PANELS if panel.title == "Discarded tokens a second")
+    reasons = panel.description.removeprefix("By reason: ").removesuffix(".").split(", ")
+    assert sorted(reasons) == sorted(get_args(DiscardReason))
 
 
 def test_every_metric_is_on_the_dashboard():

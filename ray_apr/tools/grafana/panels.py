@@ -199,7 +199,8 @@ ROWS: tuple[Row, ...] = (
         (
             Panel(
                 "Discarded tokens a second",
-                "By reason: stale, masked, restarted, surplus, filtered, failed, poison, shutdown.",
+                "By reason: stale, masked, restarted, surplus, filtered, failed, poison, lost, "
+                "shutdown.",
                 "short",
                 (
                     Query(
