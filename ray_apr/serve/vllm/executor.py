@@ -43,16 +43,7 @@ class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
             ray.init(address="auto", namespace=os.environ[NAMESPACE])
         super()._init_executor()
 
-    def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,
-        args: Any = (),
-        kwargs: Any = None,
-        non_block: bool = False,
-        unique_reply_rank: int | None = None,
-        **others: Any,
-    ) -> Any:
+    def collective_rpc(self, method: Any, *given: Any, **options: Any) -> Any:
         """Call all workers; see vLLM's.
 
         Waits for: all workers. Unblocked by: their answers, for which a weight sync has a limit, or
@@ -61,13 +52,12 @@ class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
         Raises:
             RuntimeError: What has failed in any of them.
         """
-        given = (method, timeout, args, kwargs, non_block, unique_reply_rank)
-        if non_block or unique_reply_rank is not None or method not in _HEARD_OUT:
-            return super().collective_rpc(*given, **others)
+        if method not in _HEARD_OUT:
+            return super().collective_rpc(method, *given, **options)
         queues, errors = self.response_mqs, list[str]()
         self.response_mqs = [_Answers(queue, errors, lambda: self.is_failed) for queue in queues]
         try:
-            answers = super().collective_rpc(*given, **others)
+            answers = super().collective_rpc(method, *given, **options)
         except TimeoutError:  # of one that does not answer any more: the error says more
             if not errors:
                 raise
@@ -102,23 +92,20 @@ class _Answers:
         return getattr(self._queue, name)
 
     def dequeue(self, timeout: float | None = None, **others: Any) -> Any:
-        """Take the next answer, an error as if it were none."""
-        is_rest = bool(self._errors) and timeout is None
-        take = self._take_rest if is_rest else self._queue.dequeue
-        status, result = take(timeout=_LOOK_S if is_rest else timeout, **others)
+        """Take the next answer, an error as if it were none.
+
+        Waits for: the worker. Unblocked by: its answer, for which a weight sync has a limit, or,
+        after another worker's error, the death of any.
+        """
+        looks = bool(self._errors) and timeout is None
+        while True:
+            try:
+                given = _LOOK_S if looks else timeout
+                status, result = self._queue.dequeue(timeout=given, **others)
+                break
+            except TimeoutError:
+                if not looks or self._has_failed():
+                    raise
         if status is not (succeeded := type(status).SUCCESS):
             self._errors.append(str(result))
         return succeeded, result
-
-    def _take_rest(self, **given: Any) -> Any:
-        """Take an answer after another worker's error.
-
-        Waits for: the worker. Unblocked by: its answer, for which a weight sync has a limit, or the
-        death of any.
-        """
-        while True:
-            try:
-                return self._queue.dequeue(**given)
-            except TimeoutError:
-                if self._has_failed():
-                    raise
