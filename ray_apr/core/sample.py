@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,7 +109,7 @@ class Segment:
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as 32-bit integers in the machine's order, for `Segment.support`."""
-    return array("i", ids).tobytes()
+    return TokenIds.of(ids).data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import ray.cloudpickle
 
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.packed import LogProbs, Packed, TokenIds
-from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment, pack_ids
 
 _PLAIN = (
     "sample_id", "group_id", "max_response_tokens", "num_interruptions", "num_turns",
@@ -162,7 +161,7 @@ def _sample(row: dict[str, Any], prompt: Prompt, ids: TokenIds, logprobs: LogPro
 
 
 def _digest(prompt: Prompt) -> str:
-    return hashlib.blake2b(array("i", prompt.token_ids).tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(pack_ids(prompt.token_ids), digest_size=8).hexdigest()
 
 
 def _checked(prompt: Prompt, digest: str) -> Prompt:

@@ -198,11 +198,11 @@ def load_checkpoint(
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=str(folder))
-        checked.result()
     except CheckpointException as error:
         checked.result()  # which names the file that torch failed of
         remedy = "see whether model and train.lora are those that it was written with"
         raise TrainError(f"{folder} cannot be read, or does not fit; {remedy}") from error
+    checked.result()
     settings = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups

@@ -22,7 +22,7 @@ _REMEDY = (
 
 def write_checksums(folder: Path, rank: int, files: Iterable[Path]) -> None:
     """Write size and CRC-32 of files of the folder into a file of this rank."""
-    found = {file.name: list(_checksum(file)) for file in files}
+    found = {file.name: _checksum(file) for file in files}
     (folder / _FILE.format(rank)).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -45,15 +45,15 @@ def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:
             raise ConfigError("checkpoint", str(file), _REMEDY) from error
     for name in sorted(written)[part::num_parts]:
         file = folder / name
-        if not file.is_file() or list(_checksum(file)) != written[name]:
+        if not file.is_file() or _checksum(file) != written[name]:
             raise ConfigError("checkpoint", str(file), _REMEDY)
 
 
-def _checksum(file: Path) -> tuple[int, int]:
+def _checksum(file: Path) -> list[int]:
     """Size in bytes, and CRC-32."""
     size = value = 0
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             size += len(chunk)
             value = zlib.crc32(chunk, value)
-    return size, value
+    return [size, value]
