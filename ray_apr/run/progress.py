@@ -96,9 +96,7 @@ def follow_progress(
             if steps:
                 since = time.monotonic()
             else:
-                if (
-                    num_trained >= num_steps
-                ):  # what the rollout side waits for, nobody does any more
+                if num_trained >= num_steps:  # nobody waits any more, as the rollout side does
                     status.pop("waiting_for", None)
                 show(status_line(status, time.monotonic() - since))
 

@@ -224,10 +224,8 @@ def _whole_averages(run: RunData) -> list[float]:
     """The same, with NaN for the first ones, which are of fewer steps: the very first of a single
     batch."""
     averages = _averages(run)
-    return [
-        math.nan if number < average_window(len(averages)) else average
-        for number, average in enumerate(averages, start=1)
-    ]
+    num_partial = average_window(len(averages)) - 1
+    return [math.nan] * len(averages[:num_partial]) + averages[num_partial:]
 
 
 def _labels(runs: Sequence[RunData]) -> list[str]:
