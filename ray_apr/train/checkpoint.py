@@ -12,8 +12,9 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -37,6 +37,7 @@ from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, R
 from ray_apr.data.saved_samples import write_samples
 from ray_apr.train.checksums import check_files, write_checksums
 from ray_apr.train.fsdp import drop_gathered
+from ray_apr.train.staging import COPY_LIMIT_S, Stager, trainer_state
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
@@ -78,8 +79,8 @@ class Progress:
 class Snapshot:
     """This rank's part of the trainer's state at one moment."""
 
-    state: dict[str, Any]
-    """Of the model and of its optimizer; the learning rate follows from the step."""
+    state: Callable[[], dict[str, Any]]
+    """Gives that of the model and of its optimizer, or waits for its copy."""
     random: dict[str, Any]
     progress: Progress
 
@@ -90,12 +91,14 @@ class Snapshot:
             folder: A folder of this rank, or one that all ranks share; made if it is not there.
             group: What the ranks agree in; None: the one that they all compute in.
 
+        Waits for: the copy, and the other ranks. Unblocked by: these, or the group's limit.
+
         Raises:
             CheckpointException: On all ranks, of torch, if one of them could not write.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        dcp.save(self.state, checkpoint_id=str(folder), process_group=group)
+        dcp.save(self.state(), checkpoint_id=str(folder), process_group=group)
         rank = dist.get_rank()
         files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
         torch.save(self.random, files[0])
@@ -122,44 +125,15 @@ def take_snapshot(
             until the next one is taken. None: it has to be written before.
     """
     drop_gathered(model)
-    is_new = not optimizer.state
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    if is_new:  # torch has made its state by a step without gradients, and has counted that
-        for of_parameter in optimizer.state.values():
-            of_parameter["step"].zero_()
-    state: Any = {"model": model_state, "optimizer": optimizer_state}
+    if stager is None:
+        state = partial(trainer_state, model, optimizer)
+    else:
+        state = partial(stager.stage().result, COPY_LIMIT_S)
     return Snapshot(
-        state=state if stager is None else stager.stage(state),
+        state=state,
         random=_random_state(),
         progress=replace(progress, **adapter_settings(model)),
     )
-
-
-class Stager:
-    """Copies a state to memory of the host that it keeps for the next one: pinned where the state
-    is on a GPU.
-
-    Args:
-        device: Where the state is.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._options = StagingOptions(
-            use_pinned_memory=is_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=is_cuda,
-        )
-        self._stager = DefaultStager(self._options)
-
-    def stage(self, state: dict[str, Any]) -> Any:
-        """The copy; it is there when this returns."""
-        try:
-            return self._stager.stage(state)
-        except KeyError:  # torch 2.11 has closed it after its first use, and needs a new one
-            self._stager = DefaultStager(self._options)
-            return self._stager.stage(state)
 
 
 def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table) -> None:
@@ -194,8 +168,7 @@ def load_checkpoint(
         raise TrainError(f"{folder} holds no checkpoint of a run: {PROGRESS_FILE} is missing")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     checked = in_thread(lambda: check_files(folder, rank, num_ranks), "apr-checksums")
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = trainer_state(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except CheckpointException as error:

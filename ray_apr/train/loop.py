@@ -101,7 +101,7 @@ class _TrainLoop:
         self._writer = CheckpointWriter(
             self._learner.model, self._learner.optimizer, self._control,
             source=spec.model, step=spec.begin.step, fence=spec.fence,
-            exports=spec.train.export_checkpoints,
+            exports=spec.train.export_checkpoints, stays=not self._residency.takes_turns,
         )  # fmt: skip
         self._progress = self._learner.restore(spec.begin.checkpoint)
 

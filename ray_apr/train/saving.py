@@ -1,6 +1,6 @@
 """Reports of the train workers to Ray Train, with checkpoints that are written beside the training.
 
-    end of a step ─► wait for the one before ─► copy the state ─► report ─► next steps
+    end of a step ─► wait for the one before ─► ask for a copy ─► report ─► next steps
                                                      └ Ray Train's thread: write ─► its list
 
 Invariants, kept by `CheckpointWriter`:
@@ -40,13 +40,12 @@ from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, read_rollout
 from ray_apr.train.checkpoint import (
     HF_FOLDER,
     Progress,
-    Stager,
     export_hf,
     save_rollout,
     take_snapshot,
 )
 from ray_apr.train.control import RunControl
-from ray_apr.train.tensors import compute_device
+from ray_apr.train.staging import Stager
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,8 @@ class CheckpointWriter:
         fence: Of the folder that has the checkpoints.
         exports: Whether each checkpoint gets the model in Hugging Face's format, not the last one
             alone.
+        stays: Whether the state stays where it is between two steps, so that it may be copied
+            beside the training.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CheckpointWriter:
         step: int = 0,
         fence: Fence | None = None,
         exports: bool = False,
+        stays: bool = True,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -90,7 +92,8 @@ class CheckpointWriter:
         # of its own: another thread has it while the loop computes in the others
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
-        self._stager = Stager(compute_device(model))
+        self._stager = Stager(model, optimizer)
+        self._stays = stays
         self._listing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Any] | None = None
         self.step = step
@@ -130,6 +133,8 @@ class CheckpointWriter:
         captured = None if self._control is None else self._control.capture()
         stager = None if waits else self._stager
         snapshot = take_snapshot(self._model, self._optimizer, progress, stager)
+        if not self._stays:
+            self._stager.wait()
         taken_at = unix_s()
 
         def write(folder: Path) -> None:
@@ -177,6 +182,7 @@ class CheckpointWriter:
         """
         self.wait()
         self._listing.shutdown()
+        self._stager.close()
 
     def _await_listed(self, part: _Part, taken_at: float) -> None:
         """Say that a checkpoint is durable, once Ray Train's list has it; in a thread of rank 0.

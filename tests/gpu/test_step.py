@@ -12,8 +12,9 @@ from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import micro_batches, warm_up
 from ray_apr.train.recomputation import CudaMemory
+from ray_apr.train.staging import Stager, trainer_state
 from ray_apr.train.step import train_step
-from ray_apr.train.tensors import compute_device
+from ray_apr.train.tensors import compute_device, local_tensor
 from ray_apr.weights.gathered import GatheredWeights
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
@@ -103,3 +104,27 @@ def test_what_is_cut_up_counts_as_taken():
     part = torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
     assert memory.holes() - before == 156 << 20
     del part
+
+
+def test_a_checkpoint_is_copied_beside_the_next_step_as_it_was(tmp_path, one_rank):
+    """Into pinned memory, which the second copy finds: torch 2.11 pinned it anew each time, for
+    seconds."""
+    folder = str(make_tiny_model(tmp_path / "model", hidden_size=64))
+    train = TrainConfig(learning_rate=1e-2, compile=False)
+    model = build_model(folder, train, torch.device("cuda"))
+    optimizer = build_optimizer(model, train)
+    stager, places = Stager(model, optimizer), []
+    for step in range(3):
+        (row,) = make_batches(make_samples(seed=step), step=step, packed=True)
+        train_step(model, optimizer, row, AlgorithmConfig(), train)
+        state = trainer_state(model, optimizer)["model"]
+        before = {name: local_tensor(weight).cpu() for name, weight in state.items()}
+        copy = stager.stage()
+        train_step(model, optimizer, row, AlgorithmConfig(), train)
+        copied = {name: local_tensor(w) for name, w in copy.result(60.0)["model"].items()}
+        for name, weight in before.items():
+            assert torch.equal(copied[name], weight) and copied[name].is_pinned(), name
+            assert not torch.equal(local_tensor(state[name]).cpu(), weight), name
+        places.append([weight.data_ptr() for weight in copied.values()])
+    assert places[0] == places[1] == places[2]
+    stager.close()
