@@ -35,7 +35,7 @@ from ray_apr.core.exceptions import TrainError
 from ray_apr.core.threads import in_thread
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
-from ray_apr.train.checksums import check_files, write_checksums
+from ray_apr.train.checksums import NUM_THREADS, check_files, write_checksums
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.train.staging import COPY_LIMIT_S, Stager, trainer_state
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
@@ -98,7 +98,8 @@ class Snapshot:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        dcp.save(self.state(), checkpoint_id=str(folder), process_group=group)
+        writer = dcp.FileSystemWriter(folder, thread_count=NUM_THREADS)
+        dcp.save(self.state(), storage_writer=writer, process_group=group)
         rank = dist.get_rank()
         files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
         torch.save(self.random, files[0])

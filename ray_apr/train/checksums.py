@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ray_apr.core.exceptions import ConfigError
 
+NUM_THREADS = 4
+"""Of a rank that writes a checkpoint, or reads one: as many files at a time."""
 _FILE = "checksums-{}.json"
 _CHUNK_BYTES = 1 << 22
 _REMEDY = (
@@ -22,7 +25,7 @@ _REMEDY = (
 
 def write_checksums(folder: Path, rank: int, files: Iterable[Path]) -> None:
     """Write size and CRC-32 of files of the folder into a file of this rank."""
-    found = {file.name: _checksum(file) for file in files}
+    found = _checksums(files)
     (folder / _FILE.format(rank)).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -43,14 +46,24 @@ def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:
             written |= json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no JSON, or no text
             raise ConfigError("checkpoint", str(file), _REMEDY) from error
-    for name in sorted(written)[part::num_parts]:
-        file = folder / name
-        if not file.is_file() or _checksum(file) != written[name]:
-            raise ConfigError("checkpoint", str(file), _REMEDY)
+    names = sorted(written)[part::num_parts]
+    found = _checksums(folder / name for name in names)
+    for name in names:
+        if found[name] != written[name]:
+            raise ConfigError("checkpoint", str(folder / name), _REMEDY)
 
 
-def _checksum(file: Path) -> list[int]:
+def _checksums(files: Iterable[Path]) -> dict[str, list[int] | None]:
+    """Of each file by its name; None of one that is not there."""
+    files = list(files)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return dict(zip((file.name for file in files), pool.map(_checksum, files), strict=True))
+
+
+def _checksum(file: Path) -> list[int] | None:
     """Size in bytes, and CRC-32."""
+    if not file.is_file():
+        return None
     size = value = 0
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
