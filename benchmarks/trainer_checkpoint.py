@@ -6,12 +6,13 @@ One train worker of Ray Train takes steps on made-up samples. Turns of `--steps`
 other, round after round:
 
     none        no checkpoint
-    beside      a checkpoint after each step, as runs write them
+    beside      one after the first step, as runs write them
     waited      the same, waited for, as `TrainingSession.save` does
 
-A step is timed without its checkpoint: what is written beside the training may slow down the steps
-that follow, as both have the same cores here. Of a checkpoint, the wait for the one before is timed
-apart from the rest, as is the first turn of each kind: it takes memory that this process never had.
+The step after that waits for the copy of the state, and the others may be slowed down by what is
+written meanwhile: what a checkpoint costs is what holds the loop up, and what its turn's other
+steps take longer than those of `none`. The first turn of each kind is timed apart: it takes memory
+that this process never had.
 """
 
 from __future__ import annotations
@@ -73,13 +74,14 @@ class Trainer:
 
         torch.set_num_threads(settings["threads"])
         tokens, samples = settings["tokens"], settings["samples"]
-        self._config = TrainConfig(batch_size=samples, micro_batch_tokens=tokens)
+        at_a_time = min(tokens, settings["micro_batch_tokens"])
+        self._config = TrainConfig(batch_size=samples, micro_batch_tokens=at_a_time)
         device = ray.train.torch.get_device()
         self.model = build_model(settings["model"], self._config, device)
         self.optimizer = build_optimizer(self.model, self._config)
         (self._batch,) = build_rank_batches(
             make_samples(tokens, samples, self.model.config.vocab_size),
-            step=0, policy_version=1, oldest_version=0, num_ranks=1, micro_batch_tokens=tokens,
+            step=0, policy_version=1, oldest_version=0, num_ranks=1, micro_batch_tokens=at_a_time,
             mini_batches=1, packed=self._config.packs(device.type),
         )  # fmt: skip
         self._control: Any = Noting()
@@ -98,33 +100,25 @@ class Trainer:
         self._number += 1
         return time.perf_counter() - began
 
-    def save(self, kind: str) -> tuple[float, float]:
-        """Take a checkpoint; returns the seconds for the one before, and for this one."""
+    def save(self, kind: str) -> float:
+        """Take a checkpoint; returns the seconds."""
         from ray_apr.train.checkpoint import Progress
 
         began = time.perf_counter()
-        self.writer.wait()
-        free = time.perf_counter()
         name = f"named_{self._number}" if kind == "waited" else None
         self.writer.save({}, Progress(step=self._number, policy_version=self._number), name=name)
-        return free - began, time.perf_counter() - free
+        return time.perf_counter() - began
 
     def take_turn(self, kind: str, num_steps: int) -> dict[str, Any]:
-        """Take so many steps, each with a checkpoint of a kind."""
+        """Take so many steps, with a checkpoint of a kind after the first one."""
         self._control.durable_s = []
-        steps, saves = [], []
-        for _ in range(num_steps):
-            steps.append(self.take_step())
-            if kind != "none":
-                saves.append(self.save(kind))
+        steps, saves = [self.take_step()], []
+        if kind != "none":
+            saves.append(self.save(kind))
+        steps += [self.take_step() for _ in range(num_steps - 1)]
         self.writer.wait()
-        return {
-            "kind": kind,
-            "step_s": steps,
-            "wait_s": [wait_s for wait_s, _ in saves],
-            "save_s": [save_s for _, save_s in saves],
-            "durable_s": list(self._control.durable_s),
-        }
+        durable_s = list(self._control.durable_s)
+        return {"kind": kind, "step_s": steps, "save_s": saves, "durable_s": durable_s}
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -134,7 +128,7 @@ def train(settings: dict[str, Any]) -> None:
     trainer = Trainer(settings)
     trainer.take_step()
     progress = Progress(step=0, policy_version=0)
-    state = take_snapshot(trainer.model, trainer.optimizer, progress).state
+    state = take_snapshot(trainer.model, trainer.optimizer, progress).state()
     turns = [
         trainer.take_turn(kind, settings["steps"])
         for _ in range(1 + settings["rounds"])
@@ -167,8 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", default="0.1B")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, prompts included")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--samples", type=int, default=GROUP_SIZE)
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="beside the first one")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--gpu", action="store_true", help="the train worker has one")
@@ -206,26 +201,25 @@ def main() -> None:
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """Medians of all turns but the first ones, and what follows from them."""
 
-    def median(kind: str, key: str, *, is_first: bool = False) -> float | None:
-        turns = [t for t in measured["turns"] if t["kind"] == kind]
-        values = [v for t in (turns[:1] if is_first else turns[1:]) for v in t[key]]
-        return statistics.median(values) if values else None
+    def turns(kind: str) -> list[dict[str, Any]]:
+        return [turn for turn in measured["turns"] if turn["kind"] == kind]
 
-    found: dict[str, Any] = {
-        kind: {
-            "step_s": median(kind, "step_s"),
-            "wait_for_the_one_before_s": median(kind, "wait_s"),
-            "in_the_way_s": median(kind, "save_s"),
-            "first_in_the_way_s": median(kind, "save_s", is_first=True),
-            "until_durable_s": median(kind, "durable_s"),
+    step_s = statistics.median(s for turn in turns("none")[1:] for s in turn["step_s"])
+
+    def cost_s(turn: dict[str, Any]) -> float:
+        return float(turn["save_s"][0] + sum(s - step_s for s in turn["step_s"][1:]))
+
+    def of_kind(kind: str) -> dict[str, float]:
+        first, *later = turns(kind)
+        return {
+            "in_the_way_s": statistics.median(turn["save_s"][0] for turn in later),
+            "next_step_s": statistics.median(turn["step_s"][1] for turn in later),
+            "cost_s": statistics.median(map(cost_s, later)),
+            "cost_of_the_first_s": cost_s(first),
+            "until_durable_s": statistics.median(turn["durable_s"][0] for turn in later),
         }
-        for kind in KINDS
-    }
-    step_s, in_the_way_s = found["none"]["step_s"], found["beside"]["in_the_way_s"]
-    return found | {
-        "in_the_way_of_a_step": in_the_way_s / step_s,
-        "bytes_copied_per_s": measured["state_bytes"] / in_the_way_s,
-    }
+
+    return {"step_s": step_s, **{kind: of_kind(kind) for kind in KINDS if kind != "none"}}
 
 
 if __name__ == "__main__":
