@@ -21,8 +21,11 @@ SHAPES: dict[str, dict[str, int]] = {
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+           "tie_word_embeddings": False},
 }  # fmt: skip
-"""Those of Qwen3, whose embeddings are tied; `tiny` and `0.1B` are for a CPU."""
+"""Those of Qwen3, whose embeddings are tied below 8B; `tiny` and `0.1B` are for a CPU."""
 
 
 def make_model(shape: str, folder: Path, *, context: int, dtype: str = "bfloat16") -> Path:
@@ -40,11 +43,10 @@ def make_model(shape: str, folder: Path, *, context: int, dtype: str = "bfloat16
     config = Qwen3Config(
         vocab_size=512 if shape == "tiny" else VOCABULARY,
         max_position_embeddings=context,
-        tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **SHAPES[shape],
+        **{"tie_word_embeddings": True, **SHAPES[shape]},
     )
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -276,7 +276,7 @@ def our_step(
             print(f"{name}: {again} of {len(layers)} layers computed theirs again", flush=True)
         return found
 
-    return step, sum(p.numel() for p in sharded.parameters())
+    return step, multiplied_parameters(sharded)
 
 
 def bare_step(
@@ -318,7 +318,7 @@ def bare_step(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step, sum(p.numel() for p in plain.parameters())
+    return step, multiplied_parameters(plain)
 
 
 def trl_step(
@@ -379,4 +379,11 @@ def trl_step(
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
 
-    return step, sum(p.numel() for p in plain.parameters())
+    return step, multiplied_parameters(plain)
+
+
+def multiplied_parameters(model: Any) -> int:
+    """Parameters that each token is multiplied with: without embeddings that are no head, too."""
+    number = sum(p.numel() for p in model.parameters())
+    is_looked_up = not model.config.tie_word_embeddings
+    return number - is_looked_up * model.get_input_embeddings().weight.numel()
