@@ -8,6 +8,7 @@ one folder, or into folders that Ray Train merges into one. `train.saving` says 
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import json
 import random
@@ -158,11 +159,9 @@ def load_checkpoint(
     The optimizer gets its states, and keeps the settings that it was made with. Ranks that the
     checkpoint has no random state for (more ranks than before) keep their own.
 
-    Waits for: a thread that reads the files. Unblocked by: their end.
-
     Raises:
         TrainError: If the folder holds no checkpoint of ours, or one of another model.
-        ConfigError: If files are not what was written; each rank looks at some.
+        ConfigError: On all ranks, if files are not what was written; each rank looks at some.
     """
     folder = Path(folder)
     if not (folder / PROGRESS_FILE).is_file():
@@ -173,10 +172,10 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except CheckpointException as error:
-        checked.result()  # which names the file that torch failed of
+        _end_together(checked)  # which names the file that torch failed of
         remedy = "see whether model and train.lora are those that it was written with"
         raise TrainError(f"{folder} cannot be read, or does not fit; {remedy}") from error
-    checked.result()
+    _end_together(checked)
     settings = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -193,6 +192,20 @@ def load_checkpoint(
     if random_file.is_file():
         _set_random_state(torch.load(random_file, weights_only=True))
     return Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+
+
+def _end_together(work: concurrent.futures.Future[None]) -> None:
+    """Raise on all ranks what the first of them has failed of.
+
+    Waits for: a thread that reads the files, then the other ranks. Unblocked by: their end, or the
+    limit of collectives.
+    """
+    errors: list[BaseException | None] = [None] * dist.get_world_size()
+    concurrent.futures.wait([work])
+    dist.all_gather_object(errors, work.exception())
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def export_hf(folder: str | Path, model: Any, source: str) -> None:
