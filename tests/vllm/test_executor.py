@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from ray_apr.core.exceptions import EngineDiedError
+from ray_apr.core.exceptions import SYNC_BROKEN, EngineDiedError, SyncBrokenError
+from ray_apr.serve.vllm import weights
 from ray_apr.serve.vllm.arguments import FORKING_EXECUTOR
 from ray_apr.serve.vllm.executor import NamespacedRayExecutor
 from ray_apr.serve.vllm.forked_worker import ForkedWorkerExecutor
@@ -68,6 +69,18 @@ def test_an_error_leaves_no_worker_s_answer_to_the_next_call():
     with pytest.raises(RuntimeError, match="no room"):
         executor.collective_rpc("update_weights")
     assert executor.response_mqs == list(queues)
+
+
+def test_a_worker_that_failed_for_good_is_the_cause_of_the_syncs_that_broke_off():
+    """known fault: the run tried such a sync four times, as the other workers might be mended."""
+    failure = WorkerProc.ResponseStatus.FAILURE
+    broken = Queue((failure, f"{SYNC_BROKEN}: a peer did not come"))
+    executor = executor_of(broken, Queue((failure, "cannot import the weight transport")))
+    with pytest.raises(RuntimeError) as raised:
+        executor.collective_rpc("init_weight_transfer_engine")
+    error = weights._sync_error(str(raised.value))
+    assert str(error) == "workers failed: cannot import the weight transport"
+    assert not isinstance(error, SyncBrokenError)
 
 
 def test_who_answers_alone_is_asked_alone():

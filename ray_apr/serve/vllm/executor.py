@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from ray_apr.core.exceptions import SYNC_BROKEN
 from ray_apr.serve.vllm.private import RayExecutorV2, get_open_port
 
 NAMESPACE = "RAY_APR_NAMESPACE"
@@ -50,7 +51,8 @@ class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
         the death of any, which ends vLLM's core.
 
         Raises:
-            RuntimeError: What has failed in any of them.
+            RuntimeError: What has failed in any of them; where one has failed for good, of which
+                the others' weight sync breaks off, that alone.
         """
         if method not in _HEARD_OUT:
             return super().collective_rpc(method, *given, **options)
@@ -64,7 +66,8 @@ class NamespacedRayExecutor(RayExecutorV2):  # type: ignore[misc]
         finally:
             self.response_mqs = queues
         if errors:
-            raise RuntimeError(f"workers failed: {'; '.join(dict.fromkeys(errors))}")
+            causes = [error for error in errors if SYNC_BROKEN not in error] or errors
+            raise RuntimeError(f"workers failed: {'; '.join(dict.fromkeys(causes))}")
         return answers
 
     @staticmethod
