@@ -25,7 +25,7 @@ from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard, reach
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
 from ray_apr.run.folder import check_new_folder
-from ray_apr.run.model import check_hub_model
+from ray_apr.run.model import check_engine, check_hub_model
 from ray_apr.run.room import cpus_of_this_machine
 from ray_apr.run.stopping import StopSignals
 from ray_apr.serve.vllm.plugin import why_not_loaded
@@ -74,8 +74,9 @@ def dry_run(settings: RunSettings, tell: Callable[[str], None]) -> list[str]:
     files = {"prompts": settings.prompts, "evaluation.prompts": settings.evaluation_prompts}
     rows = {name: read_prompts(file) for name, file in files.items() if file is not None}
     trainer = make_trainer(settings, rows["prompts"], rows.get("evaluation.prompts"))
-    trainer.check_cluster(_resources_of_cluster(settings))
-    spec = trainer.spec
+    resources = _resources_of_cluster(settings)
+    trainer.check_cluster(resources)
+    spec = trainer.spec.on_devices(has_gpus=resources.get("GPU", 0) >= 1)
     warnings = [
         said
         for name, prompts in rows.items()
@@ -103,6 +104,8 @@ def _preview(
         why = "so that no prompt was encoded, and no reward computed"
         return [f"{spec.model} is not on this machine, {why}"]
     check_hub_model(spec.model, is_here=True)
+    engine = spec.rollout.engine
+    check_engine(spec.model, engine.factory, engine.device, engine.tensor_parallel_size)
     max_prompt_tokens = spec.max_prompt_tokens(is_here=True)
     tokenizer = with_template_kwargs(tokenizer, spec.rollout.chat_template_kwargs)
     num_ids = num_token_ids(spec.model, tokenizer)

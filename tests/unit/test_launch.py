@@ -264,6 +264,24 @@ def test_a_dry_run_refuses_a_model_of_the_hub_as_the_run_does(of_the_hub):
     assert asked == [True], "a dry run asks nobody"
 
 
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"device": "cpu"}, r"model = 'a/b'.*heads"),
+        ({"device": "cuda", "tensor_parallel_size": 4}, r"tensor_parallel_size = 4: does not div"),
+    ],
+)
+def test_a_dry_run_refuses_what_engines_do_not_compute_of_the_hub(of_the_hub, engine, message):
+    """known fault: it looked at the heads of models in folders alone."""
+    of_the_hub({
+        "architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 14, "hidden_size": 420,
+    })  # fmt: skip
+    rows = {"prompts": PromptRows(prompts_of("a"))}
+    spec = run_spec(model="a/b", max_model_len=4096, rollout=RolloutConfig(engine=engine))
+    with pytest.raises(ConfigError, match=message):
+        launch._preview(rows, spec, print)
+
+
 def test_a_model_that_the_hub_does_not_give_is_refused_as_a_setting(of_the_hub):
     asked = of_the_hub(OSError("a/b is not a local folder\nand is not a valid identifier"))
     with pytest.raises(ConfigError, match=r"model = 'a/b'.*hub.*folder and is not a valid"):
