@@ -77,8 +77,14 @@ class Segment:
     (`pack_ids`); none if all of the vocabulary could."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", packed(self.token_ids, TokenIds))
-        object.__setattr__(self, "logprobs", packed(self.logprobs, LogProbs))
+        for name, kind in (("token_ids", TokenIds), ("logprobs", LogProbs)):
+            try:
+                object.__setattr__(self, name, packed(getattr(self, name), kind))
+            except (TypeError, OverflowError) as error:
+                raise RolloutError(
+                    f"{name} of a segment cannot be kept: {error}; an engine gives an id of 32 "
+                    "bits and a log-prob for each token"
+                ) from error
         if len(self.token_ids) != len(self.logprobs):
             raise RolloutError(
                 f"segment has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probs"

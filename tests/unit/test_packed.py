@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_apr.core.exceptions import RolloutError
 from ray_apr.core.packed import LogProbs, TokenIds
 from ray_apr.core.sample import Segment
 
@@ -53,6 +55,20 @@ def test_a_segment_packs_what_an_engine_gives() -> None:
     made = Segment(policy_version=0, token_ids=np.arange(3), logprobs=[np.float32(-0.5)] * 3)
     assert isinstance(made.token_ids, TokenIds) and isinstance(made.logprobs, LogProbs)
     assert (made.token_ids, made.logprobs) == ((0, 1, 2), (-0.5, -0.5, -0.5))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"logprobs": [None]}, r"logprobs of a segment .* not NoneType; an engine gives an id"),
+        ({"token_ids": [2**31]}, r"token_ids of a segment .*greater than maximum"),
+        ({"token_ids": [1.0]}, r"token_ids of a segment .*'float'"),
+    ],
+)
+def test_what_an_engine_gives_is_refused_by_its_name(given: dict[str, Any], told: str) -> None:
+    """known fault: a run with such an engine said "must be real number, not NoneType" alone."""
+    with pytest.raises(RolloutError, match=told):
+        Segment(**{"policy_version": 0, "token_ids": [1], "logprobs": [-0.5], **given})
 
 
 def test_it_is_joined_with_its_own_kind_alone() -> None:
