@@ -91,14 +91,14 @@ class FailedGroups:
         if not tells_old:
             self._rows.new()
             self._poison.new()
-        self._failed: dict[str, Mapping[str, Any]] = {}
+        self._failed: list[Mapping[str, Any]] = []
         self._aside: dict[int, Mapping[str, Any]] = {}
         self._next = 1
 
     def lines(self, num_tokens: int | None = None) -> list[str]:
         """What `failed_line` and `poison_line` say of them by now."""
         self._read()
-        failed = failed_line(self._failed.values(), num_tokens)
+        failed = failed_line(self._failed, num_tokens)
         return [line for line in (failed, poison_line([*self._aside.values()])) if line]
 
     def warnings(self) -> list[str]:
@@ -106,7 +106,7 @@ class FailedGroups:
         told, num_aside = [], len(self._aside)
         self._read()
         if len(self._failed) >= self._next:
-            told = [f"warning: {failed_line(self._failed.values())} (each is in {DROPPED_FILE})"]
+            told = [f"warning: {failed_line(self._failed)} (each is in {DROPPED_FILE})"]
         while self._next <= len(self._failed):
             self._next *= _TIMES
         if len(self._aside) > num_aside:
@@ -116,4 +116,4 @@ class FailedGroups:
 
     def _read(self) -> None:
         self._aside |= {row["row"]: row for row in self._poison.new()}
-        self._failed |= {row["group_id"]: row for row in self._rows.new() if is_failed(row)}
+        self._failed = failed_groups([*self._failed, *self._rows.new()])

@@ -311,6 +311,15 @@ def test_groups_that_fail_are_told_at_the_first_one_and_then_by_their_number(tmp
     assert line.startswith("warning: 10 groups were dropped")
 
 
+def test_the_last_failure_is_told_of_a_group_that_failed_before(tmp_path):
+    """known fault: `watch` told the one before, and the report this one."""
+    watched = FailedGroups(tmp_path, tells_old=True)
+    for number in (1, 2, 1):
+        add_row(tmp_path / "dropped.jsonl", failed_row(number))
+        (line,) = watched.lines()
+    assert line.startswith("2 groups were") and "the last: reward of sample e0-1-1" in line
+
+
 def test_prompts_that_are_set_aside_are_told_each_time(tmp_path):
     """known fault: a log of Ray alone had them, while engines died one after the other."""
     file = tmp_path / "poison.jsonl"
