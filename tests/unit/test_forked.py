@@ -399,6 +399,18 @@ def test_a_server_whose_import_has_begun_cuda_forks_nothing(
     assert forked == {"first": True, "second": False, "third": True}
 
 
+def test_servers_begin_where_ends_of_processes_are_ignored(script: Path) -> None:
+    """known fault: they ended, and each worker imported for itself, without a word."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        servers = fork_servers([Stage(name="first", modules=["torch"])])
+        with servers as runtime_env:
+            signal.signal(signal.SIGCHLD, before)
+            assert _is_forked(_run(runtime_env, script))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_servers_end_with_a_process_that_is_killed(script: Path) -> None:
     code = (
         "import sys, time\n"

@@ -112,6 +112,7 @@ def _has_begun_cuda() -> bool:
     from ray_apr.compat.torch import TORCH  # of servers with PyTorch alone
 
     is_in_bad_fork = TORCH.get("_is_in_bad_fork")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who began this may ignore the ends
     if (fork := os.fork()) == 0:
         os._exit(is_in_bad_fork())
     return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) != 0
