@@ -67,8 +67,7 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
             f"{evaluated(last)} (policy version {last['policy_version']})",
         )
         for suite, of_suite in (last.get("suites") or {}).items():
-            name = " ".join(suite.split()).replace("|", r"\|")
-            yield f"{of_suite['num_samples']:,} of them: {name}", evaluated(of_suite)
+            yield f"{of_suite['num_samples']:,} of them: {suite}", evaluated(of_suite)
     if summary["staleness_max"] is not None:
         yield "age of trained tokens, in steps", f"at most {summary['staleness_max']}"
     if summary["tokens_trained"] is not None:
@@ -98,4 +97,10 @@ def _named(path: str) -> str:
 
 
 def _table(head: str, rows: Iterator[tuple[str, str]]) -> list[str]:
-    return [f"| {head} | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+    lines = (" | ".join(map(_in_a_cell, row)) for row in rows)
+    return [f"| {head} | |", "| --- | --- |", *(f"| {line} |" for line in lines)]
+
+
+def _in_a_cell(text: str) -> str:
+    """In one line, in which no bar ends the cell."""
+    return " ".join(text.split()).replace("|", r"\|")

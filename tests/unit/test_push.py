@@ -107,6 +107,15 @@ def test_a_card_has_the_figures_and_no_path(run_dir):
     assert "base_model, trained by" in card and "/home" not in card and "task.py" not in card
 
 
+def test_a_bar_in_the_name_of_a_figure_ends_no_cell_of_a_card(run_dir):
+    """known fault: of such a row a hub shows the name's second half in place of the figure."""
+    run = load_run(run_dir)
+    for row in run.steps:
+        row["reward/right | new\nline_mean"] = row["reward_mean"]
+    row = r"| `right \| new line`, first and last steps | 0.050 → 0.250 |"
+    assert row in model_card(run).splitlines()
+
+
 def test_a_card_names_the_correction_that_the_run_had(run_dir):
     """known fault: it said that the correction is null of a run with importance weights."""
     algorithm = {"importance": "token", "correction": None}
