@@ -257,7 +257,8 @@ def _prompts(run: Recorded) -> Check:
 
 
 def _lengths(run: Recorded) -> Check:
-    """What was trained is as long as what was generated, but for groups dropped for their content.
+    """What was trained is as long as what was generated, but for groups dropped for their content;
+    and of each trained sample it was recorded that it ended.
 
     Two-sample Kolmogorov-Smirnov test over the prompts before the first one that is still pending:
     of those after it the short responses have ended, and the long ones have not. Of prompts that
@@ -280,14 +281,21 @@ def _lengths(run: Recorded) -> Check:
         for sample_id, row in run.ended.items()
         if is_compared(sample_id.rpartition("-")[0])
     ]
+    without_end = [
+        row["sample_id"]
+        for row in run.samples
+        if row["sample_id"] not in run.ended
+        and prompt_position(row["group_id"], num_prompts or 0) >= run.begun["prompts_position"]
+    ]
+    lacks = _named("; trained without a row of their end", without_end)
     if not trained or not generated:
-        return Check("lengths", not trained, f"nothing to compare{of}")
+        return Check("lengths", not trained and not without_end, f"nothing to compare{of}{lacks}")
     distance, p = ks_test(trained, generated)
     seen = (
         f"{np.mean(trained):.1f} tokens trained, {np.mean(generated):.1f} generated on the mean"
         f"{of}; distance {distance:.3f}, p = {p:.3g}"
     )
-    return Check("lengths", p > _LEAST_P, seen)
+    return Check("lengths", p > _LEAST_P and not without_end, seen + lacks)
 
 
 def ks_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

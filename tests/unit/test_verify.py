@@ -348,6 +348,13 @@ def test_a_run_whose_first_prompt_is_pending_has_no_lengths_to_compare(run):
     assert seen == "nothing to compare of the first 0 of 15 prompts"
 
 
+def test_a_trained_sample_without_a_row_of_its_end_is_found(run):
+    """known fault: a run that had lost a third of `ended.jsonl` was said to have kept all."""
+    change_rows("ended.jsonl", lambda found: found[::3])(run)
+    lost = "trained without a row of their end e0-1-1, e0-2-0, e0-3-0, e0-3-1, e0-4-1 and 11 more"
+    assert lost in broken(run)["lengths"]
+
+
 def test_a_sample_that_ended_twice_counts_once(run):
     again = [{**row, "num_generated": 500} for row in rows(run, "ended.jsonl")]
     write(run, "ended.jsonl", [*again, *rows(run, "ended.jsonl")])
