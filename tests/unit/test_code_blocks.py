@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_what_is_untrue_is_found(tmp_path: Path, text: str, error: type[Exceptio
     page.write_text(text)
     with pytest.raises(error):
         check(page, tmp_path)
+
+
+def test_the_best_evaluation_is_found_where_one_has_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """known fault: the page's code compared None with a number."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/my-run")
+    for version in (2, 4, 6):
+        (run / f"checkpoint_{version}").mkdir(parents=True)
+        progress = json.dumps({"policy_version": version})
+        (run / f"checkpoint_{version}" / "progress.json").write_text(progress)
+    means = {0: 0.9, 2: None, 4: 0.5, 6: 0.25}
+    rows = ({"policy_version": v, "reward_mean": mean} for v, mean in means.items())
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = blocks(ROOT / "docs/run_folder.md")
+    (block,) = [b for b in page if b.language == "python" and "evaluations.jsonl" in b.text]
+    exec(compile(block.text, str(block), "exec"), {})
+    assert capsys.readouterr().out == f"version 4, reward 0.500: {run / 'checkpoint_4' / 'hf'}\n"
 
 
 def test_blocks_are_read_with_names_and_lines(tmp_path: Path) -> None:
