@@ -21,7 +21,8 @@ class HttpConfig:
     """Where the servers' verbs are reached over HTTP, and by whom."""
 
     host: str = "127.0.0.1"
-    """Address that the HTTP ingress listens at; any but loopback demands a control token."""
+    """Address that the HTTP ingress listens at; any but loopback demands a control token. Refused
+    without a port, as is a control token."""
     port: int | None = None
     """Port of the HTTP ingress; None opens none."""
     control_token: str | None = field(default=None, repr=False)
@@ -40,6 +41,11 @@ class HttpConfig:
             "…",
             "must be visible ASCII characters, at least one",
         )
+        unused = (
+            "has no meaning without rollout.http.port, which opens it; give that, or leave it out"
+        )
+        require(port is not None or self.host == HttpConfig.host, f"{s}.host", self.host, unused)
+        require(port is not None or token is None, f"{s}.control_token", "…", unused)
         require(
             port is None or token is not None or _is_loopback(self.host),
             f"{s}.control_token",

@@ -103,11 +103,11 @@ def test_a_folder_that_was_moved_goes_on_where_it_is(config: Path, tmp_path: Pat
     ("token", "key"),
     [
         ("rollout.http.control_token=hush", "rollout.http.control_token"),
-        ("rollout.http={control_token: hush}", "rollout.http"),
+        ("rollout.http={control_token: hush, port: 8000}", "rollout.http"),
     ],
 )
 def test_a_control_token_is_not_kept_and_is_asked_for(config: Path, token: str, key: str) -> None:
-    run_dir = begin_run(config, token, "train.steps=7")
+    run_dir = begin_run(config, "rollout.http.port=8000", token, "train.steps=7")
     assert "hush" not in (run_dir / COMMAND_FILE).read_text()
     with pytest.raises(ConfigError, match=f"give it again: --set {key}="):
         settings_to_resume(run_dir)

@@ -458,7 +458,7 @@ def test_lists_from_a_file_become_tuples():
 
 
 def test_control_token_is_never_shown():
-    config = RolloutConfig(http={"control_token": "secret-word"})
+    config = RolloutConfig(http={"port": 8000, "control_token": "secret-word"})
     assert "secret-word" not in repr(config)
 
 

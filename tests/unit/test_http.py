@@ -188,7 +188,15 @@ def test_a_host_that_others_reach_needs_a_token(host):
         RolloutConfig(http={"host": host, "port": 8000})
     assert caught.value.field == "rollout.http.control_token"
     RolloutConfig(http={"host": host, "port": 8000, "control_token": TOKEN})
-    RolloutConfig(http={"host": host})
+
+
+@pytest.mark.parametrize(("name", "given"), [("host", "0.0.0.0"), ("control_token", TOKEN)])
+def test_what_says_how_http_is_reached_needs_a_port(name, given):
+    """known fault: nothing listened, and nobody was told."""
+    with pytest.raises(ConfigError, match=r"without rollout\.http\.port") as caught:
+        RolloutConfig(http={name: given})
+    assert caught.value.field == f"rollout.http.{name}" and TOKEN not in str(caught.value)
+    RolloutConfig(http={"host": "127.0.0.1"})
 
 
 def test_loopback_needs_no_token_and_an_empty_one_is_none():
