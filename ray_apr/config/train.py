@@ -209,11 +209,9 @@ class TrainConfig:
         )
         at_least(s, self, 0, "warmup_steps", "checkpoint_every", "weight_decay", "seed")
         require(self.seed < 2**32, f"{s}.seed", self.seed, "must be below 2**32")
-        if self.weight_check_every != "auto":
-            of_type(s, self, int, 'a whole number, or "auto"', "weight_check_every")
-            at_least(s, self, 0, "weight_check_every")
+        self._check_weight_check()
         positive(s, self, "learning_rate", "eps", "max_grad_norm")
-        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s", "weight_check_tolerance")
+        positive(s, self, "weight_bucket_mb", "weight_sync_timeout_s")
         require(
             is_number(self.save_samples) and 0 <= self.save_samples <= 1,
             f"{s}.save_samples",
@@ -265,6 +263,20 @@ class TrainConfig:
             object.__setattr__(self, "lora", from_mapping(LoRAConfig, f"{s}.lora", lora))
         of_type(s, self, LoRAConfig | None, "a mapping of settings, or null", "lora")
         whole_or_none(s, self, 1, "num_threads", "shard_ranks")
+
+    def _check_weight_check(self) -> None:
+        s = "train"
+        if self.weight_check_every != "auto":
+            of_type(s, self, int, 'a whole number, or "auto"', "weight_check_every")
+            at_least(s, self, 0, "weight_check_every")
+        positive(s, self, "weight_check_tolerance")
+        require(
+            self.weight_check_every != 0
+            or self.weight_check_tolerance == TrainConfig.weight_check_tolerance,
+            f"{s}.weight_check_tolerance",
+            self.weight_check_tolerance,
+            "has no meaning with weight_check_every = 0, which checks nothing; leave it out",
+        )
 
     def with_steps(
         self, *, step_size: int, group_size: int, num_prompts: int | None = None

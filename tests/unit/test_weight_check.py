@@ -197,6 +197,13 @@ def test_settings_that_mean_nothing_are_refused(field, value):
         TrainConfig(**{field: value})
 
 
+def test_a_tolerance_of_no_check_is_refused():
+    """known fault: it was accepted, and nothing was compared."""
+    with pytest.raises(ConfigError, match=r"train\.weight_check_tolerance = 4\.0: .*every = 0"):
+        TrainConfig(weight_check_every=0, weight_check_tolerance=4.0)
+    TrainConfig(weight_check_every=0)
+
+
 @pytest.mark.parametrize("holds_device", [False, True])
 async def test_engines_score_once_they_have_the_weights_and_go_on(holds_device):
     """Those that share the trainer's device have no KV cache before they go on."""
