@@ -86,6 +86,12 @@ class Sections:
             True,
             'needs rollout.engine.device "cuda" or "auto": one run, one device',
         )
+        require(
+            scaling.use_gpu or not self.train.cpu_offload,
+            "train.cpu_offload",
+            True,
+            "has no meaning without scaling.use_gpu, as all is in the host's memory; leave it out",
+        )
         other = "gloo" if scaling.use_gpu else "nccl"
         require(
             self.train.weight_transport != other or rollout.is_colocated,

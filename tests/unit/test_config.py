@@ -581,6 +581,14 @@ def test_rules_of_the_users_are_not_async(name):
         PartialRolloutConfig(**{name: AsyncRule()})
 
 
+def test_offload_to_the_host_needs_gpus():
+    """known fault: it was accepted on CPU, and had no effect."""
+    sections = Sections(train=TrainConfig(cpu_offload=True))
+    with pytest.raises(ConfigError, match=r"train\.cpu_offload = True: .*scaling\.use_gpu"):
+        sections.check(ScalingSettings())
+    sections.check(ScalingSettings(use_gpu=True))
+
+
 @pytest.mark.parametrize(("transport", "use_gpu"), [("nccl", False), ("gloo", True)])
 def test_a_transport_that_does_not_fit_the_train_workers_is_refused(transport, use_gpu):
     sections = Sections(train=TrainConfig(weight_transport=transport))
