@@ -68,6 +68,14 @@ def _check_code(spec: RunSpec) -> None:
         require(callable(spec.group_filter), "group_filter", spec.group_filter, remedy)
         takes_one("group_filter", spec.group_filter, remedy)
         answers_at_once("group_filter", spec.group_filter)
+    drops_groups = spec.partial_rollout.filter_zero_variance or spec.group_filter is not None
+    require(
+        drops_groups or not spec.partial_rollout.max_filter_retries,
+        "partial_rollout.max_filter_retries",
+        spec.partial_rollout.max_filter_retries,
+        "has no meaning where no group is filtered: set partial_rollout.filter_zero_variance or "
+        "give a group_filter, or leave it out",
+    )
     if isinstance(rollout.engine.factory, str) and rollout.engine.factory != "vllm":
         remedy = 'must be "vllm" or a function here; its name is taken in YAML'
         raise ConfigError("rollout.engine.factory", rollout.engine.factory, remedy)

@@ -183,6 +183,17 @@ def test_what_the_model_does_not_hold_is_refused(model, rollout, field):
     assert caught.value.field == field
 
 
+def test_further_tries_of_what_nothing_filters_are_refused(model):
+    """known fault: they were accepted, and no prompt was ever tried again."""
+    tries = PartialRolloutConfig(max_filter_retries=2)
+    with pytest.raises(ConfigError, match="where no group is filtered") as caught:
+        make_trainer(model, partial_rollout_config=tries)
+    assert caught.value.field == "partial_rollout.max_filter_retries"
+    make_trainer(model, partial_rollout_config=tries, group_filter=lambda group: True)
+    tries = dataclasses.replace(tries, filter_zero_variance=True)
+    make_trainer(model, partial_rollout_config=tries)
+
+
 @pytest.mark.parametrize(
     ("field", "given", "remedy"),
     [
