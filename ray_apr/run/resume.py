@@ -53,6 +53,7 @@ from ray_apr.run.folder import (
     read_rows,
 )
 from ray_apr.run.journals import header_of, with_journal
+from ray_apr.run.kept_rows import KeptRows
 from ray_apr.run.reported import add_reported
 
 if TYPE_CHECKING:
@@ -313,16 +314,9 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     drop_from(folder, begin.step)
     for name in ("timeline.jsonl", ENGINE_STEPS_FILE, POISON_FILE):
         keep_rows(folder / name, lambda row: True)
-    newest = -1 if begin.checkpoint is None else begin.policy_version
-    ended, dropped = _known(begin)
-    keep_rows(
-        folder / "ended.jsonl",
-        lambda row: row["policy_version"] <= newest or row["sample_id"] in ended,
-    )
-    keep_rows(
-        folder / DROPPED_FILE,
-        lambda row: row["policy_version"] <= newest or row["group_id"] in dropped,
-    )
+    kept = KeptRows(begin)
+    keep_rows(folder / "ended.jsonl", kept.of_ended)
+    keep_rows(folder / DROPPED_FILE, kept.of_dropped)
     evaluated: set[int] = set()
 
     def was_evaluated(row: Mapping[str, Any]) -> bool:
@@ -359,14 +353,6 @@ def resume_folder(folder: Path, begin: Begin, now: float) -> tuple[Begin, float]
     last = max(evaluated, default=first)
     begin = dataclasses.replace(begin, num_rows=num_rows, before=before, last_version=last)
     return begin, now - time_s
-
-
-def _known(begin: Begin) -> tuple[set[str], set[str]]:
-    """Samples that have ended and groups that were dropped since the checkpoint, and stay so."""
-    if begin.replayed is None:
-        return set(), set()
-    ended = {row["sample_id"] for row in begin.replayed.ended}
-    return ended, {row["group_id"] for row in begin.replayed.dropped}
 
 
 def _before_first(folder: Path) -> int:

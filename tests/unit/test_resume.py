@@ -17,7 +17,7 @@ import ray.train
 from ray_apr.config import EvaluationConfig, LoRAConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError
 from ray_apr.core.ledger import LedgerSnapshot
-from ray_apr.core.sample import Prompt, Sample, Segment
+from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.core.user import Environment, Step
 from ray_apr.data.prompts import TOKEN_IDS, PromptSource
 from ray_apr.data.resumption import (
@@ -197,6 +197,23 @@ def test_a_resumed_folder_keeps_what_the_checkpoint_knows(folder):
         "samples_kept": 0, "tokens_kept": 0, "tokens_generated": 120, "tokens_lost": 60,
         "ended": "killed",
     }  # fmt: skip
+
+
+def test_rows_of_what_does_not_come_again_stay_whatever_their_version(folder):
+    """known fault: a checkpoint that was taken while steps were trained again has samples of later
+    versions than its own, whose rows were taken out."""
+    has_ended, goes_on = GROUP
+    has_ended = dataclasses.replace(has_ended, finish_reason=FinishReason.STOP)
+    samples = samples_table([(has_ended, goes_on)])
+    ended = ("e0-0-0", 4), ("e0-1-0", 4), ("e0-1-1", 4), ("e1-1-0", 4), ("e1-2-0", 4), ("e1-3-0", 2)
+    dropped = ("e0-2", 4), ("e0-3~1", 4), ("e1-1", 4), ("e1-2", 4), ("e1-3", 2)
+    rows = ({"sample_id": name, "policy_version": version} for name, version in ended)
+    write(folder, "ended.jsonl", *rows)
+    rows = ({"group_id": name, "policy_version": version} for name, version in dropped)
+    write(folder, "dropped.jsonl", *rows)
+    resume_folder(folder, begin(samples=samples), now=1000.0)
+    assert [r["sample_id"] for r in read(folder, "ended.jsonl")] == ["e0-0-0", "e0-1-0", "e1-3-0"]
+    assert [r["group_id"] for r in read(folder, "dropped.jsonl")] == ["e0-2", "e0-3~1", "e1-3"]
 
 
 def test_what_was_lost_stays_lost_where_an_attempt_comes_to_no_step(folder):
