@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ray_apr.core.exceptions import ConfigError
+from ray_apr.data.resumption import LIST_FILE
 from tests.code_blocks import (
     ROOT,
     Block,
@@ -96,14 +97,17 @@ def test_what_is_untrue_is_found(tmp_path: Path, text: str, error: type[Exceptio
 def test_the_best_evaluation_is_found_where_one_has_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """known fault: the page's code compared None with a number."""
+    """known fault: the page's code compared None with a number, and named checkpoints that a kill
+    had cut off."""
     monkeypatch.chdir(tmp_path)
     run = Path("runs/my-run")
-    for version in (2, 4, 6):
+    for version in (2, 4, 6, 8):
         (run / f"checkpoint_{version}").mkdir(parents=True)
         progress = json.dumps({"policy_version": version})
         (run / f"checkpoint_{version}" / "progress.json").write_text(progress)
-    means = {0: 0.9, 2: None, 4: 0.5, 6: 0.25}
+    whole = [{"checkpoint_dir_name": f"checkpoint_{version}"} for version in (2, 4, 6)]
+    (run / LIST_FILE).write_text(json.dumps({"checkpoint_results": whole}))
+    means = {0: 0.9, 2: None, 4: 0.5, 6: 0.25, 8: 0.75}
     rows = ({"policy_version": v, "reward_mean": mean} for v, mean in means.items())
     (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = blocks(ROOT / "docs/run_folder.md")
