@@ -12,7 +12,7 @@ import argparse
 import random
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,19 @@ def name_of(lr: float) -> str:
     return f"lr-{lr:g}"
 
 
+def rewards_of(results: Iterable[tune.Result]) -> dict[float, list[float]]:
+    """Learning rate -> mean reward of each step, of trials that came to any."""
+    rewards = {}
+    for result in results:
+        if result.error is not None:
+            raise result.error
+        if "reward_mean" in (result.metrics or {}):  # else Ctrl-C came before its first step
+            rewards[result.config["lr"]] = result.metrics_dataframe["reward_mean"].tolist()
+    if not rewards:
+        raise SystemExit("no trial came to a step, so that nothing is compared")
+    return rewards
+
+
 def compared(rewards: Mapping[float, Sequence[float]], storage: str) -> str:
     """What the trials came to, and the command that compares their runs.
 
@@ -107,12 +120,7 @@ def main() -> None:
         tune_config=tune.TuneConfig(max_concurrent_trials=1),
         run_config=tune.RunConfig(name="sweep", storage_path=storage, verbose=0),
     ).fit()
-    rewards = {}
-    for result in results:
-        if result.error is not None:
-            raise result.error
-        rewards[result.config["lr"]] = result.metrics_dataframe["reward_mean"].tolist()
-    print(compared(rewards, storage))
+    print(compared(rewards_of(results), storage))
 
 
 if __name__ == "__main__":

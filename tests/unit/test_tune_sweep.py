@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import pandas as pd
 import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tune_sweep.py"
@@ -29,6 +30,18 @@ def test_trials_are_compared_by_the_mean_of_their_last_steps(sweep: ModuleType) 
         "compare: ray-apr report '/shared/my runs/lr-0.0001' '/shared/my runs/lr-1e-05' "
         "--out comparison.html",
     ]
+
+
+def test_trials_that_ctrl_c_ended_before_their_first_step_are_left_out(sweep: ModuleType) -> None:
+    """known fault: the sweep ended in a KeyError."""
+    rows = pd.DataFrame({"reward_mean": [0.1, 0.2]})
+    told, none = (
+        SimpleNamespace(error=None, config={"lr": lr}, metrics=metrics, metrics_dataframe=frame)
+        for lr, metrics, frame in ((1e-4, {"reward_mean": 0.2}, rows), (1e-5, {}, pd.DataFrame()))
+    )
+    assert sweep.rewards_of([told, none]) == {1e-4: [0.1, 0.2]}
+    with pytest.raises(SystemExit, match="no trial came to a step"):
+        sweep.rewards_of([none])
 
 
 def test_a_short_trial_says_how_many_steps_it_has(sweep: ModuleType) -> None:
