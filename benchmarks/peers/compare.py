@@ -14,6 +14,9 @@ says: what is left is the time of generation, hand-over and training. `spelling`
         --gpus 2 --rewards 0.1 0.15 0.3 --learning-rate 2e-5 --systems trl sync:awake apr \
         --trl-liger --out spelling.json
 
+`programs` trains that model to write functions (`programs.py` makes the prompts), whose reward runs
+them in the sandbox.
+
 A system is `trl` (colocated vLLM), `verl:MODE` (`verl_modes.py`; spelling alone), or a mode of
 ray_apr: MODE has half of the GPUs for its engines, MODE:awake and MODE:turns have engine and train
 worker on each (`benchmarks/modes.py`).
@@ -45,6 +48,7 @@ import gpu_models
 import host
 import learning
 import modes
+import programs
 import verl_modes
 
 from ray_apr.tools.report.load import load_run
@@ -100,8 +104,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up-lr", type=float, default=1e-3, help="arithmetic: supervised")
     parser.add_argument("--trace", type=Path, help="replay: lengths of responses")
     parser.add_argument("--scale", type=float, default=0.25, help="replay: factor on them")
-    parser.add_argument("--model", type=Path, help="spelling: folder of a model that can chat")
-    parser.add_argument("--prompts", type=Path, help="spelling: Parquet file")
+    parser.add_argument(
+        "--model", type=Path, help="spelling, programs: folder of a model that can chat"
+    )
+    parser.add_argument("--prompts", type=Path, help="the same: Parquet file")
     parser.add_argument("--shape", default="0.6B", choices=list(gpu_models.SHAPES))
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of our engines")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="of our runs")
@@ -116,8 +122,8 @@ def _arguments() -> argparse.Namespace:
     args.gpu, args.reward_seconds = True, 0.0
     if args.task == "replay" and args.trace is None:
         parser.error("--task replay needs --trace")
-    if args.task == "spelling" and None in (args.model, args.prompts):
-        parser.error("--task spelling needs --model and --prompts")
+    if args.task in CHATS and None in (args.model, args.prompts):
+        parser.error(f"--task {args.task} needs --model and --prompts")
     for system in args.systems:
         peer, _, mode = system.partition(":")
         if peer == "verl" and (mode not in verl_modes.MODES or args.task != "spelling"):
@@ -165,15 +171,15 @@ def replay_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def spelling_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """A real model, asked to spell words backward."""
+def chat_task(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A real model, asked what a script of this folder scores."""
     del folder
     return {
         **common(args),
         "model": str(args.model.resolve()),
         "parameters": learning.num_parameters(args.model),
         "prompts": str(args.prompts.resolve()),
-        "reward": f"{Path(__file__).with_name('spelling.py')}:reward",
+        "reward": f"{Path(__file__).with_name(args.task + '.py')}:reward",
         "max_response_tokens": 256,
         "max_model_len": 512,
     }
@@ -242,6 +248,8 @@ def our_run(
     }  # fmt: skip
     if task["kind"] == "replay":
         settings["rollout"]["replay_column"] = "lengths"
+    if task["kind"] == "programs":
+        settings["rollout"]["reward"] = {"concurrency": programs.at_a_time(), "num_workers": 2}
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
     own = [f"--set={setting}" for setting in args.set]
@@ -345,6 +353,7 @@ def trl_steps(result: Path, num_ranks: int) -> dict[str, Any]:
         ],
         "generation_s": [row[0]["generation"][1] - row[0]["generation"][0] for row in rows],
         "sync_s": [row[0]["sync_s"] for row in rows],
+        "reward_s": [max(of_rank["reward_s"] for of_rank in row) for row in rows],
     }
 
 
@@ -398,7 +407,12 @@ def seconds_to(goal: float, run: dict[str, Any]) -> float | None:
     return next((step["time_s"] for step, reward in pairs if reward >= goal), None)
 
 
-TASKS = {"arithmetic": arithmetic_task, "replay": replay_task, "spelling": spelling_task}
+CHATS = ("spelling", "programs")
+TASKS = {
+    "arithmetic": arithmetic_task,
+    "replay": replay_task,
+    **dict.fromkeys(CHATS, chat_task),
+}
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "arithmetic"))
+import programs
 import spelling
 import task as arithmetic
 
@@ -44,9 +47,20 @@ class Clock(TrainerCallback):  # type: ignore[misc]  # transformers' callbacks a
         self._ended = 0.0
         self.generation = (0.0, 0.0)
         """When the last one began and ended, in seconds since the epoch."""
-        self.sync_s = 0.0
+        self.sync_s = self.reward_s = 0.0
         self.num_tokens = 0
         """Of the responses that this process has trained."""
+
+    def timed(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """A reward function whose last call's time is noted."""
+
+        def call(*args: Any, **kwargs: Any) -> list[float]:
+            began = time.time()
+            found = reward(*args, **kwargs)
+            self.reward_s = time.time() - began
+            return found
+
+        return call
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -72,6 +86,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]  # transformers' callbacks a
             "num_tokens": self.num_tokens,
             "generation": self.generation,
             "sync_s": self.sync_s,
+            "reward_s": self.reward_s,
         }
         self._lines.write(json.dumps(row) + "\n")
         self.num_tokens = 0
@@ -84,7 +99,7 @@ def main() -> None:
     clock = Clock(Path(f"{task['out']}.{os.environ['RANK']}"))
     trainer = GRPOTrainer(
         model=task["model"],
-        reward_funcs=REWARDS[task["kind"]],
+        reward_funcs=clock.timed(REWARDS[task["kind"]]),
         args=grpo_config(task),
         train_dataset=Dataset.from_list(rows),
         callbacks=[clock],
@@ -206,6 +221,7 @@ REWARDS = {
     "replay": replay_reward,
     "arithmetic": arithmetic_reward,
     "spelling": spelling.trl_reward,
+    "programs": programs.trl_reward,
 }
 
 if __name__ == "__main__":
