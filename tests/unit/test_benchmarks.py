@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import random
 import time
 from pathlib import Path
 from types import ModuleType
@@ -162,15 +163,34 @@ def test_steps_of_a_peer_count_where_all_of_its_processes_have_written_them(comp
     ]  # fmt: skip
     for rank, count in ((0, 3), (1, 2)):
         (tmp_path / f"result.json.{rank}").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines[:count])
+            "".join(json.dumps(line | {"reward_s": rank}) + "\n" for line in lines[:count])
         )
     found = compare.trl_steps(tmp_path / "result.json", 2)
     assert found["first_generation"] == 8.0 and found["generation_s"] == [1.0, 1.0]
+    assert found["reward_s"] == [1, 1], "of the process that waited longest"
     assert found["steps"] == [
         {"time_s": 2.0, "reward_mean": 0.0, "num_tokens": 10},
         {"time_s": 3.0, "reward_mean": 0.1, "num_tokens": 10},
     ]
     assert compare.trl_steps(tmp_path / "result.json", 3) == {}
+
+
+def test_programs_are_scored_by_what_they_return(benchmark_named, monkeypatch):
+    programs = benchmark_named("programs")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    draw, right = random.Random(0), "```python\ndef f(a):\n    return {}\n```"
+    values = {"the largest number": "max(a)", "the sum of the list a.": "sum(a)"}
+    found = []
+    while len(found) < 4:
+        row = programs.one_row(draw)
+        asked = row["prompt"][0]["content"]
+        for what, value in values.items():
+            if what in asked:
+                found += [(right.format(value), row["tests"], 1.0)]
+                found += [("Sure: " + right.format(f"{value} + 1"), row["tests"], 0.0)]
+    texts, tests, scores = zip(*found, strict=True)
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    assert programs.trl_reward(said, list(tests), prompts=None) == list(scores)
 
 
 def test_a_run_beyond_its_limit_leaves_no_process(compare, tmp_path):
