@@ -11,9 +11,11 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
+import math
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,9 @@ from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -99,8 +103,7 @@ class Snapshot:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        writer = dcp.FileSystemWriter(folder, thread_count=NUM_THREADS)
-        dcp.save(self.state(), storage_writer=writer, process_group=group)
+        dcp.save(self.state(), storage_writer=_FilesWriter(folder), process_group=group)
         rank = dist.get_rank()
         files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
         torch.save(self.random, files[0])
@@ -109,6 +112,58 @@ class Snapshot:
             (folder / PROGRESS_FILE).write_text(json.dumps(known), encoding="utf-8")
             files += [folder / PROGRESS_FILE, folder / _INDEX_FILE]
         write_checksums(folder, rank, files)
+
+
+class _FilesWriter(dcp.FileSystemWriter):
+    """Writes a rank's state into several files side by side.
+
+    torch's own threads keep their errors to themselves: a full disk would leave a checkpoint that
+    lacks files.
+
+    Args:
+        folder: Where they are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # a copy ahead is for one thread alone
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write what torch asks for.
+
+        Waits for: all files. Unblocked by: their ends.
+
+        Raises:
+            OSError: The first one that a file has failed with, once all have ended.
+        """
+        write, names = super().write_data, plan.storage_data
+        parts = [
+            replace(plan, items=items, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))
+            for i, items in enumerate(_alike(plan.items))
+        ]
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            written = list(pool.map(lambda part: write(part, planner).value(), parts))
+        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        results.set_result([result for of_file in written for result in of_file])
+        return results
+
+
+def _alike(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Items in up to `NUM_THREADS` lists of about the same size."""
+    lists: list[list[WriteItem]] = [[] for _ in range(NUM_THREADS)]
+    sizes = [0] * NUM_THREADS
+    for item in sorted(items, key=_num_bytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        lists[smallest].append(item)
+        sizes[smallest] += _num_bytes(item)
+    return [found for found in lists if found]
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Of a tensor, or of this rank's part of it; what is none is small."""
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def take_snapshot(

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_apr.config import AlgorithmConfig, LoRAConfig, TrainConfig
@@ -19,7 +24,7 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     take_snapshot,
 )
-from ray_apr.train.checksums import check_files, write_checksums
+from ray_apr.train.checksums import NUM_THREADS, check_files, write_checksums
 from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
@@ -213,7 +218,7 @@ def cut(file):
 
 
 @pytest.mark.parametrize("damage", [change, cut, Path.unlink])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "random-0.pt"])
+@pytest.mark.parametrize("name", ["__0_0_0.distcp", ".metadata", "random-0.pt"])
 def test_a_damaged_file_is_refused_by_its_name(tmp_path, folder, name, damage):
     """torch reads shards whose bytes have changed as weights."""
     model, optimizer = build(folder)
@@ -240,6 +245,29 @@ def test_all_files_have_a_checksum_and_an_older_checkpoint_none(tmp_path, folder
     assert files - set(json.loads(checksums.read_text())) == {checksums.name}
     checksums.unlink()
     assert load_checkpoint(tmp_path / "c", model, optimizer) == progress
+
+
+def test_a_file_that_cannot_be_written_ends_the_checkpoint(tmp_path, folder, monkeypatch):
+    """known fault: torch's threads kept their errors, and what lacked their files counted as whole.
+
+    The files beside it have ended by then, so that what is there can be removed."""
+    create, ended = FileSystem.create_stream, []
+
+    @contextmanager
+    def failing(self, path, mode):
+        if path.name.startswith("__0_1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(0.2)
+        with create(self, path, mode) as stream:
+            yield stream
+        ended.append(path.name)
+
+    monkeypatch.setattr(FileSystem, "create_stream", failing)
+    model, optimizer = build(folder)
+    snapshot = take_snapshot(model, optimizer, Progress(step=1, policy_version=1))
+    with pytest.raises(CheckpointException, match="No space left on device"):
+        snapshot.write(tmp_path / "c")
+    assert len(ended) == NUM_THREADS - 1
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
