@@ -124,6 +124,8 @@ class Stager:
     @torch.no_grad()
     def _copied(self, asked: torch.cuda.Event | None) -> dict[str, Any]:
         """Make a copy, of the moment of an event; in a thread of its own."""
+        if self._stream is not None:  # a thread begins at the first GPU, and would take room there
+            torch.cuda.set_device(self._stream.device)
         found: dict[Any, torch.Tensor] = {}
         _mapped(self._state, lambda tensor: found.setdefault(_memory_of(tensor), tensor))
         if [*map(_form, found.values())] != [*map(_form, self._twins)]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -124,6 +126,40 @@ def test_the_state_is_put_together_once(trained, monkeypatch):
     assert copy["model"]["layer.weight"].tolist() == [[6.0] * 3] * 3
     assert len(asked) == 3
     stager.close()
+
+
+class Cuda:
+    """CUDA's runtime with several devices, of which each thread has a current one, at first 0."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._thread = threading.local()
+        self.used: list[int] = []
+        """Devices that memory was pinned for, each of which gets a context of this process."""
+        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=list))
+
+    def set_device(self, device):
+        self._thread.device = torch.device(device).index
+
+    def cudaHostRegister(self, *_):
+        self.used.append(getattr(self._thread, "device", 0))
+        return 0
+
+    def cudaHostUnregister(self, *_):
+        return 0
+
+
+def test_the_thread_that_copies_is_at_the_device_of_its_rank(trained, monkeypatch):
+    """known fault: each rank took some hundred megabytes of the first GPU of its node."""
+    cuda, stager = Cuda(monkeypatch), Stager(*trained)
+    cuda.set_device("cuda:1")
+    device = torch.device("cuda", 1)
+    stager._stream = types.SimpleNamespace(device=device, wait_event=id, synchronize=list)
+    stager.stage().result(LIMIT_S)
+    stager.close()
+    assert cuda.used == [1]
 
 
 def test_a_copy_that_fails_ends_the_step_after_it(trained, monkeypatch):
