@@ -42,7 +42,7 @@ from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, R
 from ray_apr.data.saved_samples import write_samples
 from ray_apr.train.checksums import NUM_THREADS, check_files, write_checksums
 from ray_apr.train.fsdp import drop_gathered
-from ray_apr.train.staging import COPY_LIMIT_S, Stager, trainer_state
+from ray_apr.train.staging import Stager, trainer_state
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
@@ -182,12 +182,10 @@ def take_snapshot(
             until the next one is taken. None: it has to be written before.
     """
     drop_gathered(model)
-    if stager is None:
-        state = partial(trainer_state, model, optimizer)
-    else:
-        state = partial(stager.stage().result, COPY_LIMIT_S)
+    if stager is not None:
+        stager.stage()
     return Snapshot(
-        state=state,
+        state=partial(trainer_state, model, optimizer) if stager is None else stager.wait,
         random=_random_state(),
         progress=replace(progress, **adapter_settings(model)),
     )

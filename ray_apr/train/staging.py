@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ray_apr.core.exceptions import StarvedError, TrainError, one_line
 from ray_apr.core.threads import in_thread
 from ray_apr.train.tensors import compute_device, local_tensor
 
@@ -90,13 +91,31 @@ class Stager:
         self._copy = in_thread(partial(self._copied, asked), "copy of the state")
         return self._copy
 
-    def wait(self) -> None:
-        """Wait until the last copy is there.
+    def wait(self) -> dict[str, Any]:
+        """Wait until the last copy is there; returns it, or nothing where none was asked for.
 
         Waits for: its thread. Unblocked by: that, or `COPY_LIMIT_S`.
+
+        Raises:
+            TrainError: If it cannot be made.
+            StarvedError: If it takes longer than that.
         """
-        if self._copy is not None:
-            self._copy.result(COPY_LIMIT_S)
+        if self._copy is None:
+            return {}
+        try:
+            return self._copy.result(COPY_LIMIT_S)
+        except TimeoutError as error:
+            raise StarvedError(
+                "weights and optimizer states were not copied to the host's memory within "
+                f"{COPY_LIMIT_S:g} s; see whether the host moves memory to its disk"
+            ) from error
+        except Exception as error:
+            raise TrainError(
+                "weights and optimizer states could not be copied to the host's memory for a "
+                f"checkpoint: {type(error).__name__}: {one_line(error)}; a host needs room there "
+                "for those of its train workers: have more hosts, or set train.master_dtype to "
+                "bfloat16 or train.lora"
+            ) from error
 
     def close(self) -> None:
         """Give the memory back; no copy is read any more.

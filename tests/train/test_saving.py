@@ -363,6 +363,23 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(folder, train, monkeyp
     assert not left.exists() or list(left.iterdir()) == [], "it would take room"
 
 
+def test_a_host_without_memory_for_a_copy_is_told_of_that(folder, train, monkeypatch):
+    """known fault: it was to mend the storage, and to make room there."""
+
+    def refuse(*_):
+        raise MemoryError("Unable to allocate 96.0 GiB")
+
+    monkeypatch.setattr(staging.Stager, "_take_memory", refuse)
+    writer = CheckpointWriter(*build(folder), Control(), source=str(folder))
+    writer.save({}, Progress(step=3, policy_version=3))
+    deadline = time.monotonic() + LIMIT_S
+    while not train.errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (error,) = train.errors
+    assert "copied to the host's memory" in str(error) and "96.0 GiB" in str(error)
+    assert "storage" not in str(error)
+
+
 def test_an_error_of_the_rollout_side_stays_what_it_is(folder, train):
     def captured():
         raise StarvedError("the rollout worker does not answer")

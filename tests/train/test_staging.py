@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ray_apr.core.exceptions import StarvedError, TrainError
 from ray_apr.train import staging
 from ray_apr.train.staging import Stager, trainer_state
 
@@ -170,11 +171,22 @@ def test_a_copy_that_fails_ends_the_step_after_it(trained, monkeypatch):
         raise MemoryError("no room for a copy")
 
     monkeypatch.setattr(Stager, "_take_memory", refuse)
-    copy = stager.stage()
-    with pytest.raises(MemoryError, match="no room"):
-        optimizer.step()
-    with pytest.raises(MemoryError, match="no room"):
-        copy.result(LIMIT_S)
+    stager.stage()
+    for waits in (optimizer.step, stager.wait):
+        with pytest.raises(TrainError, match=r"copied to the host's memory .*no room for a copy"):
+            waits()
+
+
+def test_a_copy_that_takes_too_long_says_so(trained, monkeypatch):
+    """known fault: a TimeoutError without a word."""
+    stager, may_copy = Stager(*trained), threading.Event()
+    monkeypatch.setattr(staging, "COPY_LIMIT_S", 0.1)
+    monkeypatch.setattr(staging, "_parts", lambda _: may_copy.wait(LIMIT_S) and [])
+    stager.stage()
+    with pytest.raises(StarvedError, match=r"not copied to the host's memory within 0\.1 s"):
+        stager.wait()
+    may_copy.set()
+    stager.close()
 
 
 def test_a_stager_that_is_closed_holds_no_step_up(trained):
