@@ -16,7 +16,7 @@ from tests.train_batches import process_group, start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp")
+FILES = (".metadata", "__0_0_0.distcp", "__1_0_0.distcp")
 
 
 def work(rank, world_size, folder):
