@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ray_apr.core.exceptions import StarvedError, TrainError, one_line
 from ray_apr.core.threads import in_thread
 from ray_apr.train.tensors import compute_device, local_tensor
+from ray_apr.weights.plan import aligned
 
 logger = logging.getLogger(__name__)
 
 COPY_LIMIT_S = 600.0
 """Longest that a copy may take."""
-_ALIGNED_BYTES = 256
 _AT_A_TIME_BYTES = 1 << 27
 """What the device copies at a time, so that small copies of a step get in between."""
 
@@ -74,8 +72,8 @@ class Stager:
         """A tensor of the host's memory for each of the state."""
         self._hook = optimizer.register_step_pre_hook(self._hold)
 
-    def stage(self) -> Future[dict[str, Any]]:
-        """Begin a copy of `trainer_state`; it may be read until this is called again.
+    def stage(self) -> None:
+        """Begin a copy of `trainer_state`, which `wait` returns; it may be read until the next one.
 
         Waits for: the copy before, if a step of the optimizer has not. Unblocked by: as `wait`.
         """
@@ -84,12 +82,9 @@ class Stager:
         if tensors != self._tensors:  # else what steps change is in it
             self._state = trainer_state(self._model, self._optimizer)
             self._tensors = self._own_tensors()
-        asked = None
         if self._stream is not None:
-            asked = torch.cuda.Event()
-            asked.record()
-        self._copy = in_thread(partial(self._copied, asked), "copy of the state")
-        return self._copy
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._copy = in_thread(self._copied, "copy of the state")
 
     def wait(self) -> dict[str, Any]:
         """Wait until the last copy is there; returns it, or nothing where none was asked for.
@@ -141,8 +136,8 @@ class Stager:
         ]
 
     @torch.no_grad()
-    def _copied(self, asked: torch.cuda.Event | None) -> dict[str, Any]:
-        """Make a copy, of the moment of an event; in a thread of its own."""
+    def _copied(self) -> dict[str, Any]:
+        """Make a copy, in a thread of its own."""
         if self._stream is not None:  # a thread begins at the first GPU, and would take room there
             torch.cuda.set_device(self._stream.device)
         found: dict[Any, torch.Tensor] = {}
@@ -150,9 +145,7 @@ class Stager:
         if [*map(_form, found.values())] != [*map(_form, self._twins)]:
             self._make_twins(list(found.values()))
         pairs = zip(map(local_tensor, self._twins), map(local_tensor, found.values()), strict=True)
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._stream is not None and asked is not None:
-                self._stream.wait_event(asked)
+        with torch.cuda.stream(self._stream):  # on a CPU there is none, and nothing to enter
             for to, of in _parts(pairs):
                 torch._foreach_copy_(to, of, non_blocking=True)
                 if self._stream is not None:
@@ -163,8 +156,7 @@ class Stager:
 
     def _make_twins(self, tensors: list[torch.Tensor]) -> None:
         """Make tensors like these in memory of the host, each with a storage of its own."""
-        sizes = [local_tensor(tensor).nbytes for tensor in tensors]
-        rooms = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
+        rooms = [aligned(local_tensor(tensor).nbytes) for tensor in tensors]
         self._twins = []
         self._take_memory(sum(rooms))
         begin = 0

@@ -119,9 +119,9 @@ def test_a_checkpoint_is_copied_beside_the_next_step_as_it_was(tmp_path, one_ran
         train_step(model, optimizer, row, AlgorithmConfig(), train)
         state = trainer_state(model, optimizer)["model"]
         before = {name: local_tensor(weight).cpu() for name, weight in state.items()}
-        copy = stager.stage()
+        stager.stage()
         train_step(model, optimizer, row, AlgorithmConfig(), train)
-        copied = {name: local_tensor(w) for name, w in copy.result(60.0)["model"].items()}
+        copied = {name: local_tensor(w) for name, w in stager.wait()["model"].items()}
         for name, weight in before.items():
             assert torch.equal(copied[name], weight) and copied[name].is_pinned(), name
             assert not torch.equal(local_tensor(state[name]).cpu(), weight), name

@@ -70,16 +70,16 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(trained, monkeypatch):
     parts = staging._parts
     monkeypatch.setattr(staging, "_parts", lambda pairs: may_copy.wait(LIMIT_S) and parts(pairs))
     before = values(trainer_state(model, optimizer))
-    copy = stager.stage()
+    stager.stage()
     model(torch.arange(7)).square().sum().backward()
     step = threading.Thread(target=optimizer.step)
     step.start()
     step.join(0.3)
-    assert step.is_alive() and not copy.done()
+    assert step.is_alive() and not stager._copy.done()
     check_same(values(trainer_state(model, optimizer)), before)
     may_copy.set()
     step.join(LIMIT_S)
-    check_same(tensors(copy.result(LIMIT_S)), before)
+    check_same(tensors(stager.wait()), before)
     after = values(trainer_state(model, optimizer))
     changed = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
     assert changed == [bool(tensor.numel()) or tensor.ndim == 0 for tensor in before]
@@ -91,7 +91,8 @@ def test_a_copy_is_made_in_the_memory_of_the_one_before(trained):
     stager = Stager(model, optimizer)
     places = []
     for _ in range(3):
-        copy = stager.stage().result(LIMIT_S)
+        stager.stage()
+        copy = stager.wait()
         check_same(tensors(copy), values(trainer_state(model, optimizer)))
         places.append([tensor.data_ptr() for tensor in tensors(copy)])
         take_step(model, optimizer)
@@ -103,7 +104,8 @@ def test_a_copy_is_made_in_the_memory_of_the_one_before(trained):
 
 def test_tied_weights_are_copied_once(trained):
     stager = Stager(*trained)
-    of_model = stager.stage().result(LIMIT_S)["model"]
+    stager.stage()
+    of_model = stager.wait()["model"]
     assert of_model["head.weight"] is of_model["embedding.weight"]
     stager.close()
 
@@ -120,10 +122,12 @@ def test_the_state_is_put_together_once(trained, monkeypatch):
     assert len(asked) == 1
     state = optimizer.state[model.layer.bias]
     state["exp_avg"] = torch.full_like(state["exp_avg"], 5.0)
-    copy = stager.stage().result(LIMIT_S)
+    stager.stage()
+    copy = stager.wait()
     assert copy["optimizer"]["state"]["layer.bias"]["exp_avg"].tolist() == [5.0] * 3
     model.layer.weight.data = torch.full((3, 3), 6.0)
-    copy = stager.stage().result(LIMIT_S)
+    stager.stage()
+    copy = stager.wait()
     assert copy["model"]["layer.weight"].tolist() == [[6.0] * 3] * 3
     assert len(asked) == 3
     stager.close()
@@ -139,7 +143,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=list))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
 
     def set_device(self, device):
         self._thread.device = torch.device(device).index
@@ -157,8 +161,9 @@ def test_the_thread_that_copies_is_at_the_device_of_its_rank(trained, monkeypatc
     cuda, stager = Cuda(monkeypatch), Stager(*trained)
     cuda.set_device("cuda:1")
     device = torch.device("cuda", 1)
-    stager._stream = types.SimpleNamespace(device=device, wait_event=id, synchronize=list)
-    stager.stage().result(LIMIT_S)
+    stager._stream = types.SimpleNamespace(device=device, wait_stream=id, synchronize=list)
+    stager.stage()
+    stager.wait()
     stager.close()
     assert cuda.used == [1]
 
