@@ -147,11 +147,14 @@ def _bytes_of(state: Any, seen: set[int] | None = None) -> int:
     """Bytes of a state's tensors; those of tied weights once."""
     import torch
 
+    from ray_apr.train.tensors import local_tensor
+
     seen = set() if seen is None else seen
     if isinstance(state, torch.Tensor):
-        is_new = state.data_ptr() not in seen
-        seen.add(state.data_ptr())
-        return is_new * state.numel() * state.element_size()
+        shard = local_tensor(state)
+        is_new = shard.data_ptr() not in seen
+        seen.add(shard.data_ptr())
+        return is_new * shard.nbytes
     values = state.values() if isinstance(state, dict) else state
     return sum(_bytes_of(v, seen) for v in values if isinstance(v, dict | list | torch.Tensor))
 
