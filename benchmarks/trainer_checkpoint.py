@@ -123,9 +123,11 @@ class Trainer:
 
 def train(settings: dict[str, Any]) -> None:
     """Take all turns; runs in the train worker."""
+    from ray_apr.core.heap import freeze_heap
     from ray_apr.train.checkpoint import Progress, take_snapshot
 
     trainer = Trainer(settings)
+    freeze_heap()  # as a train worker does
     trainer.take_step()
     progress = Progress(step=0, policy_version=0)
     state = take_snapshot(trainer.model, trainer.optimizer, progress).state()

@@ -19,6 +19,7 @@ from typing import Any
 from ray_apr.config import PartialRolloutConfig, RolloutConfig
 from ray_apr.core.exceptions import APRError, RolloutError
 from ray_apr.core.group import num_by_version
+from ray_apr.core.heap import freeze_heap
 from ray_apr.core.metrics import Metrics
 from ray_apr.core.protocols import RolloutClient
 from ray_apr.core.sample import Prompt, Sample
@@ -29,7 +30,6 @@ from ray_apr.data.resumption import Counters, Replayed, RolloutSummary, sampled_
 from ray_apr.rollout.capture import RolloutCapture, capture
 from ray_apr.rollout.engines import EngineWatch
 from ray_apr.rollout.figures import Figures
-from ray_apr.rollout.heap import freeze_heap
 from ray_apr.rollout.line import Line
 from ray_apr.rollout.notes import Notes
 from ray_apr.rollout.poison import Poison

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ray_apr.core.exceptions import StarvedError
+from ray_apr.core.heap import freeze_heap
 from ray_apr.core.staleness import next_version
 from ray_apr.data.datasource import order_of, rows_of
 from ray_apr.data.parts import Part
@@ -168,6 +169,7 @@ class _TrainLoop:
     def _train_steps(self) -> None:
         if self._control is not None:
             self._control.grant(self._progress.step, self._progress.policy_version)
+        freeze_heap()  # a checkpoint makes so many objects that a full collection follows
         while self._progress.step < self._train.num_steps:
             self._follow_orders()
             self._step()

@@ -15,6 +15,7 @@ from ray_apr.core.exceptions import (
     RolloutError,
     SyncBrokenError,
 )
+from ray_apr.core.heap import freeze_heap
 from ray_apr.core.messages import Generation, WeightGroup
 from ray_apr.core.sample import FinishReason, Segment
 from ray_apr.data.journal import JournalFolder
@@ -22,7 +23,6 @@ from ray_apr.rollout import line as line_module
 from ray_apr.rollout import sessions as sessions_module
 from ray_apr.rollout import syncs as syncs_module
 from ray_apr.rollout import worker as worker_module
-from ray_apr.rollout.heap import freeze_heap
 from tests.fakes import FIRST_TOKEN, ScriptedEngine
 from tests.rollout_run import Handle, Run, Scorer, running, until, without_ray
 

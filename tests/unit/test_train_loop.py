@@ -103,6 +103,7 @@ def loop(monkeypatch):
     loop._writer = Writer()
     loop._reports = loop._writer.reports
     monkeypatch.setattr(loop, "_next_batch", lambda: (None, 0.0))
+    monkeypatch.setattr(loop_module, "freeze_heap", lambda: None)  # this process goes on
     return loop
 
 
@@ -119,6 +120,15 @@ def test_every_so_many_steps_are_reported_and_the_last_one(loop, train, steps):
     loop.run()
     assert [metrics["step"] for metrics, _, _ in loop._reports] == steps
     assert loop._writer.is_closed
+
+
+def test_what_a_train_worker_begins_with_is_spared_from_garbage_collections(loop, monkeypatch):
+    did = []
+    loop._train = TrainConfig(steps=2)
+    monkeypatch.setattr(loop, "_next_batch", lambda: did.append("wait") or (None, 0.0))
+    monkeypatch.setattr(loop_module, "freeze_heap", lambda: did.append("freeze"))
+    loop.run()
+    assert did == ["freeze", "wait", "wait"]
 
 
 def test_a_run_without_a_step_left_sends_and_evaluates_its_last_version(loop):
