@@ -24,7 +24,7 @@ FUNCTIONS = {
     "os.wait": BY_NAME, "os.waitpid": BY_NAME, "signal.sigwait": BY_NAME, "asyncio.wait_for": 1,
     "serve.run_many": BY_NAME, "serve.delete": BY_NAME, "concurrent.futures.wait": 1,
     "multiprocessing.connection.wait": 1, "selector.select": 0, "socket.create_connection": 1,
-    "dataset.take": BY_NAME,
+    "select.select": 3, "dataset.take": BY_NAME,
 }  # fmt: skip
 """Functions that wait, with the position of their limit; `BY_NAME`: it is a keyword argument."""
 METHODS = {

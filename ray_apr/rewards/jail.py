@@ -1,21 +1,19 @@
-"""Runs one program with as little of the machine as possible; started as a script by `sandbox.py`.
+"""Runs one program with as little of the machine as possible, in a fork of `jailer.py`.
 
-It is a file of its own, with the standard library alone, because a process with threads (a reward
-worker) can neither fork nor unshare safely; it imports little, as each program waits for that.
-Called as ``python -I -S jail.py SPEC_FD STATUS_FD``: the spec is a mapping as `marshal` writes it
-(see `sandbox.Sandbox`), and the status is lines of ``ready``, ``exit CODE``,
-``signal NUMBER`` or ``error TEXT``. The program has the standard input, output and error.
+It has the standard library alone, as the jailer has. The spec is a mapping as `marshal` writes it
+(see `sandbox.Sandbox`). The status is lines: ``jail PID``, then ``ready``, then ``exit CODE`` or
+``signal NUMBER``; or ``error TEXT``. The program has the standard input, output and error.
 
 Processes::
 
-    caller --start, SIGTERM--> supervisor --fork--> init --fork--> program   (namespaces)
-                               supervisor --fork--> program                  (resource limits alone)
+    jailer --fork, SIGTERM--> supervisor --fork--> init --fork--> program   (namespaces)
+                              supervisor --fork--> program                  (resource limits alone)
 
 Invariants:
     * When the supervisor has ended, no process of the program's is left. With namespaces the end of
       init, process 1 of its own process namespace, ends them all. Without, the supervisor ends
       those of the program's user or, where the user is its own, all of its descendants.
-    * The supervisor ends with its caller, and init with the supervisor. Waits for: the processes
+    * The supervisor ends with its jailer, and init with the supervisor. Waits for: the processes
       below. Unblocked by: their ends; the caller ends the supervisor at its limit.
     * The program has no privilege and cannot gain one; it can make neither sockets (but pairs,
       which only its own processes hold), nor namespaces, nor memory that its limits do not count
@@ -32,14 +30,11 @@ import marshal
 import os
 import resource
 import signal
+import socket
 import struct
-import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Mapping
-    from typing import Any, NoReturn
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 SCRATCH = "/apr-sandbox"
 """The program's folder, and all that it can write to, where it has namespaces of its own."""
@@ -83,6 +78,11 @@ def _prctl(option: int, *values: int) -> None:
     _call("prctl", option, *map(ctypes.c_ulong, padded))
 
 
+def set_dumpable(is_dumpable: bool) -> None:
+    """Whether processes of the same user may look into this one."""
+    _prctl(_PR_SET_DUMPABLE, is_dumpable)
+
+
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     texts = [text.encode() or None for text in (source, target, kind)]
     _call("mount", *texts, ctypes.c_ulong(flags), data.encode() or None)
@@ -93,8 +93,6 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 def _claim_user(*, ends_user: bool) -> tuple[int, socket.socket]:
     """Find a user that no other sandbox has now; the socket keeps the claim while it is open."""
-    import socket  # after the rest: a program of another user than root does not wait for it
-
     first = int.from_bytes(os.urandom(2), "big")  # other containers' claims cannot be seen
     for i in range(len(_UIDS)):
         uid, claim = _UIDS[(first + i) % len(_UIDS)], socket.socket(socket.AF_UNIX)
@@ -221,15 +219,15 @@ def _fork(spec: Mapping[str, Any], uid: int | None, num_processes: int, status: 
     try:
         _run_program(spec, uid, num_processes, status)
     except (OSError, ValueError, MemoryError) as error:
-        _fail(status, error)
+        say_error(status, error)
     finally:
         os._exit(1)
 
 
-def _fail(status: int, error: Exception) -> NoReturn:
+def say_error(status: int, error: Exception) -> None:
+    """Say why there is no program."""
     text = f"error {type(error).__name__}: {error}".replace("\n", " ")[:400]
     os.write(status, text.encode(errors="replace") + b"\n")
-    os._exit(1)
 
 
 def _report(status: int, wait_status: int) -> None:
@@ -245,7 +243,7 @@ def _be_init(spec: Mapping[str, Any], uid: int | None, status: int) -> NoReturn:
     # A user namespace counts its processes, and two of them are the jail's.
     num_processes = spec["processes"] + (2 if uid is None else 0)
     program = _fork(spec, uid, num_processes, status)
-    _prctl(_PR_SET_DUMPABLE, 0)
+    set_dumpable(False)
     while True:
         ended, wait_status = os.wait()
         if ended == program:
@@ -315,7 +313,7 @@ def _bury(uid: int | None) -> None:
             return
 
 
-def _supervise(spec: Mapping[str, Any], status: int) -> None:
+def _supervise(spec: Mapping[str, Any], status: int, jailer: int) -> None:
     """Start the program by the spec's route, and see to it that it ends."""
     route, uid, claim = spec["route"], None, None
     if os.geteuid() == 0:
@@ -335,14 +333,12 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
         elif route == "user_namespaces":
             if uid is not None:
                 _become(uid)
-                _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self stays root's
+                set_dumpable(True)  # else /proc/self stays root's
                 uid = None
             _enter_user_namespace()
         else:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            _prctl(_PR_SET_DUMPABLE, 0)
-            import tempfile  # with namespaces it is not needed, and each start costs its import
-
+            set_dumpable(False)
             scratch = tempfile.mkdtemp(prefix="ray_apr-sandbox-")
             # not shutil's rmtree, which gives up where folders are deep
             cleanup.callback(os.spawnlp, os.P_WAIT, "rm", "rm", "-rf", scratch)
@@ -350,7 +346,7 @@ def _supervise(spec: Mapping[str, Any], status: int) -> None:
             if uid is not None:
                 os.chown(scratch, uid, uid)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != spec["caller"]:
+        if os.getppid() != jailer:
             return  # it ended before the line above
         _await_end(spec, route, uid, status)
         os.chdir("/")
@@ -366,7 +362,7 @@ def _await_end(spec: Mapping[str, Any], route: str, uid: int | None, status: int
         try:
             _be_init(spec, uid, status)
         except (OSError, ValueError, MemoryError) as error:
-            _fail(status, error)
+            say_error(status, error)
         finally:
             os._exit(1)
     while signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
@@ -383,18 +379,19 @@ def _await_end(spec: Mapping[str, Any], route: str, uid: int | None, status: int
         _bury(uid)
 
 
-def main() -> None:
-    """Read the spec, run the program, end."""
-    spec_fd, status = map(int, sys.argv[1:])
-    os.set_inheritable(status, False)
+def confine(spec_fd: int, status: int, jailer: int) -> None:
+    """Run a program to its end, in a process of its own; its caller then ends that at once.
+
+    Args:
+        spec_fd: File of the spec, open at its start.
+        status: What to write to.
+        jailer: Id of the process that this one is a fork of.
+    """
+    os.write(status, f"jail {os.getpid()}\n".encode())
     with open(spec_fd, "rb") as file:
         spec = marshal.load(file)
     os.umask(0o022)
     try:
-        _supervise(spec, status)
+        _supervise(spec, status, jailer)
     except (OSError, ValueError) as error:
-        _fail(status, error)
-
-
-if __name__ == "__main__":
-    main()
+        say_error(status, error)

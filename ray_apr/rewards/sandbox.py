@@ -1,4 +1,4 @@
-"""Runs one program apart from everything else, with limits; the caller's side of `jail.py`.
+"""Runs one program apart from everything else, with limits, in a jail (`jails.py`).
 
 Invariants:
     * When `Sandbox.run` returns or raises, no process of the program's is left (see `jail.py`).
@@ -8,23 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import logging
 import marshal
 import os
 import resource
 import selectors
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from ray_apr.core.exceptions import ResourceError
+from ray_apr.rewards.jails import END_LIMIT_S, ENVIRONMENT, Jail, jailed
 from ray_apr.rewards.readable import readable_files
 from ray_apr.rewards.system_calls import DENIED, MACHINES, filter_of
 
@@ -36,17 +34,7 @@ Ended = Literal["exit", "signal", "timeout", "output"]
 _PROBES = 2
 """What works is found once in a process, and a machine under load may fail a probe."""
 
-_JAIL = str(Path(__file__).with_name("jail.py"))
-_ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    # Their threads would count as processes.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
 _START_LIMIT_S = 30.0
-_END_LIMIT_S = 10.0
 _MIB = 2**20
 
 
@@ -130,11 +118,10 @@ class Sandbox:
         readable = readable_files(self.readable)
         spec = {
             "route": self.route,
-            "caller": os.getpid(),
             "command": command.arguments,
             "executable": command.executable,
             "files": dict(command.files),
-            "environment": _ENVIRONMENT,
+            "environment": dict(ENVIRONMENT),
             "filter": filter_of(machine).hex(),
             "pivot_root": DENIED["pivot_root"][machine.index],
             "links": readable.links,
@@ -149,87 +136,20 @@ class Sandbox:
                 resource.RLIMIT_AS: limits.memory_mb * _MIB,
             },
         }
-        with (
-            _memory_file(marshal.dumps(spec)) as spec_fd,
-            _memory_file(stdin) as stdin_fd,
-            _supervisor(spec_fd, stdin_fd) as (process, status_fd),
-        ):
-            return _Watch(process, status_fd, limits).follow()
-
-
-@contextlib.contextmanager
-def _memory_file(content: bytes) -> Iterator[int]:
-    """A file without a name, open at its start, that nobody can write to any more."""
-    fd = os.memfd_create("ray_apr-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        os.lseek(fd, 0, os.SEEK_SET)
-        yield fd
-
-
-@contextlib.contextmanager
-def _supervisor(spec_fd: int, stdin_fd: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start the jail; it is gone when this context is left.
-
-    Waits for: the jail's end, when this context is left. Unblocked by: that, or SIGKILL after
-    `_END_LIMIT_S`.
-    """
-    status, status_of_jail = os.pipe()
-    with open(status, "rb", buffering=0), contextlib.ExitStack() as stack:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _JAIL, str(spec_fd), str(status_of_jail)],
-                stdin=stdin_fd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(spec_fd, status_of_jail),
-                cwd="/",
-                env=_ENVIRONMENT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ResourceError(f"a sandbox could not be started: {error}") from error
-        finally:
-            os.close(status_of_jail)
-        assert process.stdout is not None
-        stack.enter_context(process.stdout)
-        try:
-            yield process, status
-        finally:
-            if process.poll() is None and not _has_ended(process, _END_LIMIT_S):
-                process.kill()
-            process.wait()
-
-
-def _has_ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Ask the supervisor to end with all it started; returns whether it did in time."""
-    process.terminate()
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        with jailed(marshal.dumps(spec), stdin) as jail:
+            return _Watch(jail, limits).follow()
 
 
 class _Watch:
-    """Reads output and status of one supervisor until it has ended, or has to.
+    """Reads output and status of one jail until it has ended, or has to.
 
-    The status is at its end when the supervisor and all that it started have ended.
+    The status is at its end when the jail and all that it started have ended.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], status_fd: int, limits: SandboxLimits
-    ) -> None:
-        assert process.stdout is not None
-        self._process = process
-        self._status_fd = status_fd
-        self._output_fd = process.stdout.fileno()
+    def __init__(self, jail: Jail, limits: SandboxLimits) -> None:
+        self._jail = jail
         self._limits = limits
         self._output = bytearray()
-        self._status = b""
         self._stopped: Ended | None = None
         self._deadline = time.monotonic() + _START_LIMIT_S
 
@@ -238,18 +158,19 @@ class _Watch:
 
         Waits for: the jail's output and status. Unblocked by: these, or `time_limit_s`.
         """
-        os.set_blocking(self._output_fd, False)
+        status, output = self._jail.status_fd, self._jail.output_fd
+        os.set_blocking(output, False)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._status_fd, selectors.EVENT_READ)
-            selector.register(self._output_fd, selectors.EVENT_READ)
+            selector.register(status, selectors.EVENT_READ)
+            selector.register(output, selectors.EVENT_READ)
             while selector.get_map():
                 left_s = self._deadline - time.monotonic()
                 ready = {key.fd for key, _ in selector.select(max(0.0, left_s))}
                 if left_s <= 0:
                     self._out_of_time()
-                if self._output_fd in ready and not self._read_output():
-                    selector.unregister(self._output_fd)
-                if self._status_fd in ready and not self._read_status():
+                if output in ready and not self._read_output():
+                    selector.unregister(output)
+                if status in ready and not self._read_status():
                     break
         while self._read_output():
             continue
@@ -260,7 +181,7 @@ class _Watch:
         if self._stopped == "output":
             return False
         try:
-            data = os.read(self._output_fd, 1 << 16)
+            data = os.read(self._jail.output_fd, 1 << 16)
         except BlockingIOError:
             return False
         self._output += data
@@ -273,30 +194,29 @@ class _Watch:
     def _read_status(self) -> bool:
         """Whether there may be more; the clock starts with the program."""
         had_started = self._has_started
-        data = os.read(self._status_fd, 4096)
-        self._status += data
+        has_more = self._jail.read_status()
         if self._has_started and not had_started:
             self._deadline = time.monotonic() + self._limits.time_limit_s
-        return bool(data)
+        return has_more
 
     @property
     def _has_started(self) -> bool:
-        return self._status.startswith(b"ready\n")
+        return "ready" in self._jail.status
 
     def _out_of_time(self) -> None:
         if self._stopped is not None:
-            raise ResourceError(f"a sandbox did not end within {_END_LIMIT_S:g} s")
+            raise ResourceError(f"a sandbox did not end within {END_LIMIT_S:g} s")
         if not self._has_started:
             raise ResourceError(f"a sandbox did not start within {_START_LIMIT_S:g} s")
         self._stop("timeout")
 
     def _stop(self, reason: Ended) -> None:
         self._stopped = reason
-        self._deadline = time.monotonic() + _END_LIMIT_S
-        self._process.terminate()
+        self._deadline = time.monotonic() + END_LIMIT_S
+        self._jail.signal(signal.SIGTERM)
 
     def _outcome(self) -> Outcome:
-        lines = self._status.decode(errors="replace").splitlines()
+        lines = self._jail.status
         for line in lines:
             if line.startswith("error "):
                 detail = line.removeprefix("error ")

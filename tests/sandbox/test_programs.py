@@ -25,6 +25,7 @@ from ray_apr.core.exceptions import ConfigError, ResourceError, RewardError
 from ray_apr.rewards import code_tests, programs
 from ray_apr.rewards.programs import fenced_program, same_output
 from ray_apr.rewards.sandbox import Command, Outcome, Sandbox, SandboxLimits, find_sandbox
+from tests.jail_processes import sandbox_processes
 from tests.reward_samples import round_trip, sample_of
 
 SYSTEM_PYTHON = ("python3", "-I", "program.py")
@@ -79,18 +80,6 @@ def nothing_is_left():
         time.sleep(0.02)
     assert left == {}
     assert list(Path("/tmp").glob("ray_apr-sandbox-*")) == []
-
-
-def sandbox_processes() -> dict[str, str]:
-    """Living processes of sandboxes, by process id: supervisors, and what they started."""
-    found = {}
-    for folder in filter(lambda folder: folder.name.isdigit(), Path("/proc").iterdir()):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            of_sandbox = ("rewards/jail.py", "program.py", "harness.py", "probe.py")
-            if any(f"{name} " in command for name in of_sandbox):
-                found[folder.name] = command
-    return found
 
 
 def fenced(program: str) -> str:

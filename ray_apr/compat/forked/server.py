@@ -65,6 +65,8 @@ def main() -> None:
 def _run_stages(alive: int, stages: list[dict[str, Any]], began: dict[str, str]) -> list[str]:
     """Be the first server, and fork the one that is the others; returns in a worker.
 
+    Waits for: the end of what began it, where it cannot serve. Unblocked by: that.
+
     Args:
         alive: Of a pipe whose other end nobody has but the process that has begun this.
         stages: See `servers.Stage`, with its socket.

@@ -1,0 +1,177 @@
+"""The process that forks jails (rewards/jailer), and what its caller does about it (jails)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ray_apr.core.exceptions import ResourceError
+from ray_apr.rewards import jails
+from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+from tests.jail_processes import jailers, sandbox_processes
+
+ECHO = Command(arguments=("/bin/cat",), files={})
+SLEEP = Command(arguments=("/bin/sh", "program.py"), files={"program.py": "sleep 60"})
+
+
+def wait_for(condition) -> None:
+    """Wait until something holds, for at most 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def echoed(text: bytes = b"ok") -> bytes:
+    """What a program prints that prints this."""
+    return sandbox().run(ECHO, SandboxLimits(time_limit_s=30), text).output
+
+
+def is_asleep() -> bool:
+    """Whether a program runs that sleeps."""
+    return any("program.py" in command for command in sandbox_processes().values())
+
+
+def sandbox():
+    """One of this machine, or a skipped test."""
+    try:
+        return find_sandbox(needs_python=False)
+    except ResourceError as error:
+        pytest.skip(str(error))
+
+
+def test_all_programs_of_a_process_have_one_jailer():
+    with ThreadPoolExecutor(4) as pool:
+        texts = [str(i).encode() for i in range(12)]
+        assert list(pool.map(echoed, texts)) == texts
+    assert len(jailers()) == 1
+
+
+def test_a_jailer_that_was_killed_is_replaced_and_its_programs_end():
+    echoed()
+    (before,) = jailers()
+    raised = []
+
+    def sleep() -> None:
+        try:
+            sandbox().run(SLEEP, SandboxLimits(time_limit_s=60))
+        except ResourceError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    wait_for(is_asleep)
+    os.kill(before, signal.SIGKILL)
+    thread.join(20)
+    assert raised == ["a sandbox was killed from outside before its program ended"]
+    assert echoed() == b"ok"
+    (after,) = jailers()
+    assert after != before
+
+
+def test_a_fork_of_the_caller_has_a_jailer_of_its_own():
+    code = """
+        import os, sys
+        from ray_apr.rewards import jails
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        from tests.jail_processes import jailers
+        run = lambda text: find_sandbox(needs_python=False).run(
+            Command(arguments=("/bin/cat",), files={}), SandboxLimits(time_limit_s=30), text
+        ).output
+        assert run(b"a") == b"a"
+        before = jailers()
+        jails._jailers._lock.acquire()  # as another thread may have
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                assert jailers() == [] and run(b"b") == b"b" and len(jailers()) == 1
+                code = 0
+            finally:
+                os._exit(code)
+        jails._jailers._lock.release()
+        assert os.waitpid(child, 0)[1] == 0
+        assert run(b"c") == b"c" and jailers() == before
+    """
+    sandbox()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
+
+
+def test_it_ends_with_its_caller_although_a_fork_of_that_lives_on():
+    code = """
+        import os, signal, sys, time
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        from tests.jail_processes import jailers
+        find_sandbox(needs_python=False)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        print(child, *jailers(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    sandbox()
+    script = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        fork, jailer = map(int, caller.stdout.readline().split())
+        try:
+            wait_for(lambda: not Path(f"/proc/{jailer}").exists())
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_no_file_of_a_jail_is_left_open_in_its_caller():
+    echoed()
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        echoed()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_jail_that_is_left_ends_with_its_program():
+    sandbox()
+    with pytest.raises(KeyboardInterrupt), _interrupted_in_sleep():
+        sandbox().run(SLEEP, SandboxLimits(time_limit_s=60))
+    wait_for(lambda: sandbox_processes() == {})
+
+
+@contextlib.contextmanager
+def _interrupted_in_sleep():
+    """Raise KeyboardInterrupt in here once the program sleeps."""
+
+    def interrupt() -> None:
+        wait_for(is_asleep)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_a_fork_that_fails_is_said(monkeypatch):
+    sandbox()
+    monkeypatch.syspath_prepend(str(Path(jails.__file__).parent))
+    import jailer
+
+    def fail() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fail)
+    status, its_status = os.pipe()
+    its_files = [os.open("/dev/null", os.O_RDWR) for _ in range(3)]
+    jailer._fork_jail(None, forked := set(), [*its_files, its_status])
+    with open(status, "rb") as said:
+        text = said.read()
+    assert text.startswith(b"error BlockingIOError: [Errno 11] Resource temporarily unavailable")
+    assert forked == set()
