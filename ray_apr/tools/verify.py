@@ -164,13 +164,27 @@ def _steps(run: Recorded) -> Check:
 
 
 def _batches(run: Recorded) -> Check:
-    """Each step trained whole batches, and no sample was trained twice."""
+    """Each step trained whole batches of whole groups, and no sample was trained twice."""
     wanted, sizes = run.set_at("batch_size"), Counter(row["step"] for row in run.samples)
     wrong = [step for step, size in wanted.items() if sizes[step] != size]
     twice = [i for i, n in Counter(row["sample_id"] for row in run.samples).items() if n > 1]
+    in_parts = [] if twice else _in_parts(run.samples)
     seen = f"{len(run.samples)} samples in batches of {_values(wanted)}"
     seen += _named("; other sizes in steps", wrong) + _named("; trained twice", twice)
-    return Check("batches", not wrong and not twice, seen)
+    seen += _named("; not whole", in_parts)
+    return Check("batches", not (wrong or twice or in_parts), seen)
+
+
+def _in_parts(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Groups that are not whole: divided between steps, or of another size than that which most
+    samples of their step are in groups of."""
+    sizes = Counter((row["step"], row["group_id"]) for row in samples)
+    steps = Counter(group for _, group in sizes)
+    of_step: dict[int, Counter[int]] = {}
+    for (step, _), size in sizes.items():
+        of_step.setdefault(step, Counter())[size] += size
+    usual = {step: max((n, size) for size, n in of.items())[1] for step, of in of_step.items()}
+    return sorted({g for (step, g), size in sizes.items() if size != usual[step] or steps[g] > 1})
 
 
 def _staleness(run: Recorded) -> Check:
@@ -220,13 +234,17 @@ def _versions(run: Recorded) -> Check:
 
 
 def _ledger(run: Recorded) -> Check:
-    """Every token is in one place, and those that are trained are those of the rows."""
+    """Every token is in one place; those that are trained, or masked, are those of the rows."""
     error, trained = run.final.get("ledger_error"), run.final.get("tokens_trained")
     counted = counted_error(run.final)
     in_loss = sum(row["num_generated"] - row["num_masked_tokens"] for row in run.samples)
+    masked = (run.final.get("tokens_discarded") or {}).get("masked", 0)
+    in_rows = sum(row["num_masked_tokens"] for row in run.samples)
     seen = f"error {error}; {trained} tokens trained, {in_loss} in the rows of the samples"
+    seen += "" if masked == in_rows else f"; {masked} masked, {in_rows} in these rows"
     seen += "" if counted == error else f"; the counters beside it give an error of {counted}"
-    return Check("ledger", error == 0 == counted and trained == in_loss, seen)
+    ok = error == 0 == counted and trained == in_loss and masked == in_rows
+    return Check("ledger", ok, seen)
 
 
 def _prompts(run: Recorded) -> Check:
@@ -258,7 +276,7 @@ def _prompts(run: Recorded) -> Check:
 
 def _lengths(run: Recorded) -> Check:
     """What was trained is as long as what was generated, but for groups dropped for their content;
-    and of each trained sample it was recorded that it ended.
+    and of each trained sample it was recorded that it ended, as long as it was trained.
 
     Two-sample Kolmogorov-Smirnov test over the prompts before the first one that is still pending:
     of those after it the short responses have ended, and the long ones have not. Of prompts that
@@ -287,15 +305,23 @@ def _lengths(run: Recorded) -> Check:
         if row["sample_id"] not in run.ended
         and prompt_position(row["group_id"], num_prompts or 0) >= run.begun["prompts_position"]
     ]
+    others = [
+        row["sample_id"]
+        for row in run.samples
+        if row["sample_id"] in run.ended
+        and row["num_generated"] != run.ended[row["sample_id"]]["num_generated"]
+    ]
     lacks = _named("; trained without a row of their end", without_end)
+    lacks += _named("; trained with other lengths than they ended with", others)
+    is_known = not without_end and not others
     if not trained or not generated:
-        return Check("lengths", not trained and not without_end, f"nothing to compare{of}{lacks}")
+        return Check("lengths", not trained and is_known, f"nothing to compare{of}{lacks}")
     distance, p = ks_test(trained, generated)
     seen = (
         f"{np.mean(trained):.1f} tokens trained, {np.mean(generated):.1f} generated on the mean"
         f"{of}; distance {distance:.3f}, p = {p:.3g}"
     )
-    return Check("lengths", p > _LEAST_P and not without_end, seen + lacks)
+    return Check("lengths", p > _LEAST_P and is_known, seen + lacks)
 
 
 def ks_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

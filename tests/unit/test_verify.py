@@ -55,7 +55,7 @@ def run(tmp_path):
     final = {
         "steps": STEPS, "batch_size": SIZE, "max_staleness": 1, "ledger_error": 0,
         "tokens_generated": 21, "tokens_trained": 0, "tokens_buffered": 7, "tokens_interrupted": 5,
-        "tokens_discarded": {"stale": 9}, "num_prompts": 20,
+        "tokens_discarded": {"stale": 9, "masked": 0}, "num_prompts": 20,
         "prompts_position": 15, "prompts_pending": [13, 14],
     }  # fmt: skip
     (tmp_path / "final.json").write_text(json.dumps(final))
@@ -65,11 +65,19 @@ def run(tmp_path):
 
 def count_tokens(folder):
     """Have the counters say what the rows of the samples do."""
-    trained = sum(r["num_generated"] - r["num_masked_tokens"] for r in rows(folder, TRAINED[1]))
-    change_final(lambda final: {
-        "tokens_trained": trained,
-        "tokens_generated": final["tokens_generated"] + trained - final["tokens_trained"],
-    })(folder)  # fmt: skip
+    generated = sum(r["num_generated"] for r in rows(folder, TRAINED[1]))
+    masked = sum(r["num_masked_tokens"] for r in rows(folder, TRAINED[1]))
+
+    def counted(final):
+        lost = final["tokens_discarded"]
+        before = final["tokens_trained"] + lost["masked"]
+        return {
+            "tokens_trained": generated - masked,
+            "tokens_discarded": {**lost, "masked": masked},
+            "tokens_generated": final["tokens_generated"] + generated - before,
+        }
+
+    change_final(counted)(folder)
 
 
 def rows(folder, name):
@@ -135,7 +143,11 @@ def put(index, **values):
         ("steps", "6 rows", change_rows("metrics.jsonl", put(3, time_s=0.5))),
         ("batches", "other sizes in steps 0, 1",
          change_rows("samples.jsonl", put(0, step=1, staleness=1))),
-        ("batches", "twice e0-1-1", change_rows("samples.jsonl", put(0, sample_id="e0-1-1"))),
+        ("batches", "; not whole e0-2, e0-3", change_rows("samples.jsonl", lambda found: [
+            *found[:3], found[3] | {"step": 1, "staleness": 1}, found[4] | {"step": 0} | {
+                "staleness": 0, "version_tokens": [[0, found[4]["num_generated"]]]},
+            *found[5:]])),
+        ("batches", "; not whole e0-3", change_rows("samples.jsonl", put(4, group_id="e0-4"))),
         ("staleness", "at most 2, the bound", change_rows("samples.jsonl", put(9, staleness=2))),
         ("staleness", "at most 2, the bound is 1; above it in steps 2; other than version_tokens "
          "says in e0-5-1", change_rows("samples.jsonl", lambda found: found[9].update(
@@ -152,11 +164,15 @@ def put(index, **values):
         ("ledger", "error None", change_final(ledger_error=None)),
         ("ledger", "1 tokens trained", change_final(tokens_trained=1)),
         ("ledger", "error 0; ", change_final(tokens_generated=1000)),
-        ("ledger", "give an error of -1", change_final(tokens_discarded={"stale": 10})),
+        ("ledger", "give an error of -1", change_final(lambda final: {
+            "tokens_discarded": {**final["tokens_discarded"], "stale": 10}})),
+        ("ledger", "15 masked, 16 in these rows", change_final(lambda final: {
+            "tokens_discarded": {"stale": 10, "masked": 15}})),
         ("prompts", "lost 0", change_rows("dropped.jsonl", lambda found: [])),
         ("prompts", "lost 14", change_final(prompts_pending=[13])),
         ("prompts", "twice 3", change_final(prompts_pending=[3, 13, 14])),
-        ("prompts", "twice 1", change_rows("samples.jsonl", put(0, group_id="e0-1~1"))),
+        ("prompts", "twice 1", change_rows("samples.jsonl", lambda found: [
+            r | {"group_id": "e0-1~1"} if r["group_id"] == "e0-2" else r for r in found])),
         ("prompts", "did not answer", change_final(prompts_position=None)),
         ("prompts", "never handed out 12", change_final(prompts_position=12, prompts_pending=[])),
     ],
@@ -166,6 +182,11 @@ def test_what_was_not_kept_is_found(run, name, seen, damage):
     found = broken(run)
     assert list(found) == [name] and seen in found[name]
     assert cli.main(["verify", str(run)]) == 1
+
+
+def test_a_sample_that_was_trained_twice_is_found(run):
+    change_rows("samples.jsonl", put(0, sample_id="e0-1-1"))(run)
+    assert broken(run)["batches"] == "24 samples in batches of 4; trained twice e0-1-1"
 
 
 def test_a_run_may_go_on_with_another_batch_size_and_bound(run):
@@ -353,6 +374,14 @@ def test_a_trained_sample_without_a_row_of_its_end_is_found(run):
     change_rows("ended.jsonl", lambda found: found[::3])(run)
     lost = "trained without a row of their end e0-1-1, e0-2-0, e0-3-0, e0-3-1, e0-4-1 and 11 more"
     assert lost in broken(run)["lengths"]
+
+
+def test_a_trained_sample_of_another_length_than_it_ended_with_is_found(run):
+    """known fault: the test of distributions does not see a response that lost some tokens."""
+    change_rows("ended.jsonl", lambda found: found[5].update(
+        num_generated=found[5]["num_generated"] + 1))(run)  # fmt: skip
+    seen = broken(run)["lengths"]
+    assert seen.endswith("p = 1; trained with other lengths than they ended with e0-3-1")
 
 
 def test_a_sample_that_ended_twice_counts_once(run):
