@@ -31,18 +31,18 @@ _LEAST_P = 0.05
 """Below it the lengths that were trained are not those that were generated."""
 _OF_CONTENT = ("filtered", "failed", "poison")
 """Reasons that drop groups for what they say, which may well depend on their lengths."""
-_NEEDED = {
-    "metrics.jsonl": ("step", "policy_version", "time_s"),
-    "samples.jsonl": (
-        "step", "sample_id", "group_id", "staleness", "num_generated", "num_masked_tokens",
-        "version_tokens",
-    ),
-    "ended.jsonl": ("sample_id", "num_generated"),
-    DROPPED_FILE: ("group_id", "reason"),
-    "ranks.jsonl": ("step",),
-    FINAL_FILE: ("batch_size", "max_staleness"),
+_NEEDED: dict[str, dict[str, Any]] = {
+    "metrics.jsonl": {"step": int, "policy_version": int, "time_s": int | float},
+    "samples.jsonl": {
+        "step": int, "sample_id": str, "group_id": str, "staleness": int | None,
+        "num_generated": int, "num_masked_tokens": int, "version_tokens": list,
+    },
+    "ended.jsonl": {"sample_id": str, "num_generated": int},
+    DROPPED_FILE: {"group_id": str, "reason": str},
+    "ranks.jsonl": {"step": int},
+    FINAL_FILE: {"batch_size": int, "max_staleness": int},
 }  # fmt: skip
-"""What each row, or the file, must have."""
+"""What each row, or the file, must have, and of which kind."""
 _SHOWN = 5
 _ANEW = {"step": 0, "policy_version": 0, "prompts_position": 0, "prompts_pending": []}
 """Where a run begins that has no other one's checkpoint."""
@@ -79,7 +79,7 @@ class Recorded:
 
         Raises:
             ConfigError: If no run has ended in it, or one that came to nothing; or names a row that
-                lacks something.
+                lacks something, or has what is none.
         """
         final, begun = folder / FINAL_FILE, folder / BEGUN_FILE
         if not final.is_file():
@@ -124,10 +124,22 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _require_keys(row: dict[str, Any], file: Path, place: str) -> None:
-    missing = [key for key in _NEEDED[file.name] if key not in row]
+    needed = _NEEDED[file.name]
+    missing = [key for key in needed if key not in row]
     if missing:
         remedy = f"lacks {', '.join(missing)}, which each run writes; put it back as it was"
         raise ConfigError("RUN_DIR", place, remedy)
+    for key, kind in needed.items():
+        value = row[key]
+        pairs = value if kind is list and isinstance(value, list) else ()
+        if not isinstance(value, kind) or not all(map(_is_pair, pairs)):
+            remedy = f"has {key} = {value!r}, which no run writes; put it back as it was"
+            raise ConfigError("RUN_DIR", place, remedy)
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether it is of two numbers."""
+    return isinstance(value, list) and list(map(type, value)) == [int, int]
 
 
 def verify(folder: str | Path) -> list[Check]:

@@ -278,6 +278,26 @@ def test_what_a_row_lacks_is_named(run, name, key, capsys):
     assert f"'{run / place}': lacks {key}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("samples.jsonl", "num_masked_tokens", None),
+        ("samples.jsonl", "version_tokens", "x"),
+        ("samples.jsonl", "version_tokens", [[1]]),
+        ("metrics.jsonl", "time_s", "1"),
+        ("ended.jsonl", "num_generated", None),
+        ("final.json", "batch_size", None),
+    ],
+)
+def test_a_value_that_no_run_writes_is_named(run, name, key, value, capsys):
+    """known fault: a TypeError."""
+    damage = {key: value}
+    (change_final(**damage) if name == "final.json" else change_rows(name, put(2, **damage)))(run)
+    place = name if name == "final.json" else f"{name}, line 3"
+    assert cli.main(["verify", str(run)]) == 2
+    assert f"'{run / place}': has {key} = {value!r}, which no run" in capsys.readouterr().err
+
+
 @pytest.fixture
 def begun(run, tmp_path_factory):
     """The run as it would be had it begun with the checkpoint of step 2 of another one, whose
