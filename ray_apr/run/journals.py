@@ -63,6 +63,27 @@ def header_of(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def holds_journal(spec: RunSpec) -> bool:
+    """Whether a run without checkpoints, whose folder is gone, has left its journal in its remote
+    storage: it goes on with that.
+
+    Raises:
+        ConfigError: If a run has left one elsewhere, which may be another one of this name.
+        ResourceError: If it cannot be looked at.
+    """
+    folder = journal_of(spec)
+    if folder is None:
+        return False
+    try:
+        is_there = bool(folder.epochs())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    if is_there and (spec.rollout.journal.path is not None or spec.remote_storage is None):
+        remedy = f"{folder.path} has the journal of a run of this name that is not in {spec.folder}"
+        raise ConfigError("run.name", spec.name, f"{remedy}; remove it, or choose another name")
+    return is_there
+
+
 def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool = False) -> Begin:
     """Add what the journal has to where a run begins.
 
@@ -97,8 +118,12 @@ def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool
         )
         begin = replay(begin, epochs, header_of(spec), trainer_lives=trainer_lives)
     except (OSError, pa.ArrowException) as error:
-        raise ResourceError(
-            f"the journal in {folder.path} cannot be read: {one_line(error)}; mend it, or remove "
-            "it, and go on without what was done since the last checkpoint"
-        ) from error
+        raise _unreadable(folder, error) from error
     return dataclasses.replace(begin, epoch=max([first, *(n + 1 for n in numbers)]))
+
+
+def _unreadable(folder: JournalFolder, error: Exception) -> ResourceError:
+    return ResourceError(
+        f"the journal in {folder.path} cannot be read: {one_line(error)}; mend it, or remove it, "
+        "and go on without what was done since the last checkpoint"
+    )

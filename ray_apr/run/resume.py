@@ -52,7 +52,7 @@ from ray_apr.run.folder import (
     object_or_empty,
     read_rows,
 )
-from ray_apr.run.journals import header_of, with_journal
+from ray_apr.run.journals import header_of, holds_journal, with_journal
 from ray_apr.run.kept_rows import KeptRows
 from ray_apr.run.reported import add_reported
 
@@ -75,12 +75,13 @@ def find_begin(spec: RunSpec, *, holds: bool = True) -> Begin:
             another one trains, which may be writing it.
 
     Raises:
-        ConfigError: If there is nothing left to train, or a checkpoint that is no run's.
-        ResourceError: If the checkpoints of a run that has begun cannot be read.
+        ConfigError: If there is nothing left to train, a checkpoint that is no run's, or another
+            run's journal in the place of its own.
+        ResourceError: If the checkpoints of a run that has begun cannot be read, or its journal.
     """
     last = _last_checkpoint(spec, mends=holds or not is_held(spec.folder))
     checkpoint = last or spec.checkpoint
-    is_resumed = last is not None or holds_run(spec.folder)
+    is_resumed = last is not None or holds_run(spec.folder) or holds_journal(spec)
     if checkpoint is None:
         begin = Begin(is_resumed=is_resumed)
         if not is_resumed:

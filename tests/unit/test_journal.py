@@ -15,7 +15,7 @@ import ray.train
 from ray.exceptions import ActorUnavailableError
 
 from ray_apr.config import JournalConfig, RolloutConfig
-from ray_apr.core.exceptions import EngineUnavailableError
+from ray_apr.core.exceptions import ConfigError, EngineUnavailableError
 from ray_apr.core.sample import FinishReason, Prompt, Sample, Segment
 from ray_apr.data.journal import Journal, JournalFolder
 from ray_apr.data.replay import Epoch, replay
@@ -23,6 +23,7 @@ from ray_apr.data.resumption import Begin, Counters, RolloutProgress
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.data.store import opened
 from ray_apr.run.journals import header_of, journal_of, with_journal
+from ray_apr.run.resume import find_begin
 from ray_apr.scheduling.order import prompt_position
 from ray_apr.scheduling.orders import OrderKind
 from ray_apr.scheduling.scheduler import TurnRules
@@ -789,8 +790,6 @@ async def test_a_run_that_begins_again_gets_a_version_that_is_not_due_for_a_sync
 
 
 def test_settings_of_a_journal_are_obeyed_or_refused():
-    from ray_apr.core.exceptions import ConfigError
-
     config = RolloutConfig(journal={"path": "/shared/journals"})
     assert config.journal.path == "/shared/journals"
     for wrong in ({"enabled": False, "path": "/x"}, {"path": ""}, {"enabled": 1}, {"where": "x"}):
@@ -815,3 +814,40 @@ async def test_a_part_without_a_journal_is_not_followed_by_the_epochs_of_the_par
     saved = without.epoch + 1  # as `Notes.next_epoch` counts
     again = with_journal(on, Begin(epoch=saved), first=saved)
     assert again.replayed is None and again.epoch == saved
+
+
+async def noted(spec, **counted):
+    """A run that noted a frame and was killed."""
+    state = {"counters": dataclasses.asdict(Counters(**counted)), "position": 2}
+    header = header_of(spec) | {"num_prompts": 3}
+    journal = Journal(journal_of(spec), "worker", header=header, state=lambda: state)
+    journal.note(admitted=[])
+    await journal.flush()
+
+
+async def test_a_new_run_is_not_followed_by_the_journal_of_another_one_of_its_name(tmp_path):
+    """known fault: it wrote into these files, and went on with both runs' prompts and tokens."""
+    run = ray.train.RunConfig(name="run", storage_path=str(tmp_path / "new"))
+    elsewhere = RolloutConfig(journal=JournalConfig(path=str(tmp_path / "journals")))
+    spec = run_spec(run=run, rollout=elsewhere)
+    assert find_begin(spec) == Begin()
+    await noted(spec, tokens_generated=9)
+    with pytest.raises(ConfigError, match=r"'run': .*journals/run/journal has .* not in .*new/run"):
+        find_begin(spec)
+    spec.folder.mkdir(parents=True)
+    (spec.folder / "metrics.jsonl").touch()
+    assert find_begin(spec).before.tokens_generated == 9, "which is its own"
+
+
+async def test_a_run_goes_on_with_its_journal_where_its_storage_has_nothing_else(
+    tmp_path, monkeypatch
+):
+    """known fault: it began anew, in the files of the journal that its node had left."""
+    monkeypatch.chdir(tmp_path)  # the node's own folder has nothing either
+    run = ray.train.RunConfig(name="run", storage_path=f"file://{tmp_path}/there")
+    spec = run_spec(run=run)
+    assert find_begin(spec) == Begin()
+    await noted(spec, tokens_generated=9)
+    begin = find_begin(spec)
+    assert begin.is_resumed and begin.epoch == 1 and begin.before.tokens_generated == 9
+    assert begin.rollout is not None and begin.rollout.position == 2
