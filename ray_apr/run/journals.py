@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _FOLDER = "journal"
 _OF_OTHERS = 1000
 """More epochs than an earlier part of the run can have noted beyond those of its last checkpoint:
-a part without a journal passes them over, so that the one after it takes none of them for those
-that follow its own checkpoints."""
+a part without a journal, or with one elsewhere, passes them over, so that the one after it takes
+none of them for those that follow its own checkpoints."""
 
 
 def journal_of(spec: RunSpec) -> JournalFolder | None:
@@ -119,6 +119,8 @@ def with_journal(spec: RunSpec, begin: Begin, *, first: int, trainer_lives: bool
         begin = replay(begin, epochs, header_of(spec), trainer_lives=trainer_lives)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(folder, error) from error
+    is_elsewhere = begin.is_resumed and not trainer_lives and first not in numbers
+    first += _OF_OTHERS if is_elsewhere else 0
     return dataclasses.replace(begin, epoch=max([first, *(n + 1 for n in numbers)]))
 
 

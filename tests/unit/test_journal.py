@@ -816,6 +816,28 @@ async def test_a_part_without_a_journal_is_not_followed_by_the_epochs_of_the_par
     assert again.replayed is None and again.epoch == saved
 
 
+async def test_a_part_whose_journal_is_elsewhere_is_not_followed_by_what_others_left(tmp_path):
+    """known fault: as without a journal, where `rollout.journal.path` was another one meanwhile."""
+    run = ray.train.RunConfig(name="run", storage_path=str(tmp_path))
+    first, other = (
+        run_spec(run=run, rollout=RolloutConfig(journal=JournalConfig(path=str(tmp_path / name))))
+        for name in ("first", "other")
+    )
+    header, state = header_of(first) | {"num_prompts": 3}, dataclasses.asdict(Counters())
+    journal = Journal(
+        journal_of(first), "buffer", 3, header=header, state=lambda: {"counters": state}
+    )
+    journal.note(granted=[8, 8])
+    journal.begin_epoch(4)  # of a checkpoint that a kill kept from the list
+    journal.note(batch=[12, ["e0-1"]])
+    await journal.flush()
+    resumed = Begin(epoch=3, is_resumed=True)
+    assert with_journal(first, resumed, first=3).epoch == 5
+    saved = with_journal(other, resumed, first=3).epoch + 1
+    again = with_journal(first, Begin(epoch=saved, is_resumed=True), first=saved)
+    assert again.replayed is None and again.epoch >= saved
+
+
 async def noted(spec, **counted):
     """A run that noted a frame and was killed."""
     state = {"counters": dataclasses.asdict(Counters(**counted)), "position": 2}
