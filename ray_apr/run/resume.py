@@ -26,6 +26,7 @@ from ray_apr.data.resumption import (
     LIST_COPY_FILE,
     LIST_FILE,
     PROGRESS_FILE,
+    ROLLOUT_FILE,
     SAMPLES_FILE,
     Begin,
     Counters,
@@ -55,6 +56,7 @@ from ray_apr.run.folder import (
 from ray_apr.run.journals import header_of, holds_journal, with_journal
 from ray_apr.run.kept_rows import KeptRows
 from ray_apr.run.reported import add_reported
+from ray_apr.train.checksums import check_read
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -144,6 +146,7 @@ def begin_with(spec: RunSpec, checkpoint: ray.train.Checkpoint) -> Begin:
     except (TypeError, KeyError) as error:  # of values
         remedy = f"has others than this ray_apr reads: {error}; go on with the one that wrote it"
         raise ConfigError("checkpoint", checkpoint.path, remedy) from error
+    check_read(checkpoint, PROGRESS_FILE, ROLLOUT_FILE)
     samples = _read_samples(checkpoint, rollout, spec)
     if samples is None:
         rollout = rollout.without_samples()

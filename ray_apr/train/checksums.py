@@ -1,6 +1,7 @@
-"""Checksums of the files that train workers write, so that other bytes are not read as weights.
+"""Checksums of the files of a checkpoint, so that other bytes are not read as weights or figures.
 
-PyTorch reads a shard whose bytes have changed on the disk without a word.
+PyTorch reads a shard whose bytes have changed on the disk without a word, and a number in which one
+digit has is JSON.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from ray_apr.core.exceptions import ConfigError
 
 NUM_THREADS = 4
 """Of a rank that writes a checkpoint, or reads one: as many files at a time."""
 _FILE = "checksums-{}.json"
+_OF_ROLLOUT = "rollout"
+"""In the place of a rank: of what rank 0 writes for the rollout side."""
 _CHUNK_BYTES = 1 << 22
 _REMEDY = (
     "is not what was written: its size or checksum differs; mend the disk or the copy, or begin a "
@@ -27,6 +31,43 @@ def write_checksums(folder: Path, rank: int, files: Iterable[Path]) -> None:
     """Write size and CRC-32 of files of the folder into a file of this rank."""
     found = _checksums(files)
     (folder / _FILE.format(rank)).write_text(json.dumps(found), encoding="utf-8")
+
+
+def write_rollout_checksum(file: Path) -> None:
+    """The same of the file with which the rollout side goes on, beside it."""
+    found = json.dumps(_checksums([file]))
+    (file.parent / _FILE.format(_OF_ROLLOUT)).write_text(found, encoding="utf-8")
+
+
+def check_read(checkpoint: Any, *names: str) -> None:
+    """Check files that the driver reads, wherever the checkpoint is; as `check_files`.
+
+    Args:
+        checkpoint: A `ray.train.Checkpoint`.
+        names: Of files that are there, of rank 0 or the rollout side.
+
+    Raises:
+        ConfigError: Of the first file that is not what was written.
+        OSError: If one cannot be read.
+    """
+    written: dict[str, list[int]] = {}
+
+    def read(name: str) -> bytes:
+        with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/{name}") as file:
+            return bytes(file.read())
+
+    for part in (0, _OF_ROLLOUT):
+        name = _FILE.format(part)
+        try:
+            written |= json.loads(read(name))
+        except FileNotFoundError:  # of an older version
+            continue
+        except ValueError as error:
+            raise ConfigError("checkpoint", f"{checkpoint.path}/{name}", _REMEDY) from error
+    for name in names:
+        content = read(name)
+        if written.get(name) not in (None, [len(content), zlib.crc32(content)]):
+            raise ConfigError("checkpoint", f"{checkpoint.path}/{name}", _REMEDY)
 
 
 def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:

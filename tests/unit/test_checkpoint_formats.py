@@ -15,6 +15,7 @@ from ray_apr.core.user import Environment, Step
 from ray_apr.data.resumption import FORMAT, PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.run.resume import find_begin
+from ray_apr.train.checksums import write_checksums
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import (
     COUNTERS,
@@ -118,3 +119,27 @@ def test_a_checkpoint_with_values_of_a_newer_version_is_refused_in_words(tmp_pat
     (folder / ROLLOUT_FILE).write_text(json.dumps(values | {"format": FORMAT + 1}))
     with pytest.raises(ConfigError, match=f"reads formats up to {FORMAT}"):
         begin_with(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now"),
+    [(PROGRESS_FILE, '"step": 2', '"step": 1'), (ROLLOUT_FILE, '"position": 8', '"position": 9')],
+)
+def test_figures_of_which_a_digit_changed_are_refused(tmp_path, name, was, now):
+    """known fault: the run went on with them, and had taken the rows of its steps out by then."""
+    folder = tmp_path / "now"
+    write_checkpoint(folder)
+    write_checksums(folder, 0, [folder / PROGRESS_FILE])
+    assert begin_with(folder, tmp_path).step == 2
+    text = (folder / name).read_text()
+    assert was in text
+    (folder / name).write_text(text.replace(was, now))
+    with pytest.raises(ConfigError, match=rf"/now/{name}': is not what was written"):
+        begin_with(folder, tmp_path)
+
+
+def test_damaged_checksums_of_the_rollout_side_are_refused(tmp_path):
+    write_checkpoint(tmp_path / "now")
+    (tmp_path / "now" / "checksums-rollout.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"checksums-rollout\.json': is not what was written"):
+        begin_with(tmp_path / "now", tmp_path)
