@@ -1,7 +1,8 @@
 """Which rows of a run folder stay where a run goes on: those of what it does not do again.
 
 A row has a policy version, by which it may be of what comes again. That alone says too little: a
-checkpoint that was taken while steps were trained again has samples of later versions than its own.
+checkpoint that was taken while steps were trained again has samples of later versions than its own,
+and what goes on may have had its row after the checkpoint, under the same version.
 """
 
 from __future__ import annotations
@@ -25,22 +26,31 @@ class KeptRows:
         self._rollout = begin.rollout
         self._pending = set(begin.rollout.pending) if begin.rollout else set()
         self._ended, self._dropped = set[str](), set[str]()
+        self._unfinished, self._alive = set[str](), set[str]()
         if begin.replayed is not None:
             self._ended |= {row["sample_id"] for row in begin.replayed.ended}
             self._dropped |= {row["group_id"] for row in begin.replayed.dropped}
         if begin.samples is not None:
-            columns = (begin.samples[name].to_pylist() for name in ("sample_id", "finish_reason"))
-            self._ended |= {name for name, reason in zip(*columns, strict=True) if reason}
+            names = ("sample_id", "finish_reason", "group_id")
+            columns = (begin.samples[name].to_pylist() for name in names)
+            for sample_id, reason, group_id in zip(*columns, strict=True):
+                (self._ended if reason else self._unfinished).add(sample_id)
+                self._alive.add(group_id)
+            self._unfinished -= self._ended
 
     def of_ended(self, row: Mapping[str, Any]) -> bool:
         """Whether a row of a sample that has ended stays."""
         sample_id: str = row["sample_id"]
+        if sample_id in self._unfinished:
+            return False
         is_known = row["policy_version"] <= self._newest or sample_id in self._ended
         return is_known or self._is_over(sample_id.rpartition("-")[0])
 
     def of_dropped(self, row: Mapping[str, Any]) -> bool:
         """Whether a row of a group that was dropped stays."""
         group_id: str = row["group_id"]
+        if group_id in self._alive:
+            return False
         is_known = row["policy_version"] <= self._newest or group_id in self._dropped
         return is_known or self._is_over(group_id)
 

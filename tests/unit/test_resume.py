@@ -216,6 +216,20 @@ def test_rows_of_what_does_not_come_again_stay_whatever_their_version(folder):
     assert [r["group_id"] for r in read(folder, "dropped.jsonl")] == ["e0-2", "e0-3~1", "e1-3"]
 
 
+def test_rows_of_what_goes_on_are_taken_out_whatever_their_version(folder):
+    """known fault: without a journal, a group that was dropped after the checkpoint, and under the
+    version of that, kept the row, although it went on and was trained."""
+    has_ended, goes_on = GROUP
+    has_ended = dataclasses.replace(has_ended, finish_reason=FinishReason.STOP)
+    samples = samples_table([(has_ended, goes_on)])
+    ended = ({"sample_id": f"e0-1-{i}", "policy_version": 2} for i in range(2))
+    write(folder, "ended.jsonl", *ended)
+    write(folder, "dropped.jsonl", *({"group_id": f"e0-{n}", "policy_version": 2} for n in (1, 2)))
+    resume_folder(folder, begin(samples=samples), now=1000.0)
+    assert [row["sample_id"] for row in read(folder, "ended.jsonl")] == ["e0-1-0"]
+    assert [row["group_id"] for row in read(folder, "dropped.jsonl")] == ["e0-2"]
+
+
 def test_what_was_lost_stays_lost_where_an_attempt_comes_to_no_step(folder):
     """known fault: the tokens of the steps that were taken out were in no figure any more."""
     first, _ = resume_folder(folder, begin(), now=1000.0)
