@@ -250,18 +250,20 @@ def kept_checkpoints(spec: RunSpec) -> list[tuple[int, ray.train.Checkpoint]]:
 
 
 def _mend_list(folder: ray.train.Checkpoint) -> None:
-    """Put the copy of a run's list of checkpoints in the place of a list that was cut off."""
+    """Put the copy of a run's list of checkpoints in the place of one that is cut off or gone."""
     file, copy = (f"{folder.path}/{name}" for name in (LIST_FILE, LIST_COPY_FILE))
-    infos = folder.filesystem.get_file_info([file, copy])
-    if not all(info.is_file for info in infos):
+    listed, copied = folder.filesystem.get_file_info([file, copy])
+    if not copied.is_file:
         return
-    with folder.filesystem.open_input_file(file) as listed:
-        text = listed.read()
     try:
-        json.loads(text)
+        if listed.is_file:
+            with folder.filesystem.open_input_file(file) as opened:
+                json.loads(opened.read())
+            return
     except ValueError:
-        logger.warning("%s was cut off; %s takes its place", file, LIST_COPY_FILE)
-        folder.filesystem.copy_file(copy, file)
+        pass
+    logger.warning("%s was cut off, or is gone; %s takes its place", file, LIST_COPY_FILE)
+    folder.filesystem.copy_file(copy, file)
 
 
 @contextlib.contextmanager

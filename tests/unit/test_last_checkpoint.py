@@ -129,6 +129,16 @@ async def test_a_list_that_was_cut_off_is_taken_from_its_copy(tmp_path, caplog):
         find_begin(spec_of(tmp_path))
 
 
+async def test_a_list_that_is_gone_is_taken_from_its_copy(tmp_path):
+    """known fault: the run began anew, and all rows of its folder were taken out."""
+    await write_listed(tmp_path, 2, 4)
+    listed = tmp_path / "run" / LIST_FILE
+    listed.rename(tmp_path / "run" / LIST_COPY_FILE)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert find_begin(spec_of(tmp_path)).step == 4
+    assert listed.exists()
+
+
 async def test_who_only_looks_mends_no_list_of_a_run_that_goes_on(tmp_path):
     """known fault: a dry run, or a second trainer, that looked while Ray Train wrote its list put
     an older one in its place."""
