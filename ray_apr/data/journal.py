@@ -24,7 +24,7 @@ import json
 import logging
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -96,13 +96,17 @@ class JournalFolder:
         return sorted({epoch for epoch, _, _ in self._files(_BROKEN)})
 
     def frames(self, epoch: int, writer: Writer) -> Iterator[Frame]:
-        """What one side wrote in an epoch, up to where it was cut off."""
-        for number, _, path in sorted(f for f in self._files(_FRAMES) if f[1] == writer):
-            if number != epoch:
-                continue
+        """What one side wrote in an epoch, up to where it was cut off, or a piece is missing."""
+        paths = [path for *of, path in self._files(_FRAMES) if of == [epoch, writer]]
+        for part, path in enumerate(paths):
+            if not path.endswith((f"-{writer}{_FRAMES}", f"-{part:08d}{_FRAMES}")):
+                logger.warning("the piece before %s is missing", path)
+                return
             with self.filesystem.open_input_file(path) as file:
                 data = file.read()
-            yield from _frames(data, path)
+            is_whole = yield from _frames(data, path)
+            if not is_whole:
+                return
 
     def drop_before(self, epoch: int) -> None:
         """Remove the files of earlier epochs."""
@@ -154,7 +158,8 @@ class JournalFolder:
         return sorted(found)
 
 
-def _frames(data: bytes, path: str) -> Iterator[Frame]:
+def _frames(data: bytes, path: str) -> Generator[Frame, None, bool]:
+    """Frames of a file; returns whether it ends with a whole one."""
     at = 0
     while at < len(data):
         head = data[at : at + _HEAD.size]
@@ -163,11 +168,12 @@ def _frames(data: bytes, path: str) -> Iterator[Frame]:
             body = data[at + _HEAD.size : at + _HEAD.size + length]
         if len(head) < _HEAD.size or magic != _MAGIC or zlib.crc32(body) != crc:
             logger.warning("%s is cut off after %d of %d bytes", path, at, len(data))
-            return
+            return False
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
             rows = reader.read_all()
         yield Frame(json.loads(rows.schema.metadata[_NOTES]), rows)
         at += _HEAD.size + length
+    return True
 
 
 def _encoded(notes: Mapping[str, Any], samples: Sequence[tuple[Sample, int]]) -> bytes:
