@@ -368,9 +368,14 @@ def _later_step_s(run: dict[str, Any]) -> float:
 
 
 def _later_tokens_per_s(run: dict[str, Any]) -> float:
-    tokens = sum(step["num_tokens"] for step in run["steps"][1:])
+    tokens = sum(trained_tokens(step) for step in run["steps"][1:])
     seconds = run["steps"][-1]["time_s"] - run["steps"][0]["time_s"]
     return tokens / seconds if seconds else 0.0
+
+
+def trained_tokens(step: dict[str, Any]) -> int:
+    """Tokens of a step's samples that its loss has: a masked one is too old, and trains nothing."""
+    return int(step["num_tokens"] - step.get("num_masked_tokens", 0))
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:

@@ -60,10 +60,10 @@ def reward(sample):
     return float(int(sample.sample_id.rpartition("-")[2]) % 2)
 """
 OF_STEP = (
-    "reward_mean", "num_tokens", "trainer_wait_s", "trainer_step_s", "weight_wait_s",
+    "reward_mean", "trainer_wait_s", "trainer_step_s", "weight_wait_s",
     "weight_sync_s", "generation_stopped_s", "staleness_mean",
 )  # fmt: skip
-"""Of a step of ours; a peer has the first two."""
+"""Of a step of ours, beside its time and tokens; a peer has the reward alone."""
 OF_RUN = ("start", "trainer_idle_ratio", "generation_idle_ratio")
 END_LIMIT_S = 45.0
 """Of what has exceeded its own limit, and was told to end."""
@@ -262,7 +262,11 @@ def our_run(
         return ended
     first = modes.generates_at(data)
     steps = [
-        {"time_s": row["time_s"] - first, **{key: row[key] for key in OF_STEP if key in row}}
+        {
+            "time_s": row["time_s"] - first,
+            "num_tokens": modes.trained_tokens(row),
+            **{key: row[key] for key in OF_STEP if key in row},
+        }
         for row in data.steps
     ]
     run_began = (folder / name / "config.json").stat().st_mtime  # written as the clock starts

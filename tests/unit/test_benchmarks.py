@@ -109,6 +109,27 @@ def test_systems_have_medians_of_their_own_runs_and_count_failures(compare):
     }  # fmt: skip
 
 
+def test_tokens_of_ours_are_those_of_the_loss(compare, tmp_path, monkeypatch):
+    def end_early(command: list[str], out: Any, limit_s: float) -> dict[str, str]:
+        (tmp_path / "apr--0").mkdir()
+        for name in ("metrics.jsonl", "config.json"):
+            (tmp_path / "apr--0" / name).touch()
+        return {"failed": "not done"}
+
+    row = {"time_s": 9.0, "reward_mean": 0.5, "num_tokens": 10, "num_masked_tokens": 3}
+    data = argparse.Namespace(steps=[row], timeline=[{"what": "generate", "start_s": 5.0}])
+    monkeypatch.setattr(compare, "run_to_end", end_early)
+    monkeypatch.setattr(compare, "load_run", lambda _: data)
+    task = {
+        "kind": "spelling", "gpus": 2, "batch_size": 256, "group_size": 8, "steps": 4, "model": "m",
+        "max_response_tokens": 256, "max_model_len": 512, "learning_rate": 1e-5, "prompts": "p",
+        "reward": "r",
+    }  # fmt: skip
+    args = argparse.Namespace(max_num_seqs=256, set=[], limit=1.0)
+    found = compare.our_run("apr", 0, task, tmp_path, None, args)
+    assert found["steps"] == [{"time_s": 4.0, "num_tokens": 7, "reward_mean": 0.5}]
+
+
 def peer_task(compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """The replay's task for a trace of 48 prompts, and its prompts."""
     trace = tmp_path / "trace.jsonl"
@@ -244,6 +265,13 @@ def test_modes_are_compared_with_the_synchronous_one(benchmark_named):
     assert apr["sync_over_this"] == pytest.approx(13 / 7)
     assert (apr["later_step_s"], apr["later_tokens_per_s"]) == (2, 50)
     assert apr["later_sync_over_this"] == pytest.approx(4.5 / 2)
+
+
+def test_tokens_that_are_too_old_for_the_loss_are_not_trained(benchmark_named):
+    run = mode_run("apr", 3, 5, 7)
+    run["steps"][2]["num_masked_tokens"] = 60
+    found = benchmark_named("modes").figures([run])
+    assert found["apr"]["later_tokens_per_s"] == (100 + 40) / 4
 
 
 def test_without_a_synchronous_mode_nothing_is_compared(benchmark_named):
