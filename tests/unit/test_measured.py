@@ -1,0 +1,117 @@
+"""Ranges that the pages give of runs beside peers follow from the files of those runs."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+class Timed(NamedTuple):
+    """Seconds from the command to the first generation, from there to a reward of 0.15, and tokens
+    trained per second."""
+
+    start_s: float
+    reward_s: float
+    tokens_per_s: float
+
+
+class Ratios(NamedTuple):
+    """A peer's run over one of ours, of one host and seed."""
+
+    generation: float
+    command: float
+    tokens: float
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for folder in ("benchmarks/peers", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    return importlib.import_module("compare")
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"peers-{name}.json").read_text())
+
+
+def words(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def timed(compare: ModuleType, run: dict[str, Any]) -> Timed:
+    goal = compare.seconds_to(0.15, run)
+    return Timed(run["start_s"], goal, compare.tokens_per_s(run))
+
+
+def pairs(compare: ModuleType, runs: list[dict[str, Any]], ours: str) -> Iterable[list[Ratios]]:
+    """Of each run of TRL, its ratios to ours of the same seed; runs are of one host."""
+    for peer in (run for run in runs if run["system"] == "trl"):
+        trl = timed(compare, peer)
+        found = [
+            timed(compare, run)
+            for run in runs
+            if run["system"] == ours and run["seed"] == peer["seed"]
+        ]
+        for start_s, _, reward_s, _, tokens_per_s in peer.get("printed", ()):
+            found.append(Timed(start_s, reward_s, tokens_per_s))
+        if found:
+            yield [
+                Ratios(
+                    trl.reward_s / of_ours.reward_s,
+                    (trl.start_s + trl.reward_s) / (of_ours.start_s + of_ours.reward_s),
+                    of_ours.tokens_per_s / trl.tokens_per_s,
+                )
+                for of_ours in found
+            ]
+
+
+def test_ranges_beside_trl_have_every_pair_with_both_on_both_gpus(compare: ModuleType) -> None:
+    ahead, seeds = result("spelling-ahead-2xh200"), result("spelling-seeds-2xh200")
+    for run in seeds["runs"]:
+        if run["system"] == "trl" and (row := seeds["printed"].get(f"apr:awake {run['seed']}")):
+            run["printed"] = [row]
+    staleness = result("spelling-staleness-2xh200")["runs"]
+    for run in staleness:
+        run["system"] = run["system"].removesuffix(", bound 4")
+    hosts = [
+        ahead["runs"], ahead["before"], result("spelling-blocks-2xh200")["runs"], seeds["runs"],
+        staleness,
+    ]  # fmt: skip
+    of_trl = [pair for runs in hosts for pair in pairs(compare, runs, "apr:awake")]
+    assert (len(of_trl), len(hosts)) == (10, 5)
+    of_each = list(zip(*itertools.chain.from_iterable(of_trl), strict=True))
+    low, high = Ratios(*map(min, of_each)), Ratios(*map(max, of_each))
+    mean = fmean(fmean(ratios.generation for ratios in pair) for pair in of_trl)
+    soon = f"{low.generation:.1f} to {high.generation:.1f} times as soon from the first "
+    command = f"{low.command:.1f} to {high.command:.1f} times from the command on"
+    tokens = f"{low.tokens:.1f} to {high.tokens:.1f} times as many tokens"
+    told = f"{soon}generation on, {mean:.1f} on average, and {command}; {tokens}"
+    assert told in words("docs/comparison.md")
+    assert f"{soon}token on, and {command} (ten pairs" in words("README.md")
+    assert tokens in words("README.md")
+
+
+def test_a_gpu_for_each_is_compared_from_the_first_generation_on(compare: ModuleType) -> None:
+    found = list(pairs(compare, result("spelling-2xh100")["runs"], "apr"))
+    (first,), (second,) = found
+    told = f"{first.generation:.1f} and {second.generation:.1f} times as soon from the first "
+    assert told + "generation on" in words("docs/comparison.md")
+
+
+def test_every_reward_of_the_programs_counts(compare: ModuleType) -> None:
+    trl, apr = result("programs-1xh200")["runs"]
+    goals = (0.2, 0.5, 0.7, 0.8)
+    ratios = [compare.seconds_to(goal, trl) / compare.seconds_to(goal, apr) for goal in goals]
+    told = f"mean rewards of 0.2 to 0.8 are reached {min(ratios):.1f} to {max(ratios):.1f} times"
+    assert told in words("docs/comparison.md")
