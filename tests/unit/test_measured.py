@@ -1,4 +1,4 @@
-"""Ranges that the pages give of runs beside peers follow from the files of those runs."""
+"""What the pages say of some measurements follows from their files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"peers-{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def words(page: str) -> str:
@@ -77,16 +77,16 @@ def pairs(compare: ModuleType, runs: list[dict[str, Any]], ours: str) -> Iterabl
 
 
 def test_ranges_beside_trl_have_every_pair_with_both_on_both_gpus(compare: ModuleType) -> None:
-    ahead, seeds = result("spelling-ahead-2xh200"), result("spelling-seeds-2xh200")
+    ahead, seeds = result("peers-spelling-ahead-2xh200"), result("peers-spelling-seeds-2xh200")
     for run in seeds["runs"]:
         if run["system"] == "trl" and (row := seeds["printed"].get(f"apr:awake {run['seed']}")):
             run["printed"] = [row]
-    staleness = result("spelling-staleness-2xh200")["runs"]
+    staleness = result("peers-spelling-staleness-2xh200")["runs"]
     for run in staleness:
         run["system"] = run["system"].removesuffix(", bound 4")
     hosts = [
-        ahead["runs"], ahead["before"], result("spelling-blocks-2xh200")["runs"], seeds["runs"],
-        staleness,
+        ahead["runs"], ahead["before"], seeds["runs"], staleness,
+        result("peers-spelling-blocks-2xh200")["runs"],
     ]  # fmt: skip
     of_trl = [pair for runs in hosts for pair in pairs(compare, runs, "apr:awake")]
     assert (len(of_trl), len(hosts)) == (10, 5)
@@ -103,15 +103,42 @@ def test_ranges_beside_trl_have_every_pair_with_both_on_both_gpus(compare: Modul
 
 
 def test_a_gpu_for_each_is_compared_from_the_first_generation_on(compare: ModuleType) -> None:
-    found = list(pairs(compare, result("spelling-2xh100")["runs"], "apr"))
+    found = list(pairs(compare, result("peers-spelling-2xh100")["runs"], "apr"))
     (first,), (second,) = found
     told = f"{first.generation:.1f} and {second.generation:.1f} times as soon from the first "
     assert told + "generation on" in words("docs/comparison.md")
 
 
 def test_every_reward_of_the_programs_counts(compare: ModuleType) -> None:
-    trl, apr = result("programs-1xh200")["runs"]
+    trl, apr = result("peers-programs-1xh200")["runs"]
     goals = (0.2, 0.5, 0.7, 0.8)
     ratios = [compare.seconds_to(goal, trl) / compare.seconds_to(goal, apr) for goal in goals]
     told = f"mean rewards of 0.2 to 0.8 are reached {min(ratios):.1f} to {max(ratios):.1f} times"
     assert told in words("docs/comparison.md")
+
+
+def test_performance_says_what_engines_idled_at_most() -> None:
+    (run,) = (run for run in result("modes-4xh200")["runs"] if run["mode"] == "apr")
+    idle = [engine["uptime_s"] - engine["busy_s"] for engine in run["final"]["engines"]]
+    first, second = (100 * seconds / run["seconds"] for seconds in idle)
+    assert f"| at most {first:.1f} and {second:.1f} % |" in words("docs/performance.md")
+
+
+def test_performance_says_what_a_learning_run_trained_in_a_second() -> None:
+    rows = {
+        run["mode"]: sum(step["num_tokens"] for step in run["steps"]) / run["seconds"]
+        for run in result("learning-2xh200")["runs"]
+    }
+    told = f"| trained tokens per second | {rows['sync']:,.0f} | {rows['apr']:,.0f} |"
+    assert told in words("docs/performance.md")
+
+
+def test_performance_says_how_long_the_trainer_of_short_steps_waited() -> None:
+    waits: dict[str, list[float]] = {}
+    for run in result("hand-over-2xh100")["runs"]:
+        if "train.steps=96" in run["more"]:
+            waits.setdefault(run["commit"], []).append(fmean(run["trainer_wait_s"][1:]))
+    found = {f"{fmean(of_commit):.2f}" for of_commit in waits.values()}
+    assert [len(of_commit) for of_commit in waits.values()] == [4, 4]
+    (mean,) = found
+    assert f"the trainer waited {mean} s a step on the mean" in words("docs/performance.md")
