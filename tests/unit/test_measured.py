@@ -142,3 +142,10 @@ def test_performance_says_how_long_the_trainer_of_short_steps_waited() -> None:
     assert [len(of_commit) for of_commit in waits.values()] == [4, 4]
     (mean,) = found
     assert f"the trainer waited {mean} s a step on the mean" in words("docs/performance.md")
+
+
+def test_the_simulator_s_page_has_every_prediction_of_four_gpus() -> None:
+    measured = result("modes-4xh200")
+    for row in (measured["predicted"], *measured["predicted_later"]):
+        told = f"{row['sync_over_this']['apr']:.2f} ({row['error']['apr']:+.0%})"
+        assert told.replace("%", " %") in words("docs/simulator.md")
