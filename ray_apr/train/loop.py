@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 _DRAIN_LIMIT_S = 7 * 24 * 3600.0
 """Longer than any response takes."""
 _LAST_CHECKPOINT = "write the last checkpoint"
+_LONG_S = 5.0
+"""A step of more is told while it goes on: half of the time after which lines tell of waits."""
 
 
 def train_loop_per_worker(spec: WorkerSpec) -> None:
@@ -88,6 +90,8 @@ class _TrainLoop:
         self._gate = None if spec.gate is None else GateClient(spec.gate, self._rank)
         self._row: Mapping[str, Any] = {}
         """Of the last step."""
+        self._is_told = True
+        """Whether the step says what it does: the first one here, and those after a long one."""
         self._control = _make_control(spec) if self._rank == 0 else None
         self._rows = rows_of(ray.train.get_dataset_shard(f"rank{self._rank}"))
         # in it ranks wait for the engines: not on the GPU, which these may have, and for longer
@@ -206,9 +210,17 @@ class _TrainLoop:
 
     def _step(self) -> None:
         """One turn of the loop."""
-        batch, wait_s = self._next_batch()
-        with profiled(self._progress.step, self._spec, self._rank):
-            self._train_batch(batch, wait_s)
+        with Span() as step:
+            if self._is_told:
+                self._say("wait for a batch")
+            batch, wait_s = self._next_batch()
+            if self._is_told:
+                self._say(f"train step {self._progress.step + 1}")
+            with profiled(self._progress.step, self._spec, self._rank):
+                self._train_batch(batch, wait_s)
+        was_told, self._is_told = self._is_told, step.duration_s > _LONG_S
+        if was_told and not self._is_told and self._progress.step < self._train.num_steps:
+            self._say("")
 
     def _train_batch(self, batch: RankBatch, wait_s: float) -> None:
         """Train a batch, and send the weights where they are due."""

@@ -463,7 +463,7 @@ def test_a_step_whose_sync_fails_is_recorded(monkeypatch):
     loop._control, loop._residency, loop._started_at = control, AlwaysThere(), 0.0
     loop._progress = Progress(step=4, policy_version=4)
     loop._train = run_spec().train
-    loop._rank = 0
+    loop._rank, loop._is_told = 0, False
     loop._spec = types.SimpleNamespace(algorithm=None, max_response_tokens=8, train=loop._train)
     loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
     loop._publisher = types.SimpleNamespace(after_step=fail)

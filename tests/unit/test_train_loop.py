@@ -99,6 +99,7 @@ def loop(monkeypatch):
     loop._learner = types.SimpleNamespace(train=lambda batch: {"loss": 1.0})
     loop._residency = AlwaysThere()
     loop._gate, loop._row, loop._started_at = None, {}, 0.0
+    loop._is_told = False
     loop._progress = Progress(step=0, policy_version=0)
     loop._writer = Writer()
     loop._reports = loop._writer.reports
@@ -291,3 +292,21 @@ def test_what_comes_after_the_last_checkpoint_is_told_of(loop):
     loop.run()
     evaluates = ["weights", "wait for the last evaluation", "evaluated"]
     assert told == ["", ends[0], *evaluates, *ends], "what may be waited for after an evaluation"
+
+
+def test_the_first_step_and_long_ones_say_what_they_do(loop, monkeypatch):
+    """Lines of a run that shows no step have nothing else to name, where a batch is there."""
+    told: list[str] = []
+    loop._train, loop._spec.recorder = TrainConfig(steps=5), recorder(told)
+    loop._is_told = True
+    long = iter([False, True, True, False, False])
+    monkeypatch.setattr(loop_module, "_LONG_S", 0.0)
+
+    def train(batch):
+        loop_module._LONG_S = 0.0 if next(long) else 1e9
+        return {"loss": 1.0}
+
+    loop._learner = types.SimpleNamespace(train=train)
+    loop._train_steps()
+    step = [["wait for a batch", f"train step {number}"] for number in range(1, 6)]
+    assert told == [*step[0], "", *step[2], *step[3], "", "write the last checkpoint"]
