@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -62,6 +63,7 @@ RAY = PrivateNames(
         "create_nccl_communicator": _NCCL,
         "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
         "Node": "ray._private.node",
+        "ConsolePopen": "ray._private.services",
         "find_bootstrap_address": "ray._private.services",
         "get_ray_address_from_environment": "ray._private.services",
     },
@@ -118,6 +120,9 @@ def workers_set_up_by(script: str) -> AbstractContextManager[None]:
 def init_beside_dashboard(**options: Any) -> Future[str | None]:
     """`ray.init`; where that starts a node, it does not wait for the dashboard, as Ray does first.
 
+    Processes of the node have process groups of their own: a signal to all of this process's group,
+    as `timeout` sends it, would end them before it is obeyed here. They die with this process.
+
     Args:
         options: Of `ray.init`.
 
@@ -153,7 +158,7 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
             in_thread(hold, "hold-dashboard")
 
     try:
-        with replaced(RAY.names["Node"], "Node", NodeBesideDashboard):
+        with replaced(RAY.names["Node"], "Node", NodeBesideDashboard), _groups_of_their_own():
             context = ray.init(**options)
     except ConnectionError as error:
         is_told = "RAY_AUTH_MODE" in os.environ or str(error).startswith(_NONE_TO_JOIN)
@@ -165,6 +170,12 @@ def init_beside_dashboard(**options: Any) -> Future[str | None]:
         starts.append(Future())
         starts[0].set_result(context.dashboard_url or None)
     return starts[0]
+
+
+def _groups_of_their_own() -> AbstractContextManager[None]:
+    name = "ConsolePopen"
+    popen: Any = functools.partial(RAY.get(name), process_group=0)
+    return replaced(RAY.names[name], name, popen)
 
 
 def cluster_of_this_machine() -> str | None:

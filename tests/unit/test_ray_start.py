@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 import ray._private.node
+import ray._private.services
 
 from ray_apr.compat.ray import init_beside_dashboard
 
@@ -123,3 +125,23 @@ def test_a_token_is_not_told_as_what_is_wrong_where_no_cluster_runs(
     with pytest.raises(ConnectionError, match="Could not find any running Ray") as caught:
         init_beside_dashboard(address="auto")
     assert "token" not in str(caught.value)
+
+
+def test_processes_of_the_node_are_not_in_the_group_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal to the whole group is for the driver, which ends Ray."""
+    groups: list[tuple[int, int]] = []
+    popen = ray._private.services.ConsolePopen
+
+    def init(address: str) -> SimpleNamespace:
+        with ray._private.services.ConsolePopen(["sleep", "60"]) as process:
+            groups.append((process.pid, os.getpgid(process.pid)))
+            process.kill()
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(ray, "init", init)
+    init_beside_dashboard(address="local")
+    ((pid, group),) = groups
+    assert group == pid != os.getpgrp()
+    assert ray._private.services.ConsolePopen is popen
