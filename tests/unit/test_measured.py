@@ -149,3 +149,13 @@ def test_the_simulator_s_page_has_every_prediction_of_four_gpus() -> None:
     for row in (measured["predicted"], *measured["predicted_later"]):
         told = f"{row['sync_over_this']['apr']:.2f} ({row['error']['apr']:+.0%})"
         assert told.replace("%", " %") in words("docs/simulator.md")
+
+
+def test_performance_says_how_much_a_padding_trainer_computes(compare: ModuleType) -> None:
+    make_samples = pytest.importorskip("gpu_trainer").make_samples
+    samples = make_samples(16384, 16, 151936)
+    lengths = [len(sample.prompt.token_ids) + sample.num_tokens for sample in samples]
+    assert sum(lengths) == 16384
+    times = len(lengths) * max(lengths) / sum(lengths)
+    told = f"which makes {times:.1f} times as many positions as there are tokens"
+    assert told in words("docs/performance.md")
