@@ -159,3 +159,11 @@ def test_performance_says_how_much_a_padding_trainer_computes(compare: ModuleTyp
     times = len(lengths) * max(lengths) / sum(lengths)
     told = f"which makes {times:.1f} times as many positions as there are tokens"
     assert told in words("docs/performance.md")
+
+
+def test_performance_says_when_the_first_tokens_of_two_h100_came() -> None:
+    (_, *these), others = (result("start-2xh100")["runs"][key] for key in ("this", "beside"))
+    first, second, third, fourth = (run["first_tokens_s"] for run in (*these, *others))
+    told = f"after {first:.1f} and {second:.1f} s where"
+    assert told in words("docs/performance.md")
+    assert f"after {third:.1f} and {fourth:.1f} where" in words("docs/performance.md")
