@@ -167,3 +167,20 @@ def test_performance_says_when_the_first_tokens_of_two_h100_came() -> None:
     told = f"after {first:.1f} and {second:.1f} s where"
     assert told in words("docs/performance.md")
     assert f"after {third:.1f} and {fourth:.1f} where" in words("docs/performance.md")
+
+
+def test_ratios_to_awake_sync_are_told_without_its_wait_for_rewards() -> None:
+    found = []
+    for name, batch_size in (("awake-2xh200", 1024), ("4xh200-calibrated", 2048)):
+        measured = result(f"modes-{name}")
+        (sync,) = (run for run in measured["runs"] if run["mode"] == "sync:awake")
+        rewards_s = batch_size * sync["steps"][-1]["reward_s"] / 16
+        of_modes = measured["modes"]
+        step_s = of_modes["sync:awake"]["later_step_s"] - rewards_s
+        found.append((rewards_s, step_s, step_s / of_modes["apr"]["later_step_s"]))
+    (first_s, first_step_s, first), (second_s, second_step_s, second) = found
+    told = words("docs/performance.md")
+    assert f"{first_s:.1f} s of a step of `sync` on two GPUs, {second_s:.1f} s on four" in told
+    assert f"without the wait for rewards | {first_step_s:.1f} | 4.0 | {first:.1f} |" in told
+    assert f"({second_step_s:.1f} s a step) | | 2.9 | {second:.1f} |" in told
+    assert f"the first two ratios are {first:.1f} and {second:.1f}" in words("README.md")
