@@ -22,6 +22,7 @@ from ray_apr.core.user import RewardFunction, RewardResult
 from ray_apr.data.rows import PromptRows
 from ray_apr.data.tokenizers import encode_prompt, load_tokenizer, with_template_kwargs
 from ray_apr.rewards.answers import as_result
+from ray_apr.rewards.jails import RUNS
 from ray_apr.rewards.judge import ASKS
 from ray_apr.run.spec import RunSpec
 
@@ -36,6 +37,7 @@ _LIMIT_S = 20.0
 _WANTS_MORE = "; as it should, if it wants more than the bare answer, such as a form around it"
 _WITHHELD = {
     ASKS: "asks a judge",
+    RUNS: "starts a process",
     "socket.connect": "opens a connection",
     "socket.getaddrinfo": "opens a connection",
     "subprocess.Popen": "starts a process",

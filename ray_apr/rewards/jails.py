@@ -40,6 +40,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "MKL_NUM_THREADS": "1",
 }
 """Of the jailer, and of what it starts."""
+RUNS = "ray_apr.program"
+"""Audit event of a program that is about to be run."""
 END_LIMIT_S = 10.0
 """Longest that a jail may take to end what it started."""
 _SCRIPT = str(Path(__file__).with_name("jailer.py"))
@@ -189,6 +191,7 @@ def jailed(spec: bytes, stdin: bytes) -> Iterator[Jail]:
     Raises:
         ResourceError: If no jailer can be started, or none takes it.
     """
+    sys.audit(RUNS)
     with _pipe() as (status, its_status), _pipe() as (output, its_output):
         with its_status, its_output, _memory_file(spec) as of_spec, _memory_file(stdin) as of_in:
             files = [file.fileno() for file in (of_spec, of_in, its_output, its_status)]
