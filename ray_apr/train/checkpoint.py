@@ -108,7 +108,12 @@ class Snapshot:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        dcp.save(self.state(), storage_writer=_FilesWriter(folder), process_group=group)
+        dcp.save(
+            self.state(),
+            storage_writer=_FilesWriter(folder),
+            planner=_Planner(enable_plan_caching=True),
+            process_group=group,
+        )
         rank = dist.get_rank()
         files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
         torch.save(self.random, files[0])
@@ -117,6 +122,11 @@ class Snapshot:
             (folder / PROGRESS_FILE).write_text(json.dumps(known), encoding="utf-8")
             files += [folder / PROGRESS_FILE, folder / _INDEX_FILE]
         write_checksums(folder, rank, files)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Keeps its plan for the next checkpoint, by the name of its class, as long as names and shapes
+    are the same: to make one takes 0.1 to 0.2 s of Python, beside which a step launches nothing."""
 
 
 class _FilesWriter(dcp.FileSystemWriter):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, default_planner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -268,6 +268,35 @@ def test_a_file_that_cannot_be_written_ends_the_checkpoint(tmp_path, folder, mon
     with pytest.raises(CheckpointException, match="No space left on device"):
         snapshot.write(tmp_path / "c")
     assert len(ended) == NUM_THREADS - 1
+
+
+def test_what_follows_a_checkpoint_has_its_plan_but_its_own_moment(tmp_path, folder, monkeypatch):
+    make_plan, plans = default_planner.create_default_global_save_plan, []
+    monkeypatch.setattr(
+        default_planner,
+        "create_default_global_save_plan",
+        lambda of_ranks: plans.append(1) or make_plan(of_ranks),
+    )
+    other = build(make_tiny_model(tmp_path / "other", hidden_size=64))
+    expected = {}
+    for name, (model, optimizer) in {"a": build(folder), "b": other}.items():
+        begun = len(plans)
+        for step in range(3):
+            train(model, optimizer, [step])
+            snapshot = take_snapshot(model, optimizer, Progress(step=step, policy_version=step))
+            if step == 1:
+                with monkeypatch.context() as patch, pytest.raises(CheckpointException):
+                    patch.setattr(FileSystem, "create_stream", lambda *_: 1 / 0)
+                    snapshot.write(tmp_path / "failed")
+                continue
+            snapshot.write(tmp_path / f"{name}-{step}")
+            expected[f"{name}-{step}"] = weights_of(model)
+        assert len(plans) - begun == 1
+    for name, weights in expected.items():
+        model, optimizer = build(folder if name[0] == "a" else tmp_path / "other")
+        assert load_checkpoint(tmp_path / name, model, optimizer).step == int(name[-1])
+        for key, weight in weights_of(model).items():
+            assert torch.equal(weight, weights[key]), (name, key)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
