@@ -79,13 +79,21 @@ def main() -> None:
         folder = Path(path)
         task = TASKS[args.task](folder, args)
         result["task"] = {k: v for k, v in task.items() if k not in ("model", "prompts", "reward")}
-        for seed in args.seeds:
-            for system in args.systems:
-                run = one_run(system, seed, task, folder, args)
-                result["runs"].append(run)
-                result["systems"] = figures(result["runs"], args.rewards)
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
-                print(system, json.dumps(result["systems"][system]), flush=True)
+        for system, seed in turns(args.systems, args.seeds):
+            run = one_run(system, seed, task, folder, args)
+            result["runs"].append(run)
+            result["systems"] = figures(result["runs"], args.rewards)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            print(system, json.dumps(result["systems"][system]), flush=True)
+
+
+def turns(systems: list[str], seeds: list[int]) -> Iterator[tuple[str, int]]:
+    """Each system with each seed; another system begins the next turn, as the first run of all
+    compiles, and later ones take what it has compiled."""
+    for turn, seed in enumerate(seeds):
+        first = turn % len(systems)
+        for system in systems[first:] + systems[:first]:
+            yield system, seed
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,7 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=list(TASKS), required=True)
     parser.add_argument("--systems", nargs="+", default=["trl", "sync:awake", "apr"])
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one turn of all each")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a turn of all each")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--batch-prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)

@@ -91,6 +91,15 @@ def test_a_goal_is_reached_at_the_end_of_the_step_whose_curve_has_it(compare):
     assert compare.seconds_to(0.8, run) is None
 
 
+def test_another_system_begins_each_turn(compare):
+    assert list(compare.turns(["trl", "sync", "apr"], [5, 6, 7, 8])) == [
+        ("trl", 5), ("sync", 5), ("apr", 5),
+        ("sync", 6), ("apr", 6), ("trl", 6),
+        ("apr", 7), ("trl", 7), ("sync", 7),
+        ("trl", 8), ("sync", 8), ("apr", 8),
+    ]  # fmt: skip
+
+
 def test_systems_have_medians_of_their_own_runs_and_count_failures(compare):
     runs = [
         peer_run(10, 12, 14, 16),
