@@ -109,7 +109,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reward-seconds", type=float, help="time of each reward; else the trace's"
     )
-    parser.add_argument("--reward-concurrency", type=int, default=16)
+    parser.add_argument(
+        "--reward-concurrency", type=int, help="rewards at a time; without it those of a batch"
+    )
     parser.add_argument(
         "--set", action="append", default=[], help="MODE.KEY=VALUE, of PartialRolloutConfig"
     )
@@ -121,6 +123,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(
             "--calibrate reads the trainer off the steps after the first: --steps 3 or more"
         )
+    if args.reward_concurrency is None:
+        args.reward_concurrency = args.batch_prompts * args.group_size
     return args
 
 

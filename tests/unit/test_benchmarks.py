@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -281,6 +282,13 @@ def test_tokens_that_are_too_old_for_the_loss_are_not_trained(benchmark_named):
     run["steps"][2]["num_masked_tokens"] = 60
     found = benchmark_named("modes").figures([run])
     assert found["apr"]["later_tokens_per_s"] == (100 + 40) / 4
+
+
+@pytest.mark.parametrize(("given", "at_once"), [((), 12), (("--reward-concurrency", "16"), 16)])
+def test_no_reward_of_a_batch_waits_for_another_one_s(benchmark_named, monkeypatch, given, at_once):
+    call = ["modes.py", "--trace", "t", "--batch-prompts", "3", "--group-size", "4", *given]
+    monkeypatch.setattr(sys, "argv", call)
+    assert benchmark_named("modes")._arguments().reward_concurrency == at_once
 
 
 def test_without_a_synchronous_mode_nothing_is_compared(benchmark_named):
