@@ -7,7 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ray_apr.cli.launch import joined_address
-from ray_apr.run.model import num_parameters
+from ray_apr.config.engine_options import OF_MEMORY
+from ray_apr.run.model import context_of, kv_values_of, num_parameters
 
 if TYPE_CHECKING:
     from ray_apr.cli.prompt_files import PromptsSettings
@@ -147,4 +148,25 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
         "Ray CPUs reserved": round(engine_cpus + train_cpus + reward_cpus, 2),
         "GPUs of the engines": engine_gpus_text + shared,
         "GPUs of the trainer": ranks.most if scaling.use_gpu else 0,
+        "KV cache of an engine, at most": _kv_cache(settings),
     }
+
+
+def _kv_cache(settings: RunSettings) -> str:
+    engine, evaluation = settings.rollout.engine, settings.evaluation
+    if engine.factory != "vllm":
+        return f"as {engine.factory} takes it"
+    if OF_MEMORY & engine.kwargs.keys():
+        return "as rollout.engine.kwargs says"
+    if engine.device == "cpu":
+        return "as vLLM takes it on a CPU"
+    requests = settings.partial_rollout.most_requests(settings.step_size)
+    requests += 0 if evaluation is None else evaluation.max_inflight
+    longest = engine.max_model_len or context_of(settings.model)
+    if longest is None:
+        return f"{requests} requests of the model's full length"
+    told, values = f"{requests} requests of {longest} tokens", kv_values_of(settings.model)
+    if values is None:
+        return told
+    size = requests * longest * values * (4 if engine.dtype == "float32" else 2)
+    return f"{told}, {size / 2**30:.2f} GiB"

@@ -37,6 +37,10 @@ _EXPERTS = ("auto", "triton", "batched_triton", "flashinfer_trtllm", "flashinfer
 """vLLM's kernels of experts that are not quantized and leave their layout alone."""
 _ONE_OF_EXPERTS: Check = (lambda v: v in _EXPERTS, f"must be one of {', '.join(_EXPERTS)}")
 
+OF_MEMORY = frozenset(
+    {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+)
+"""vLLM's arguments by which a user says how large the KV cache is."""
 TUNES: Mapping[str, Check] = {
     # how much is computed at once, and in which order
     "max_num_seqs": _COUNT,

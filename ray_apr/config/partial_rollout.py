@@ -196,6 +196,10 @@ class PartialRolloutConfig:
         """Samples that have ended and are not trained beyond which no group starts."""
         return math.floor(self.live_batches * step_size)
 
+    def most_requests(self, step_size: int) -> int:
+        """Samples that can be alive at once, in an engine or on the way to one."""
+        return math.ceil(max(self.live_batches, self.oversampling_factor) * step_size)
+
     def __post_init__(self) -> None:
         s = "partial_rollout"
         one_of(s, self, {"mode": Mode, "interrupt": Interrupt, "after_interrupt": AfterInterrupt})

@@ -69,6 +69,19 @@ def num_ids_of(model: str) -> int | None:
     return int(count) if count else None
 
 
+def kv_values_of(model: str) -> int | None:
+    """Keys and values of a token, in numbers, where each layer has those of each token; None for a
+    hub id, and where they are compressed (MLA)."""
+    folder = Path(model)
+    config = read_config(model, folder) if folder.is_dir() else {}
+    text = config.get("text_config") or config
+    if not text or text.get("kv_lora_rank"):
+        return None
+    heads = int(text["num_attention_heads"])
+    size = text.get("head_dim") or text["hidden_size"] // heads
+    return 2 * int(text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * size)
+
+
 def num_parameters(model: str) -> int | None:
     """Parameters of a model, from the headers of its weights; None where its weights are not in a
     folder, or not in files of safetensors.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import math
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -152,10 +151,8 @@ class RunSpec(Sections):
     @property
     def most_requests(self) -> int:
         """Samples and evaluations that can be alive at once, in an engine or on the way to one."""
-        partial, evaluation = self.partial_rollout, self.evaluation
-        batches = max(partial.live_batches, partial.oversampling_factor)
-        inflight = 0 if evaluation is None else evaluation.max_inflight
-        return math.ceil(batches * self.step_size) + inflight
+        evaluated = 0 if self.evaluation is None else self.evaluation.max_inflight
+        return self.partial_rollout.most_requests(self.step_size) + evaluated
 
     @property
     def worker_scaling(self) -> ray.train.ScalingConfig:

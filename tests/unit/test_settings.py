@@ -199,6 +199,36 @@ def test_the_plan_counts_the_cpus_of_an_engine_s_workers(device, size, cpus) -> 
     assert plan["Ray CPUs reserved"] == cpus  # 2 x (1 + workers of several) + 1
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        # 3 batches of 128; 2 x 4 layers x 2 heads x 32 numbers of 2 bytes
+        ({"device": "cuda"}, "384 requests of 256 tokens, 0.09 GiB"),
+        ({"device": "auto", "max_model_len": 240}, "384 requests of 240 tokens, 0.09 GiB"),
+        ({"device": "cuda", "dtype": "float32"}, "384 requests of 256 tokens, 0.19 GiB"),
+        (
+            {"device": "cuda", "kwargs": {"kv_cache_memory_bytes": 9}},
+            "as rollout.engine.kwargs says",
+        ),
+        ({"device": "cpu"}, "as vLLM takes it on a CPU"),
+        ({"device": "cpu", "factory": "json:loads"}, "as json:loads takes it"),
+    ],
+)
+def test_the_plan_says_what_an_engine_s_cache_takes(given, told) -> None:
+    file = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.yaml"
+    engine = [f"rollout.engine.{key}={json.dumps(value)}" for key, value in given.items()]
+    plan = make_plan(load_settings(file, engine))["resources"]
+    assert plan["KV cache of an engine, at most"] == told
+
+
+def test_the_plan_counts_evaluations_in_an_engine_s_cache(folder) -> None:
+    held_out = {"every": 2, "prompts": "prompts.parquet", "max_inflight": 7}
+    file = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.yaml"
+    others = ["rollout.engine.device=cuda", f"evaluation={json.dumps(held_out)}"]
+    plan = make_plan(load_settings(file, others))["resources"]
+    assert plan["KV cache of an engine, at most"].startswith("391 requests")
+
+
 def test_the_plan_names_what_drops_groups() -> None:
     """known fault: with partial_rollout.filter_zero_variance it said that each one is trained."""
     file = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.yaml"

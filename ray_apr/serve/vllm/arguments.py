@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ray_apr.config.common import ENGINE_GPU_SHARE
+from ray_apr.config.engine_options import OF_MEMORY
 from ray_apr.serve.spec import EngineSpec
 from ray_apr.serve.vllm.names import (
     MOST_REQUESTS,
@@ -19,8 +20,6 @@ _MAX_LOGPROBS = 20
 _MEMORY_IN_TURNS, _MEMORY_BESIDE = 0.8, 0.5
 """Shares of a GPU's memory that an engine takes where a train worker is on it, too: in turns, when
 that has its CUDA context alone, and for a moment the gathered weights; or at all times."""
-_OF_MEMORY = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-"""vLLM's arguments by which a user says how large the KV cache is."""
 _QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -100,7 +99,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             RAY_EXECUTOR if has_worker_actors(spec) else FORKING_EXECUTOR
         )
         ours["worker_cls"] = "ray_apr.serve.vllm.worker.DeviceWorker"
-        if spec.most_requests is not None and not _OF_MEMORY & spec.engine_kwargs.keys():
+        if spec.most_requests is not None and not OF_MEMORY & spec.engine_kwargs.keys():
             ours["additional_config"] = {MOST_REQUESTS: spec.most_requests}
         if spec.takes_turns:
             ours |= {"enable_sleep_mode": True, "gpu_memory_utilization": _MEMORY_IN_TURNS}
