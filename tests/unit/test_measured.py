@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -184,3 +184,39 @@ def test_ratios_to_awake_sync_are_told_without_its_wait_for_rewards() -> None:
     assert f"without the wait for rewards | {first_step_s:.1f} | 4.0 | {first:.1f} |" in told
     assert f"({second_step_s:.1f} s a step) | | 2.9 | {second:.1f} |" in told
     assert f"the first two ratios are {first:.1f} and {second:.1f}" in words("README.md")
+
+
+DEATHS = {
+    "an engine core, a replica": ("engine core", "replica"),
+    "the rollout worker": ("rollout worker",),
+    "the buffer": ("buffer",),
+    "the recorder": ("recorder",),
+    "the evaluator, a reward worker": ("evaluator", "reward worker"),
+    "Serve's controller": ("Serve controller",),
+    "a train worker": ("train worker",),
+    "Ray Train's controller": ("train controller",),
+    "a read task of Ray Data": ("read task",),
+    "the driver, with `--resume`": ("driver",),
+    "the raylet of a second node": ("raylet",),
+}
+
+
+def test_what_each_death_costs_is_what_the_kills_cost() -> None:
+    on_two = result("kills-2cpu")["runs"]
+    on_sixteen = [run for run in result("kills-16cpu")["runs"] if run["seed"] >= 501]
+    told = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
+    for row, kinds in DEATHS.items():
+        cells = [row]
+        for runs in (on_two, on_sixteen):
+            lost = [
+                kill["lost_s"]
+                for run in runs
+                for kill in run["kills"]
+                if kill["killed"] and kill["part"] in kinds
+            ]
+            cells += [seconds(median(lost)), seconds(max(lost)), str(len(lost))]
+        assert f"| {' | '.join(cells)} |" in told
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
