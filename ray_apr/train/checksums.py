@@ -25,6 +25,10 @@ _REMEDY = (
     "is not what was written: its size or checksum differs; mend the disk or the copy, or begin a "
     "new run with the checkpoint before it (checkpoint=PATH in Python)"
 )
+_UNKNOWN = (
+    "has no checksum, although others have: a checksums-RANK.json is gone; put it back, or begin a "
+    "run of another name with an earlier checkpoint (APRTrainer(checkpoint=...))"
+)
 
 
 def write_checksums(folder: Path, rank: int, files: Iterable[Path]) -> None:
@@ -87,6 +91,8 @@ def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:
             written |= json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no JSON, or no text
             raise ConfigError("checkpoint", str(file), _REMEDY) from error
+    if written and (others := sorted({f.name for f in folder.glob("__*")} - written.keys())):
+        raise ConfigError("checkpoint", str(folder / others[0]), _UNKNOWN)
     names = sorted(written)[part::num_parts]
     found = _checksums(folder / name for name in names)
     for name in names:
