@@ -12,7 +12,7 @@ from ray_apr.cli.settings import RunSettings, load_settings
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.run.command import read_command
-from ray_apr.run.folder import CONFIG_FILE, read_object
+from ray_apr.run.folder import CONFIG_FILE, is_remote, read_object
 
 
 def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -60,11 +60,10 @@ def settings_of_run(folder: Path, overrides: Sequence[str] = ()) -> RunSettings:
             f"its settings {command.config} are no longer there; put them back, or go on with "
             f"`train CONFIG --resume --set run.name={folder.name}`",
         )
-    own = [
-        f"run.name={json.dumps(folder.name)}",
-        f"run.storage_path={json.dumps(str(folder.parent))}",
-        "run.resume=true",
-    ]
+    own = [f"run.name={json.dumps(folder.name)}", "run.resume=true"]
+    begun = load_settings(command.config, [*command.overrides, *overrides])
+    if not is_remote(begun.run.storage_path):
+        own.append(f"run.storage_path={json.dumps(str(folder.parent))}")  # it may have been moved
     kept = [text for text in command.overrides if text not in (*own, *overrides)]
     settings = load_settings(command.config, [*kept, *own, *overrides])
     if settings.run_dir != folder or not settings.run.resume:

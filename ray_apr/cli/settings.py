@@ -36,7 +36,7 @@ from ray_apr.config.yaml import as_mapping, check_section, read_yaml, section_of
 from ray_apr.core.exceptions import ConfigError, UnknownKeyError
 from ray_apr.core.names import OTHER_NAMES, nearest
 from ray_apr.run.command import Command
-from ray_apr.run.folder import check_run_name, run_folder
+from ray_apr.run.folder import check_run_name, check_storage, is_remote, run_folder
 from ray_apr.run.model import check_model
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,14 @@ class ScalingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolderSettings:
-    """Where the run's figures and checkpoints go: ``<storage_path>/<name>``."""
+    """Where the run's figures and checkpoints go: ``<storage_path>/<name>``; with a URI the figures
+    go to ``runs/<name>``."""
 
     name: str | None = None
     """None: `load_settings` makes one of the YAML file's name, the mode and the time."""
     storage_path: str = "runs"
-    """A folder, relative to where the command is started; on several nodes one that they share."""
+    """A folder, relative to where the command is started; on several nodes one that they share. Or
+    the URI of a remote storage, such as s3://bucket/runs, for the checkpoints."""
     resume: bool = False
     """Go on with the run of this name from its last checkpoint on, if there is one; without, a name
     that is taken is refused."""
@@ -102,12 +104,10 @@ class RunFolderSettings:
             raise ConfigError("run.hub_private", self.hub_private, remedy)
         if self.resume and self.name is None:
             raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
-        if "://" in self.storage_path:
-            raise ConfigError(
-                "run.storage_path",
-                self.storage_path,
-                "must be a folder; a URI is taken in Python, by RunConfig(storage_path=...)",
-            )
+        check_storage("run.storage_path", self.storage_path)
+        if self.push_to_hub is not None and is_remote(self.storage_path):
+            remedy = "takes a model out of a folder: set run.storage_path to one, or leave this out"
+            raise ConfigError("run.push_to_hub", self.push_to_hub, remedy)
         if self.name is not None:
             check_run_name("run.name", self.name)
 

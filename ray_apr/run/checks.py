@@ -19,6 +19,7 @@ from ray_apr.core.names import last_parts
 from ray_apr.core.user import REWARD_SIGNATURE, Environment
 from ray_apr.data.resumption import WEIGHTS, Begin, RolloutProgress
 from ray_apr.rewards.answers import check_is_made, longest_s
+from ray_apr.run.folder import check_storage
 from ray_apr.run.model import check_engine, context_of, num_ids_of
 from ray_apr.run.preflight import resources_of_worker
 from ray_apr.run.spec import RESTARTS, RULES, RunSpec
@@ -54,6 +55,8 @@ def check_spec(spec: RunSpec) -> None:
         "is in what --working-dir uploaded for a job, which Ray deletes; give the path of a folder "
         "that stays (in YAML: run.storage_path)"
     )
+    if spec.run.storage_filesystem is None:
+        check_storage("run_config.storage_path", str(spec.run.storage_path or ""))
     stays = spec.remote_storage is not None or _UPLOADED not in spec.folder.parts
     require(stays, "run_config.storage_path", str(spec.folder.parent), remedy)
     check_restarts(spec.run, spec.train.checkpoint_every)

@@ -17,15 +17,34 @@ _PIECE = 1 << 16
 CONFIG_FILE = "config.json"
 RESUMES_FILE = "resumes.jsonl"
 """File of the run folder with a row each time that the run was gone on with."""
+_SCHEMES = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "hf")
+"""Of what `pyarrow.fs.FileSystem.from_uri` takes, as Ray Train does."""
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
 _LOOK_S, _PAUSE_S = 0.5, 0.02
 
 
+def is_remote(storage_path: str) -> bool:
+    """Whether it is a URI, and no folder."""
+    return "://" in storage_path
+
+
 def run_folder(storage_path: str, name: str) -> Path:
     """Folder of a run, absolute; one under ``runs/`` where its storage is remote."""
-    root = Path("runs" if "://" in storage_path else storage_path)
+    root = Path("runs" if is_remote(storage_path) else storage_path)
     return root.expanduser().resolve() / name
+
+
+def check_storage(setting: str, storage_path: str) -> None:
+    """Check that pyarrow has a filesystem for a URI; nothing is asked of a storage.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    scheme = storage_path.partition("://")[0]
+    if is_remote(storage_path) and scheme not in _SCHEMES:
+        remedy = f"must be a folder, or a URI that begins with one of {', '.join(_SCHEMES)}"
+        raise ConfigError(setting, storage_path, f"{remedy}, each followed by ://")
 
 
 def check_run_name(setting: str, name: str) -> None:

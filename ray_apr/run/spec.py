@@ -25,7 +25,7 @@ from ray_apr.core.imports import finish_imports
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.fence import Fence
 from ray_apr.run.command import Command
-from ray_apr.run.folder import run_folder
+from ray_apr.run.folder import is_remote, run_folder
 from ray_apr.run.retention import AgedCheckpoints
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
@@ -146,7 +146,7 @@ class RunSpec(Sections):
     def remote_storage(self) -> str | None:
         """Where Ray Train writes, if that is no folder of a file system."""
         storage = str(self.run.storage_path or "")
-        return storage if "://" in storage else None
+        return storage if is_remote(storage) else None
 
     @property
     def most_requests(self) -> int:

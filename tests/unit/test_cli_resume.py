@@ -14,6 +14,7 @@ import ray.train
 
 from ray_apr.cli import launch
 from ray_apr.cli import main as cli
+from ray_apr.cli.launch import trainer_arguments
 from ray_apr.cli.resume import settings_to_resume
 from ray_apr.cli.said import tell
 from ray_apr.cli.settings import load_settings
@@ -97,6 +98,19 @@ def test_a_folder_that_was_moved_goes_on_where_it_is(config: Path, tmp_path: Pat
     moved.parent.mkdir()
     run_dir.rename(moved)
     assert settings_to_resume(moved).run_dir == moved
+
+
+@pytest.mark.parametrize("overrides", [(), ("train.steps=9",)])
+def test_a_run_whose_checkpoints_are_remote_goes_on_with_them(
+    config: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    bucket = f"file://{tmp_path}/bucket"
+    run_dir = begin_run(config, f"run.storage_path={bucket}")
+    assert run_dir == Path.cwd() / "runs" / "mine"
+    settings = settings_to_resume(run_dir, overrides)
+    assert (settings.run_dir, settings.run.storage_path) == (run_dir, bucket)
+    run = trainer_arguments(settings)["run_config"]
+    assert (run.name, run.storage_path) == ("mine", bucket)
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,12 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("train.step=3", "train.step", "known: steps"),
         ("scaling.workers=2", "scaling.workers", "num_workers"),
         ("run.folder=x", "run.folder", "storage_path"),
-        ("run.storage_path=s3://bucket/runs", "run.storage_path", "a URI is taken in Python"),
+        ("run.storage_path=s4://bucket/runs", "run.storage_path", "begins with one of file, s3"),
+        (
+            "run={storage_path: 's3://bucket/runs', push_to_hub: me/model}",
+            "run.push_to_hub",
+            "takes a model out of a folder",
+        ),
         ("run.storage_path=5", "run.storage_path", "must be text"),
         ("prompts.file=x", "prompts.file", "limit"),
         ("train.steps=many", "train.steps", "whole number"),
