@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -46,12 +46,15 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     jail.set_dumpable(False)
     jails: set[int] = set()
+    selector = selectors.PollSelector()  # select.select refuses a socket whose number is over 1,023
+    for file in (requests, wake):
+        selector.register(file, selectors.EVENT_READ)
     while os.getppid() == caller:
-        ready, _, _ = select.select([requests.fileno(), wake], [], [], _LOOK_S)
+        ready = [key.fileobj for key, _ in selector.select(_LOOK_S)]
         if wake in ready:
             os.read(wake, 4096)
         _bury(jails)
-        if requests.fileno() not in ready:
+        if requests not in ready:
             continue
         message, files, _, _ = socket.recv_fds(requests, 64, 4)
         for file in files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -103,6 +104,25 @@ def test_a_fork_of_the_caller_has_a_jailer_of_its_own():
         assert run(b"c") == b"c" and jailers() == before
     """
     sandbox()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
+
+
+def test_a_caller_may_have_more_files_open_than_select_takes():
+    code = """
+        import os, resource
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        while os.open("/dev/null", os.O_RDONLY) < 1024:
+            pass
+        sandbox = find_sandbox(needs_python=False)
+        cat = Command(arguments=("/bin/cat",), files={})
+        assert sandbox.run(cat, SandboxLimits(time_limit_s=30), b"a").output == b"a"
+    """
+    sandbox()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 1100:
+        pytest.skip(f"at most {hard} files may be open here")
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
 
 
