@@ -33,6 +33,15 @@ def jailers() -> list[int]:
     return found
 
 
+def is_running(name: str) -> bool:
+    """Whether this is in the command line of a living process."""
+    found = False
+    for folder in filter(lambda folder: folder.name.isdigit(), Path("/proc").iterdir()):
+        with contextlib.suppress(OSError):
+            found |= name in command_of(folder)
+    return found
+
+
 def command_of(folder: Path) -> str:
     """Command line of a process."""
     return (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()

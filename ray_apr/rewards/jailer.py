@@ -43,6 +43,7 @@ def main() -> None:
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # else nothing is written there
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # may be ignored, and ends a jail from the first
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     jail.set_dumpable(False)
     jails: set[int] = set()

@@ -139,6 +139,8 @@ class Jail:
         """Lines that it has said (see `jail.py`)."""
         self._line = b""
         self._has_ended = False
+        self._due: int | None = None
+        """A signal to one that has not said its process id yet."""
 
     def read_status(self) -> bool:
         """Read on; returns whether there may be more, which is until it has ended."""
@@ -146,10 +148,13 @@ class Jail:
         *lines, self._line = (self._line + data).split(b"\n")
         self.status += [line.decode(errors="replace") for line in lines]
         self._has_ended = not data
+        if self._due is not None and self.status:
+            self.signal(self._due)
         return bool(data)
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it has begun and has not ended."""
+        """Send it a signal, if it has not ended; as soon as it has begun."""
+        self._due = None if self.status else number
         first, _, pid = self.status[0].partition(" ") if self.status else ("", "", "")
         if first == "jail":
             with contextlib.suppress(OSError):  # its jailer has ended, and so does it

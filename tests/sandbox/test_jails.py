@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from ray_apr.core.exceptions import ResourceError
 from ray_apr.rewards import jails
+from ray_apr.rewards import sandbox as sandbox_module
 from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
 from tests.jail_processes import jailers, sandbox_processes
 
@@ -163,6 +165,47 @@ def test_a_jail_that_is_left_ends_with_its_program():
     with pytest.raises(KeyboardInterrupt), _interrupted_in_sleep():
         sandbox().run(SLEEP, SandboxLimits(time_limit_s=60))
     wait_for(lambda: sandbox_processes() == {})
+
+
+def test_a_jail_that_is_left_before_it_has_begun_ends_as_soon_as_it_has():
+    code = """
+        import os, time
+        from ray_apr.rewards import sandbox as module
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        from tests.jail_processes import is_running
+        sandbox = find_sandbox(ISOLATION, allow_unsandboxed_writes=True, needs_python=False)
+        name = f"left-{os.getpid()}.sh"
+        sleep = Command(arguments=("/bin/sh", name), files={name: "sleep 60"})
+        def leave(self):
+            raise KeyboardInterrupt
+        module._Watch.follow = leave
+        began = time.monotonic()
+        try:
+            sandbox.run(sleep, SandboxLimits(time_limit_s=60))
+        except KeyboardInterrupt:
+            assert time.monotonic() < began + 5
+        assert not is_running(name)
+    """
+    sandbox()
+    for isolation in ("auto", "rlimits"):
+        program = textwrap.dedent(code).replace("ISOLATION", repr(isolation))
+        ignore = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+        script = [sys.executable, "-c", program]
+        subprocess.run(script, check=True, timeout=60, preexec_fn=ignore)
+
+
+def test_a_program_that_prints_too_much_ends_although_its_caller_looks_late(monkeypatch):
+    @contextlib.contextmanager
+    def late(*arguments):
+        with jails.jailed(*arguments) as jail:
+            time.sleep(0.5)
+            yield jail
+
+    to_run = sandbox()
+    monkeypatch.setattr(sandbox_module, "jailed", late)
+    yes = Command(arguments=("/usr/bin/yes",), files={})
+    outcome = to_run.run(yes, SandboxLimits(time_limit_s=30, max_output_bytes=100))
+    assert outcome.ended == "output"
 
 
 @contextlib.contextmanager
