@@ -91,6 +91,11 @@ class _Jailer:
             self._process.kill()
             self._process.wait()
 
+    def forget(self) -> None:
+        """Have nothing of it, in a fork of the process whose it is."""
+        self._socket.close()
+        self._process.returncode = 0  # else its end is asked for, with a lock of `subprocess`
+
 
 class _Jailers:
     """Begins the jailer of this process when it is asked for."""
@@ -118,14 +123,17 @@ class _Jailers:
         if self._jailer is not None:
             self._jailer.end()
 
-    def unlock(self) -> None:
-        """In a fork, which has none of the threads that may hold the lock, and no jailer yet."""
+    def forget(self) -> None:
+        """In a fork, which has no jailer yet, and none of the threads that may hold a lock."""
         self._lock = threading.Lock()
+        if self._jailer is not None:
+            self._jailer.forget()
+        self._jailer = None
 
 
 _jailers = _Jailers()
 atexit.register(_jailers.end)
-os.register_at_fork(after_in_child=_jailers.unlock)
+os.register_at_fork(after_in_child=_jailers.forget)
 
 
 class Jail:

@@ -84,7 +84,7 @@ def test_a_jailer_that_was_killed_is_replaced_and_its_programs_end():
 
 def test_a_fork_of_the_caller_has_a_jailer_of_its_own():
     code = """
-        import os, sys
+        import os
         from ray_apr.rewards import jails
         from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
         from tests.jail_processes import jailers
@@ -93,15 +93,20 @@ def test_a_fork_of_the_caller_has_a_jailer_of_its_own():
         ).output
         assert run(b"a") == b"a"
         before = jailers()
-        jails._jailers._lock.acquire()  # as another thread may have
+        locks = jails._jailers._lock, jails._jailers._jailer._process._waitpid_lock
+        for lock in locks:  # as another thread may have
+            lock.acquire()
         if (child := os.fork()) == 0:
             code = 1
             try:
                 assert jailers() == [] and run(b"b") == b"b" and len(jailers()) == 1
+                jails._jailers.end()  # as it does when Python ends
+                assert jailers() == []
                 code = 0
             finally:
                 os._exit(code)
-        jails._jailers._lock.release()
+        for lock in locks:
+            lock.release()
         assert os.waitpid(child, 0)[1] == 0
         assert run(b"c") == b"c" and jailers() == before
     """
@@ -130,11 +135,11 @@ def test_a_caller_may_have_more_files_open_than_select_takes():
 
 def test_it_ends_with_its_caller_although_a_fork_of_that_lives_on():
     code = """
-        import os, signal, sys, time
-        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        import ctypes, os, signal, time
+        from ray_apr.rewards.sandbox import find_sandbox
         from tests.jail_processes import jailers
         find_sandbox(needs_python=False)
-        child = os.fork()
+        child = ctypes.PyDLL(None).fork()  # not Python's, which closes files of the jailer
         if child == 0:
             time.sleep(60)
             os._exit(0)
