@@ -265,11 +265,12 @@ def _num_threads_of(uid: int) -> int:
 
 
 def _descendants(root: int) -> list[int]:
-    """Living processes below a process; orphans of its are its children (subreaper)."""
+    """Living processes below a process, whatever bytes their names are; orphans of its are its
+    children (subreaper)."""
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat") as f:
-            parents[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     found = [root]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]

@@ -213,6 +213,40 @@ def test_a_program_that_prints_too_much_ends_although_its_caller_looks_late(monk
     assert outcome.ended == "output"
 
 
+def test_a_daemon_whose_name_is_no_text_ends_with_its_program():
+    code = """
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        daemon = '''
+        import ctypes, os, time
+        if os.fork() == 0:
+            set_name = 15
+            ctypes.CDLL(None).prctl(set_name, bytes([255]), 0, 0, 0)
+            time.sleep(60)
+        '''
+        sandbox = find_sandbox("rlimits", allow_unsandboxed_writes=True)
+        program = Command.python("program.py", textwrap.dedent(daemon))
+        print(sandbox.run(program, SandboxLimits(time_limit_s=30)).ended)
+    """
+    assert as_another_user(code) == "exit"
+
+
+def as_another_user(code: str) -> str:
+    """What a program of the system's Python prints or raises, which has no privileges."""
+    root, python = Path(__file__).resolve().parents[2], "/usr/bin/python3"
+    who = {"user": 64321, "group": 64321, "extra_groups": [], "cwd": "/"}
+    options = {**who, "env": {"PYTHONPATH": str(root)}, "timeout": 90, "text": True}
+    imports = "import textwrap; import ray_apr.rewards.sandbox"
+    if os.geteuid() != 0 or not Path(python).exists():
+        pytest.skip("needs root and a system Python")
+    if subprocess.run([python, "-c", imports], check=False, **options).returncode:
+        pytest.skip("needs a system Python that can read this folder")
+    script = [python, "-c", f"{imports}\n{textwrap.dedent(code)}"]
+    ran = subprocess.run(
+        script, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    )
+    return ran.stdout.strip()
+
+
 @contextlib.contextmanager
 def _interrupted_in_sleep():
     """Raise KeyboardInterrupt in here once the program sleeps."""
