@@ -186,7 +186,7 @@ class Jail:
         Waits for: that. Unblocked by: the end of its status, or the limit.
         """
         deadline = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # others need a file, and none may be free
             selector.register(self.status_fd, selectors.EVENT_READ)
             while not self._has_ended and selector.select(max(0.0, deadline - time.monotonic())):
                 self.read_status()
@@ -205,19 +205,30 @@ def jailed(spec: bytes, stdin: bytes) -> Iterator[Jail]:
         ResourceError: If no jailer can be started, or none takes it.
     """
     sys.audit(RUNS)
-    with _pipe() as (status, its_status), _pipe() as (output, its_output):
-        with its_status, its_output, _memory_file(spec) as of_spec, _memory_file(stdin) as of_in:
-            files = [file.fileno() for file in (of_spec, of_in, its_output, its_status)]
-            try:
-                jailer = _jailers.get()
-                jailer.send(b"jail", files)
-            except OSError as error:
-                raise ResourceError(f"a sandbox could not be started: {error}") from error
-        jail = Jail(jailer, status.fileno(), output.fileno())
+    with contextlib.ExitStack() as files:
+        try:
+            jail = _ask(spec, stdin, files)
+        except OSError as error:
+            raise ResourceError(f"a sandbox could not be started: {error}") from error
         try:
             yield jail
         finally:
             jail.end()
+
+
+def _ask(spec: bytes, stdin: bytes, files: contextlib.ExitStack) -> Jail:
+    """Ask for one, whose status and output are closed with `files`.
+
+    Raises:
+        OSError: If no jailer can be started, or none takes it; or no file can be opened.
+    """
+    status, its_status = files.enter_context(_pipe())
+    output, its_output = files.enter_context(_pipe())
+    with its_status, its_output, _memory_file(spec) as of_spec, _memory_file(stdin) as of_in:
+        given = [file.fileno() for file in (of_spec, of_in, its_output, its_status)]
+        jailer = _jailers.get()
+        jailer.send(b"jail", given)
+    return Jail(jailer, status.fileno(), output.fileno())
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ class _Watch:
         """
         status, output = self._jail.status_fd, self._jail.output_fd
         os.set_blocking(output, False)
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(status, selectors.EVENT_READ)
             selector.register(output, selectors.EVENT_READ)
             while selector.get_map():

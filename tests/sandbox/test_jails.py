@@ -199,6 +199,38 @@ def test_a_jail_that_is_left_before_it_has_begun_ends_as_soon_as_it_has():
         subprocess.run(script, check=True, timeout=60, preexec_fn=ignore)
 
 
+def test_where_no_file_can_be_opened_that_is_said_and_a_program_ends():
+    code = """
+        import os, resource, time
+        from ray_apr.core.exceptions import ResourceError
+        from ray_apr.rewards import sandbox as module
+        from ray_apr.rewards.sandbox import Command, SandboxLimits, find_sandbox
+        from tests.jail_processes import is_running
+        sandbox = find_sandbox(needs_python=False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        follow = module._Watch.follow
+        def follow_without_files(self):
+            time.sleep(0.5)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            return follow(self)
+        module._Watch.follow = follow_without_files
+        name = f"left-{os.getpid()}.sh"
+        sleep = Command(arguments=("/bin/sh", name), files={name: "sleep 60"})
+        limits = SandboxLimits(time_limit_s=1)
+        assert sandbox.run(sleep, limits).ended == "timeout"
+        try:
+            sandbox.run(sleep, limits)
+        except ResourceError as error:
+            assert "could not be started: [Errno 24] Too many open files" in str(error)
+        else:
+            raise AssertionError
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not is_running(name)
+    """
+    sandbox()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+
+
 def test_a_program_that_prints_too_much_ends_although_its_caller_looks_late(monkeypatch):
     @contextlib.contextmanager
     def late(*arguments):
