@@ -126,7 +126,11 @@ class Snapshot:
 
 class _Planner(dcp.DefaultSavePlanner):
     """Keeps its plan for the next checkpoint, by the name of its class, as long as names and shapes
-    are the same: to make one takes 0.1 to 0.2 s of Python, beside which a step launches nothing."""
+    are the same: to make one takes 0.1 to 0.2 s of Python, beside which a step launches nothing.
+
+    After a checkpoint that failed this process writes none (`CheckpointWriter`): PyTorch 2.11 keeps
+    a plan that not all ranks have agreed to.
+    """
 
 
 class _FilesWriter(dcp.FileSystemWriter):
