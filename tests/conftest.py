@@ -29,6 +29,8 @@ def pytest_sessionfinish() -> None:
 
 WITH_RAY = ("tests/ray/", "tests/vllm/test_rollout_servers.py")
 """Where the tests are that start Ray."""
+SANDBOX = "tests/sandbox/"
+"""Where those are that look at all sandboxes of the machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(SANDBOX):
+                return SANDBOX
             return "ray" if nodeid.startswith(WITH_RAY) else nodeid.partition("::")[0]
 
     return Scheduling(config, log)
