@@ -167,7 +167,7 @@ def test_no_file_of_a_jail_is_left_open_in_its_caller():
 
 def test_a_jail_that_is_left_ends_with_its_program():
     sandbox()
-    with pytest.raises(KeyboardInterrupt), _interrupted_in_sleep():
+    with pytest.raises(RuntimeError, match="left"), _interrupted_in_sleep():
         sandbox().run(SLEEP, SandboxLimits(time_limit_s=60))
     wait_for(lambda: sandbox_processes() == {})
 
@@ -281,16 +281,23 @@ def as_another_user(code: str) -> str:
 
 @contextlib.contextmanager
 def _interrupted_in_sleep():
-    """Raise KeyboardInterrupt in here once the program sleeps."""
+    """Raise an error in here once the program sleeps."""
+
+    def fail(*_) -> None:
+        raise RuntimeError("left")
 
     def interrupt() -> None:
         wait_for(is_asleep)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
+    before = signal.signal(signal.SIGUSR1, fail)  # SIGINT may be ignored in here
     thread = threading.Thread(target=interrupt)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_fork_that_fails_is_said(monkeypatch):
