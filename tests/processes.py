@@ -22,18 +22,18 @@ def marked_environment() -> tuple[str, dict[str, str]]:
 def processes_of(mark: str) -> dict[int, str]:
     """Living processes with this mark, and those below them, some of which lose their environment
     with their new title: pid -> command line. Zombies do not count."""
-    commands, children = _all_processes()
+    commands, children = all_processes()
     needle = f"{MARK}={mark}".encode()
     return _with_those_below([pid for pid in commands if _has(pid, needle)], commands, children)
 
 
 def processes_below(pid: int) -> dict[int, str]:
     """Living processes that a process has started, and those below them: pid -> command line."""
-    commands, children = _all_processes()
+    commands, children = all_processes()
     return _with_those_below(children.get(pid, []), commands, children)
 
 
-def _all_processes() -> tuple[dict[int, str], dict[int, list[int]]]:
+def all_processes() -> tuple[dict[int, str], dict[int, list[int]]]:
     """Command line and children of every other process."""
     commands: dict[int, str] = {}
     children: dict[int, list[int]] = {}
@@ -42,9 +42,10 @@ def _all_processes() -> tuple[dict[int, str], dict[int, list[int]]]:
             continue
         pid = int(folder.name)
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(pid)
-            commands[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            commands[pid] = command.decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended meanwhile, or is not ours
     return commands, children
@@ -66,7 +67,7 @@ def _with_those_below(
     while reached:
         pid = reached.pop()
         if pid not in found:
-            found[pid] = commands.get(pid, "")
+            found[pid] = commands.get(pid, "")[:200]
             reached += children.get(pid, [])
     return {pid: command for pid, command in found.items() if command.strip()}
 
