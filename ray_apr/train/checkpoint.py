@@ -40,12 +40,7 @@ from ray_apr.core.exceptions import TrainError
 from ray_apr.core.threads import in_thread
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
-from ray_apr.train.checksums import (
-    NUM_THREADS,
-    check_files,
-    write_checksums,
-    write_rollout_checksum,
-)
+from ray_apr.train.checksums import NUM_THREADS, OF_ROLLOUT, check_files, write_checksums
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.train.staging import Stager, trainer_state
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
@@ -222,7 +217,7 @@ def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table
     rollout = replace(rollout, samples_digest=digest)
     file = Path(folder) / ROLLOUT_FILE
     file.write_text(rollout.to_json(), encoding="utf-8")
-    write_rollout_checksum(file)
+    write_checksums(file.parent, OF_ROLLOUT, [file])
 
 
 def load_checkpoint(

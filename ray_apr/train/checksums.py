@@ -18,29 +18,22 @@ from ray_apr.core.exceptions import ConfigError
 NUM_THREADS = 4
 """Of a rank that writes a checkpoint, or reads one: as many files at a time."""
 _FILE = "checksums-{}.json"
-_OF_ROLLOUT = "rollout"
-"""In the place of a rank: of what rank 0 writes for the rollout side."""
+OF_ROLLOUT = "rollout"
+"""In the place of a rank: of the file with which the rollout side goes on."""
 _CHUNK_BYTES = 1 << 22
+_ELSE = "or begin a new run with the checkpoint before it (checkpoint=PATH in Python)"
 _REMEDY = (
-    "is not what was written: its size or checksum differs; mend the disk or the copy, or begin a "
-    "new run with the checkpoint before it (checkpoint=PATH in Python)"
+    "is not what was written: its size or checksum differs; mend the disk or the copy, " + _ELSE
 )
 _UNKNOWN = (
-    "has no checksum, although others have: a checksums-RANK.json is gone; put it back, or begin a "
-    "run of another name with an earlier checkpoint (APRTrainer(checkpoint=...))"
+    "has no checksum, although others have: a checksums-RANK.json is gone; put it back, " + _ELSE
 )
 
 
-def write_checksums(folder: Path, rank: int, files: Iterable[Path]) -> None:
-    """Write size and CRC-32 of files of the folder into a file of this rank."""
+def write_checksums(folder: Path, part: int | str, files: Iterable[Path]) -> None:
+    """Write size and CRC-32 of files of the folder into a file of this rank, or `OF_ROLLOUT`."""
     found = _checksums(files)
-    (folder / _FILE.format(rank)).write_text(json.dumps(found), encoding="utf-8")
-
-
-def write_rollout_checksum(file: Path) -> None:
-    """The same of the file with which the rollout side goes on, beside it."""
-    found = json.dumps(_checksums([file]))
-    (file.parent / _FILE.format(_OF_ROLLOUT)).write_text(found, encoding="utf-8")
+    (folder / _FILE.format(part)).write_text(json.dumps(found), encoding="utf-8")
 
 
 def check_read(checkpoint: Any, *names: str) -> None:
@@ -60,7 +53,7 @@ def check_read(checkpoint: Any, *names: str) -> None:
         with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/{name}") as file:
             return bytes(file.read())
 
-    for part in (0, _OF_ROLLOUT):
+    for part in (0, OF_ROLLOUT):
         name = _FILE.format(part)
         try:
             written |= json.loads(read(name))
