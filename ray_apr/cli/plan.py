@@ -153,15 +153,14 @@ def _resources(settings: RunSettings) -> dict[str, Any]:
 
 
 def _kv_cache(settings: RunSettings) -> str:
-    engine, evaluation = settings.rollout.engine, settings.evaluation
+    engine = settings.rollout.engine
     if engine.factory != "vllm":
         return f"as {engine.factory} takes it"
     if OF_MEMORY & engine.kwargs.keys():
         return "as rollout.engine.kwargs says"
     if engine.device == "cpu":
         return "as vLLM takes it on a CPU"
-    requests = settings.partial_rollout.most_requests(settings.step_size)
-    requests += 0 if evaluation is None else evaluation.max_inflight
+    requests = settings.partial_rollout.most_requests(settings.step_size, settings.evaluation)
     longest = engine.max_model_len or context_of(settings.model)
     if longest is None:
         return f"{requests} requests of the model's full length"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ray_apr.config.evaluation import EvaluationConfig
 from ray_apr.core.checks import (
     answers_at_once,
     at_least,
@@ -196,9 +197,10 @@ class PartialRolloutConfig:
         """Samples that have ended and are not trained beyond which no group starts."""
         return math.floor(self.live_batches * step_size)
 
-    def most_requests(self, step_size: int) -> int:
-        """Samples that can be alive at once, in an engine or on the way to one."""
-        return math.ceil(max(self.live_batches, self.oversampling_factor) * step_size)
+    def most_requests(self, step_size: int, evaluation: EvaluationConfig | None) -> int:
+        """Samples and evaluations that can be alive at once, in an engine or on the way to one."""
+        batches = max(self.live_batches, self.oversampling_factor)
+        return math.ceil(batches * step_size) + (evaluation.max_inflight if evaluation else 0)
 
     def __post_init__(self) -> None:
         s = "partial_rollout"

@@ -151,8 +151,7 @@ class RunSpec(Sections):
     @property
     def most_requests(self) -> int:
         """Samples and evaluations that can be alive at once, in an engine or on the way to one."""
-        evaluated = 0 if self.evaluation is None else self.evaluation.max_inflight
-        return self.partial_rollout.most_requests(self.step_size) + evaluated
+        return self.partial_rollout.most_requests(self.step_size, self.evaluation)
 
     @property
     def worker_scaling(self) -> ray.train.ScalingConfig:
