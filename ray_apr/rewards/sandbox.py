@@ -121,7 +121,7 @@ class Sandbox:
             "command": command.arguments,
             "executable": command.executable,
             "files": dict(command.files),
-            "environment": dict(ENVIRONMENT),
+            "environment": ENVIRONMENT,
             "filter": filter_of(machine).hex(),
             "pivot_root": DENIED["pivot_root"][machine.index],
             "links": readable.links,
