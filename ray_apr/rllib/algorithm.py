@@ -38,6 +38,7 @@ from ray_apr.rllib.config import APRConfig, as_rows
 from ray_apr.rllib.environment import TextEnvironment, env_maker, is_text_environment
 from ray_apr.rllib.results import Lifetime, evaluation_results, iteration_results
 from ray_apr.rllib.settings import Settings, check_callbacks, num_held_out, resolve
+from ray_apr.run.folder import is_remote
 from ray_apr.trainer import APRTrainer
 
 RUN_FOLDER = "run"
@@ -358,7 +359,7 @@ def _place(
     """File system and path in it of a path or URI."""
     if filesystem is not None:
         return filesystem, str(path)
-    if "://" not in str(path):
+    if not is_remote(str(path)):
         path = os.path.abspath(path)
     found: tuple[pyarrow.fs.FileSystem, str] = pyarrow.fs.FileSystem.from_uri(str(path))
     return found

@@ -29,6 +29,7 @@ from ray_apr.core.checks import require
 from ray_apr.core.user import GroupFilter, RewardFunction
 from ray_apr.data.rows import PromptRows
 from ray_apr.rllib.settings import MAPPED, refuse_unknown, resolve
+from ray_apr.run.folder import is_remote
 
 _PROMPTS = ("prompts", "evaluation_prompts")
 
@@ -204,7 +205,7 @@ class APRConfig(RLlibConfig):
         """
         super().checkpointing(**kwargs)
         if isinstance(storage_path, os.PathLike) or (
-            isinstance(storage_path, str) and "://" not in storage_path
+            isinstance(storage_path, str) and not is_remote(storage_path)
         ):
             storage_path = os.path.abspath(storage_path)
         return self._take(storage_path=storage_path)

@@ -14,6 +14,7 @@ from ray_apr.data.journal import JournalFolder
 from ray_apr.data.replay import Epoch, replay
 from ray_apr.data.resumption import Begin, sampled_with
 from ray_apr.rollout.turns import turn_rules
+from ray_apr.run.folder import is_remote
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -38,7 +39,7 @@ def journal_of(spec: RunSpec) -> JournalFolder | None:
         root, filesystem = f"{spec.checkpoint_path}/{spec.name}", spec.run.storage_filesystem
     else:
         root, filesystem = f"{config.path.rstrip('/')}/{spec.name}", None
-    if "://" not in root and filesystem is None:
+    if not is_remote(root) and filesystem is None:
         root = str(Path(root).expanduser().resolve())
     try:
         folder = JournalFolder.of(f"{root}/{_FOLDER}", filesystem)

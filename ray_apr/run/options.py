@@ -28,7 +28,7 @@ from ray_apr.core.user import Environment, GroupFilter, RewardFunction, RunCallb
 from ray_apr.data.rows import PromptRows
 from ray_apr.run.callbacks import name_of
 from ray_apr.run.command import Command
-from ray_apr.run.folder import check_run_name
+from ray_apr.run.folder import check_run_name, is_remote
 from ray_apr.run.model import check_model, context_of
 from ray_apr.run.ray_loggers import as_run_callback
 from ray_apr.run.spec import RunSpec
@@ -150,6 +150,6 @@ def _as_checkpoint(
 ) -> ray.train.Checkpoint | None:
     if given is None or isinstance(given, ray.train.Checkpoint):
         return given
-    if "://" not in str(given) and not Path(given).is_dir():
+    if not is_remote(str(given)) and not Path(given).is_dir():
         raise ConfigError("checkpoint", str(given), "no such folder")
     return ray.train.Checkpoint(str(given))
