@@ -169,21 +169,45 @@ def test_performance_says_when_the_first_tokens_of_two_h100_came() -> None:
     assert f"after {third:.1f} and {fourth:.1f} where" in words("docs/performance.md")
 
 
-def test_ratios_to_awake_sync_are_told_without_its_wait_for_rewards() -> None:
-    found = []
-    for name, batch_size in (("awake-2xh200", 1024), ("4xh200-calibrated", 2048)):
-        measured = result(f"modes-{name}")
-        (sync,) = (run for run in measured["runs"] if run["mode"] == "sync:awake")
-        rewards_s = batch_size * sync["steps"][-1]["reward_s"] / 16
-        of_modes = measured["modes"]
-        step_s = of_modes["sync:awake"]["later_step_s"] - rewards_s
-        found.append((rewards_s, step_s, step_s / of_modes["apr"]["later_step_s"]))
-    (first_s, first_step_s, first), (second_s, second_step_s, second) = found
+def test_the_ratio_to_awake_sync_of_four_gpus_is_told_without_its_wait_for_rewards() -> None:
+    measured = result("modes-4xh200-calibrated")
+    (sync,) = (run for run in measured["runs"] if run["mode"] == "sync:awake")
+    rewards_s = 2048 * sync["steps"][-1]["reward_s"] / 16
+    of_modes = measured["modes"]
+    step_s = of_modes["sync:awake"]["later_step_s"] - rewards_s
+    ratio = step_s / of_modes["apr"]["later_step_s"]
     told = words("docs/performance.md")
-    assert f"{first_s:.1f} s of a step of `sync` on two GPUs, {second_s:.1f} s on four" in told
-    assert f"without the wait for rewards | {first_step_s:.1f} | 4.0 | {first:.1f} |" in told
-    assert f"({second_step_s:.1f} s a step) | | 2.9 | {second:.1f} |" in told
-    assert f"the first two ratios are {first:.1f} and {second:.1f}" in words("README.md")
+    assert f"{rewards_s:.1f} s of a step of `sync` on four GPUs, half of it on two" in told
+    assert f"({step_s:.1f} s a step) | | 2.9 | {ratio:.1f} |" in told
+    assert f"the ratio of the third is {ratio:.1f}" in words("README.md")
+
+
+def test_ratios_to_awake_sync_of_two_gpus_are_those_of_their_file() -> None:
+    measured = result("modes-awake-2xh200")
+    of_modes, runs = measured["modes"], {run["mode"]: run for run in measured["runs"]}
+    sync, ours = of_modes["sync:awake"], [of_modes["apr"], of_modes["apr:awake"]]
+    times = [f"{of_mode['later_sync_over_this']:.1f}" for of_mode in ours]
+    tokens = [f"{m['later_tokens_per_s'] / sync['later_tokens_per_s']:.1f}" for m in ours]
+    told = words("docs/performance.md")
+    first, second = zip(times, tokens, strict=True)
+    assert f"| | {' and '.join(first)} | {' and '.join(second)} |" in told
+    for what, figure in (
+        ("seconds of a step", lambda mode: f"{of_modes[mode]['later_step_s']:.1f}"),
+        ("trained tokens per second", lambda mode: f"{of_modes[mode]['later_tokens_per_s']:,.0f}"),
+        ("trainer waits for a batch", lambda mode: f"{runs[mode]['trainer_idle_ratio']:.0%}"),
+    ):
+        cells = [figure(mode).replace("%", " %") for mode in ("sync:awake", "apr", "apr:awake")]
+        assert f"| {what} | {' | '.join(cells)} |" in told
+    for of_mode, ratio, of_tokens in zip(ours, times, tokens, strict=True):
+        row = f"{sync['later_step_s']:.1f} s a step | {of_mode['later_step_s']:.1f} s a step |"
+        assert f"| {row} {ratio} | {of_tokens} |" in words("README.md")
+    modes, told = measured["predicted"]["modes"], words("docs/simulator.md")
+    sync_s, apr_s = (modes[mode]["seconds"] for mode in ("sync:awake", "apr"))
+    assert f"{sync_s:.1f} s for `sync`, which took {sync['median_s']:.1f}" in told
+    assert f"{apr_s:.1f} for `apr`, which took {ours[0]['median_s']:.1f}" in told
+    ratio, error = modes["apr"]["sync_over_this"], modes["apr"]["error"]
+    to = f"{ratio:.2f} for {ours[0]['sync_over_this']:.2f} ({error:+.0%})"
+    assert f"a ratio of {to}".replace("%", " %") in told
 
 
 DEATHS = {
