@@ -117,6 +117,26 @@ def test_every_reward_of_the_programs_counts(compare: ModuleType) -> None:
     assert told in words("docs/comparison.md")
 
 
+def test_ratios_of_the_programs_on_two_gpus_are_those_of_their_printed_lines(
+    compare: ModuleType,
+) -> None:
+    measured = result("peers-programs-2xh200")
+    generation, command, tokens = [], [], []
+    for seed in (1, 2):
+        trl, apr = (measured["printed"][f"{system} {seed}"] for system in ("trl", "apr:awake"))
+        for goal, trl_s in trl["seconds_to_reward"].items():
+            apr_s = apr["seconds_to_reward"][goal]
+            generation.append(trl_s / apr_s)
+            command.append((trl["start_s"] + trl_s) / (apr["start_s"] + apr_s))
+        tokens.append(apr["tokens_per_s"] / trl["tokens_per_s"])
+        (run,) = (run for run in measured["runs"] if run["seed"] == seed)
+        assert compare.seconds_to(0.5, run) == apr["seconds_to_reward"]["0.5"]
+    soon = f"{min(generation):.1f} to {max(generation):.1f} times as soon from the first "
+    start = f"{min(command):.1f} to {max(command):.1f} times from the command on"
+    many = f"{min(tokens):.1f} and {max(tokens):.1f} times as many tokens (two pairs)"
+    assert f"{soon}generation on, and {start}; {many}" in words("docs/comparison.md")
+
+
 def test_performance_says_what_engines_idled_at_most() -> None:
     (run,) = (run for run in result("modes-4xh200")["runs"] if run["mode"] == "apr")
     idle = [engine["uptime_s"] - engine["busy_s"] for engine in run["final"]["engines"]]
