@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import marshal
 import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from ray_apr.core.checks import of_type, one_of, positive, require, whole
@@ -25,6 +25,7 @@ from ray_apr.rewards.sandbox import (
     Sandbox,
     SandboxLimits,
     find_sandbox,
+    text_of,
 )
 
 Score = Literal["all", "fraction"]
@@ -190,18 +191,13 @@ class CodeTests:
         task = {"program": program, "tests": list(tests), "nonce": nonce}
         time_limit_s = min(self.limits.time_limit_s, self.total_time_limit_s)
         outcome = sandbox.run(
-            Command.python("harness.py", _harness()),
+            Command.python("harness.py", text_of("harness.py")),
             replace(self.limits, time_limit_s=time_limit_s),
-            json.dumps(task).encode(),
+            marshal.dumps(task),
         )
         reported = set(outcome.output.decode(errors="replace").splitlines())
         num_passed = sum(f"{nonce} {index}" in reported for index in range(len(tests)))
         return num_passed, int(outcome.ended == "timeout")
-
-
-@functools.cache
-def _harness() -> str:
-    return Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
 
 
 # -- tests of a row -------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from ray_apr.core.exceptions import ResourceError
@@ -80,12 +81,18 @@ class Command:
 
     @classmethod
     def python(cls, name: str, text: str) -> Command:
-        """A program for the Python that runs here, with its packages."""
+        """A program for the Python that runs here, with its packages (`lazy_site.py`)."""
         return cls(
-            arguments=(sys.executable, "-I", name),
+            arguments=(sys.executable, "-I", "-S", "-c", text_of("lazy_site.py"), name),
             files={name: text},
             executable=os.path.realpath(sys.executable),
         )
+
+
+@functools.cache
+def text_of(script: str) -> str:
+    """Text of a script that is beside this file, and runs inside of the sandbox."""
+    return Path(__file__).with_name(script).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)

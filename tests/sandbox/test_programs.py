@@ -175,6 +175,95 @@ def test_the_packages_of_this_python_are_there(namespaces):
     assert result_of(code_tests(), program, pairs(("", "[0, 1, 2]"))).reward == 1.0
 
 
+def test_assert_statements_find_packages_once_one_is_imported(namespaces):
+    program = """
+        import site, sys, threading, time
+
+        before = list(sys.path)
+        found = []
+
+        names = ("numpy", "pyarrow", "packaging", "yaml")
+        look = site.main
+
+        def look_for_long():
+            time.sleep(0.2)
+            look()
+
+        def find(name):
+            found.append(__import__(name).__name__)
+
+        site.main = look_for_long
+
+        threads = [threading.Thread(target=find, args=(name,)) for name in names]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    """
+    tests = [
+        "assert not any(path.endswith('site-packages') for path in before), before",
+        "assert any(path.endswith('site-packages') for path in sys.path), sys.path",
+        "assert sorted(found) == sorted(names), found",
+        "import numpy; assert numpy.arange(3).sum() == 3",
+        "try: import there_is_none_such\nexcept ModuleNotFoundError: pass\nelse: assert False",
+        "try: import numpy.there_is_none\nexcept ModuleNotFoundError: pass\nelse: assert False",
+    ]
+    reward = code_tests(score="fraction", max_processes=16, **UNHURRIED)
+    assert result_of(reward, program, tests).reward == 1.0
+
+
+def test_assert_statements_have_the_names_that_an_interpreter_adds(namespaces):
+    program = "def f(): exit(0)"
+    tests = ["assert all(map(callable, (exit, quit, help, copyright, credits, license)))", "f()"]
+    assert result_of(code_tests(score="fraction"), program, tests).reward == 0.5
+
+
+def test_a_program_is_the_main_module_as_it_is_by_the_interpreter(namespaces):
+    program = """
+        '''of mine'''
+        import atexit, multiprocessing, os, pickle, sys
+        import __main__
+
+        class Kept:
+            value: int = 3
+
+        def double(x):
+            return 2 * x
+
+        atexit.register(print, "last")
+        print(__name__, __doc__, __package__, __spec__, sys.argv)
+        print(__file__ == os.path.abspath(sys.argv[0]), Kept.__module__, __main__.Kept is Kept)
+        print(pickle.loads(pickle.dumps(Kept())).value, Kept.__annotations__)
+        print(__builtins__.len is len, sorted(vars()) == sorted(vars(__main__)))
+        forks = multiprocessing.get_context("fork")
+        ends, gets = forks.Pipe()
+        print(vars().keys() & {"TYPE_CHECKING", "annotations", "code", "main", "site"})
+        child = forks.Process(target=lambda: gets.send(double(4)))
+        child.start()
+        print(ends.recv())
+        child.join()
+        exit()
+    """
+    said = """
+        __main__ of mine None None ['program.py']
+        True __main__ True
+        3 {'value': <class 'int'>}
+        True True
+        set()
+        8
+        last
+    """
+    tests = pairs(("", textwrap.dedent(said)))
+    assert result_of(code_tests(**UNHURRIED), program, tests).reward == 1.0
+    if is_there("namespaces", needs_python=False):
+        by_interpreter = code_tests(command=SYSTEM_PYTHON, **UNHURRIED)
+        assert result_of(by_interpreter, program, tests).reward == 1.0
+
+
+@pytest.mark.parametrize("end", ["raise ValueError", "import sys; sys.exit(3)", "exit('no')", "f("])
+def test_a_program_that_fails_has_printed_in_vain(namespaces, end):
+    program = f"print(1)\n{end}"
+    assert result_of(code_tests(**UNHURRIED), program, pairs(("", "1"))).reward == 0.0
+
+
 def test_scratch_files_threads_and_children_work(isolated):
     program = """
         import os, subprocess, tempfile, threading

@@ -1,0 +1,58 @@
+"""Runs a Python program as the interpreter does, but looks for packages only once it needs one.
+
+Given to ``python -I -S -c`` with the program's file as its argument, inside the sandbox: ``site``
+takes longer to find all packages, and what editable ones are, than most programs run. So it imports
+little itself. The program is ``__main__`` and has the names that ``site`` adds.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class _Packages:
+    """A finder of the import system that has ``site`` find the packages, once a module is imported
+    that is not in the standard library."""
+
+    _are_found = False
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where the module is, by the other finders; the import system asks for one at a time."""
+        if not cls._are_found:
+            cls._are_found = True  # it imports modules, too
+            site.main()
+        for finder in sys.meta_path:
+            spec = None if finder is cls else finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+def main() -> None:
+    """Run the program in the place of this one."""
+    del sys.argv[0]
+    sys.meta_path.append(_Packages)
+    for add_names in (site.setquit, site.setcopyright, site.sethelper):
+        add_names()
+    with open(sys.argv[0], "rb") as file:
+        # without the __future__ import of this file: annotations of a program are values
+        code = compile(file.read(), sys.argv[0], "exec", dont_inherit=True)
+    program = sys.modules["__main__"] = type(sys)("__main__")
+    file_name = os.path.abspath(sys.argv[0])
+    program.__dict__.update(__file__=file_name, __builtins__=sys.modules["builtins"])
+    exec(code, program.__dict__)
+
+
+if __name__ == "__main__":
+    main()
