@@ -283,6 +283,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
             failure_config=ray.train.FailureConfig(max_failures=settings.run.max_failures),
         ),
         trackers_config=settings.trackers,
+        checkpoint=settings.run.checkpoint_path,
         command=settings.command,
     )
 

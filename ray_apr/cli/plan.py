@@ -36,6 +36,7 @@ def make_plan(settings: RunSettings) -> dict[str, dict[str, Any]]:
             "run folder": str(settings.run_dir),
             "model": settings.model,
             "parameters": _parameters(settings),
+            "begins with": settings.run.checkpoint_path or "the model",
             "prompts": str(settings.prompts),
             "first prompts only": _first_prompts(settings.prompts),
             "prompts that are too long": _TOO_LONG[settings.prompts.on_too_long],

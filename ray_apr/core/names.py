@@ -64,6 +64,7 @@ _CALLED_ELSEWHERE = {
     "storage_path": "output_dir default_local_dir",
     "name": "run_name experiment_name",
     "resume": "resume_from_checkpoint resume_mode",
+    "checkpoint": "resume_from_path",
 }
 OTHER_NAMES: Mapping[str, str] = {
     other: name for name, others in _CALLED_ELSEWHERE.items() for other in others.split()

@@ -21,7 +21,7 @@ _FILE = "checksums-{}.json"
 OF_ROLLOUT = "rollout"
 """In the place of a rank: of the file with which the rollout side goes on."""
 _CHUNK_BYTES = 1 << 22
-_ELSE = "or begin a new run with the checkpoint before it (checkpoint=PATH in Python)"
+_ELSE = "or begin a new run with the checkpoint before it (run.checkpoint; in Python checkpoint)"
 _REMEDY = (
     "is not what was written: its size or checksum differs; mend the disk or the copy, " + _ELSE
 )

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from ray_apr.cli.settings import ScalingSettings, _places
+from ray_apr.cli.sections import ScalingSettings
+from ray_apr.cli.settings import _places
 from ray_apr.config import (
     AlgorithmConfig,
     BufferConfig,

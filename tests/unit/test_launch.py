@@ -20,7 +20,7 @@ import ray
 from ray._private import services
 
 from ray_apr.cli import launch
-from ray_apr.cli.settings import RaySettings
+from ray_apr.cli.sections import RaySettings
 from ray_apr.config import PromptsConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError, ResourceError, Stopped
 from ray_apr.data.encoding import LengthLimit

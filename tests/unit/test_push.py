@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from ray_apr.cli import launch
 from ray_apr.cli.main import main
 from ray_apr.cli.push import push_at_end
-from ray_apr.cli.settings import RunFolderSettings
+from ray_apr.cli.sections import RunFolderSettings
 from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE

@@ -384,6 +384,27 @@ def test_the_plan_says_where_a_run_ends(folder: Path, override, ends, batches, s
         assert plan[name] == expected or plan[name] == f"{expected} with the prompts"
 
 
+def test_a_run_may_begin_with_a_checkpoint_of_another_one(folder: Path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "other/checkpoint_7").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"run\.checkpoint.*has a file progress\.json") as refused:
+        load_settings(folder / "run.yaml", ["run.checkpoint=other/checkpoint_7"])
+    assert "of a run" not in str(refused.value)
+    (folder / "other/checkpoint_manager_snapshot.json").touch()
+    with pytest.raises(ConfigError, match=r"folder of a run: name one of the checkpoint_"):
+        load_settings(folder / "run.yaml", ["run.checkpoint=other"])
+    (folder / "other/checkpoint_7/progress.json").touch()
+    settings = load_settings(folder / "run.yaml", ["run.checkpoint=other/checkpoint_7"])
+    path = str(folder / "other/checkpoint_7")
+    assert trainer_arguments(settings)["checkpoint"] == path
+    assert make_plan(settings)["run"]["begins with"] == path
+    remote = load_settings(folder / "run.yaml", ["run.checkpoint=s3://bucket/run/checkpoint_7"])
+    assert trainer_arguments(remote)["checkpoint"] == "s3://bucket/run/checkpoint_7"
+    anew = load_settings(folder / "run.yaml")
+    assert trainer_arguments(anew)["checkpoint"] is None
+    assert make_plan(anew)["run"]["begins with"] == "the model"
+
+
 def test_local_is_local(folder: Path) -> None:
     settings = load_settings(folder / "run.yaml", ["ray={address: local, num_cpus: 2}"])
     assert (settings.ray.address, settings.ray.num_cpus) == ("local", 2)
@@ -409,6 +430,10 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
             "takes a model out of a folder",
         ),
         ("run.storage_path=5", "run.storage_path", "must be text"),
+        ("run.checkpoint=.", "run.checkpoint", "which has a file progress.json"),
+        ("run.checkpoint=s4://bucket/runs", "run.checkpoint", "begins with one of file, s3"),
+        ("run.checkpoint=5", "run.checkpoint", "must be text"),
+        ("run.resume_from_path=x", "run.resume_from_path", "did you mean checkpoint"),
         ("prompts.file=x", "prompts.file", "limit"),
         ("train.steps=many", "train.steps", "whole number"),
         ("train.steps=true", "train.steps", "whole number"),
