@@ -107,6 +107,14 @@ class Sections:
             resources,
             "leave GPU out with colocated engines: a worker has what its engine leaves of a GPU",
         )
+        gpus = (resources or {}).get("GPU", 1)
+        require(
+            not scaling.use_gpu or gpus == 1 or (gpus < 1 and ranks.most == 1),
+            "scaling.resources_per_worker",
+            resources,
+            "must have 1 GPU, which is all that a train worker uses, and which NCCL wants each of "
+            "several to have alone; leave GPU out",
+        )
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:

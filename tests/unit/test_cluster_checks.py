@@ -10,7 +10,13 @@ import pytest
 import ray.train
 import transformers
 
-from ray_apr.config import EvaluationConfig, PartialRolloutConfig, RolloutConfig, Sections
+from ray_apr.config import (
+    EvaluationConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    Sections,
+    TrainConfig,
+)
 from ray_apr.core.architectures import CPU_HEADS, SUPPORTED, check_on_cpu
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.run import checks, training
@@ -121,6 +127,23 @@ def test_engines_and_train_workers_hear_alike_what_they_share(
     assert caught.value.args == (shares_device, takes_turns)
     spec = EngineSpec.of_run("m", rollout)
     assert (spec.shares_device, spec.takes_turns) == (shares_device, takes_turns)
+
+
+@pytest.mark.parametrize(("workers", "gpus"), [(2, 0.5), (1, 2), (2, 2), ((1, 2), 0.5)])
+def test_a_train_worker_has_one_gpu_and_several_have_one_each(workers, gpus):
+    """NCCL refused two of them on one, once engines and trainer had started."""
+    each = {"CPU": 1, "GPU": gpus}
+    scaling = ray.train.ScalingConfig(num_workers=workers, use_gpu=True, resources_per_worker=each)
+    train = TrainConfig(checkpoint_every=1)
+    with pytest.raises(ConfigError, match=r"scaling\.resources_per_worker = .*must have 1 GPU"):
+        Sections(train=train).check(scaling)
+    for num_workers, given in ((2, 1), (1, 0.5)):
+        each = {"CPU": 1, "GPU": given}
+        Sections().check(
+            ray.train.ScalingConfig(
+                num_workers=num_workers, use_gpu=True, resources_per_worker=each
+            )
+        )
 
 
 def test_a_share_of_a_gpu_that_colocated_workers_would_not_get_is_refused():
