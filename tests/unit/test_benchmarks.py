@@ -17,6 +17,7 @@ import pytest
 
 from tests.killed_parts import KINDS
 from tests.traces import make_trace
+from tests.unit.test_batch_ahead import put
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -33,6 +34,23 @@ def benchmark_named(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def compare(benchmark_named: Any) -> ModuleType:
     return benchmark_named("compare")
+
+
+def test_what_a_later_choice_would_have_replaced_is_counted(benchmark_named: Any) -> None:
+    ahead = benchmark_named("chosen_ahead")
+    counting = ahead.CountingStock(
+        batch_size=2, max_staleness=4, on_stale="mask", num_ranks=1, micro_batch_tokens=64
+    )
+    for name, version in (("first", 0), ("newer", 1), ("newest", 1)):
+        put(counting, name, version)
+    for step, late in ((0, []), (1, [("older", 0)]), (2, [])):
+        counting.grant(step, 1 + step, float(step))
+        counting.choose(float(step))
+        for name, version in late:
+            put(counting, name, version)
+        counting.end_step(step, step + 0.5)
+    assert (ahead.CountingStock.num_chosen, ahead.CountingStock.num_ahead) == (6, 4)
+    assert ahead.CountingStock.num_replaced == 2, "of step 2, by one that came while 1 was trained"
 
 
 # -- beside a peer ---------------------------------------------------------------------------------

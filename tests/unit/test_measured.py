@@ -171,6 +171,29 @@ def test_the_simulator_s_page_has_every_prediction_of_four_gpus() -> None:
         assert told.replace("%", " %") in words("docs/simulator.md")
 
 
+def test_performance_says_what_choosing_a_batch_ahead_costs() -> None:
+    def mean(trace: str, trainer: str, chosen: str, figure: str) -> float:
+        named = {"trace": trace, "trainer": trainer, "chosen": chosen}
+        rows = result("chosen-ahead")["rows"]
+        return fmean(row[figure] for row in rows if named.items() <= row.items())
+
+    told = words("docs/performance.md")
+    cells = []
+    for chosen in ("ahead", "0.5 s ahead", "at the step"):
+        replaced, masked, age = (
+            mean("gsm8k-16k", "slower", chosen, figure)
+            for figure in ("replaced", "masked", "staleness_mean")
+        )
+        share = f"{replaced:.1%}" if replaced else "0"
+        cells.append(f"| {share} | {masked:.1%}".replace("%", " %") + f" | {age:.2f} |")
+        assert f"before ends, as runs do {cells[0]}" in told
+    assert f"| 0.5 s before {cells[1]} | as the step begins {cells[2]}" in told
+    share = mean("dapo-17k", "slower", "ahead", "replaced")
+    assert f"there, {share:.1%} would".replace("%", " %") in told
+    step_s, masked = (mean("gsm8k-16k", "measured", "ahead", f) for f in ("step_s", "masked"))
+    assert f"`apr` take {step_s:.1f} s a step, and {masked:.0%} of its".replace("%", " %") in told
+
+
 def test_performance_says_how_much_a_padding_trainer_computes(compare: ModuleType) -> None:
     make_samples = pytest.importorskip("gpu_trainer").make_samples
     samples = make_samples(16384, 16, 151936)
