@@ -28,12 +28,17 @@ class _Packages:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where the module is, by the other finders; the import system asks for one at a time."""
+        """Where the module is, by the other finders; the import system asks for one at a time.
+
+        Python 3.11 knows finders without `find_spec`, too, as old packages have, and asks them
+        itself.
+        """
         if not cls._are_found:
             cls._are_found = True  # it imports modules, too
             site.main()
         for finder in sys.meta_path:
-            spec = None if finder is cls else finder.find_spec(name, path, target)
+            find_spec = None if finder is cls else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
                 return spec
         return None

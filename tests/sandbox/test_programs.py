@@ -210,6 +210,24 @@ def test_assert_statements_find_packages_once_one_is_imported(namespaces):
     assert result_of(reward, program, tests).reward == 1.0
 
 
+def test_imports_go_on_where_an_old_package_adds_a_finder_without_find_spec(namespaces):
+    program = """
+        import sys
+
+        class Old:
+            def find_module(self, name, path=None):
+                return None
+
+        getattr(sys, "meta" + "_path").append(Old())
+        try:
+            import there_is_none_such
+        except ImportError:
+            import packaging
+            print(packaging.__name__)
+    """
+    assert result_of(code_tests(**UNHURRIED), program, pairs(("", "packaging"))).reward == 1.0
+
+
 def test_assert_statements_have_the_names_that_an_interpreter_adds(namespaces):
     program = "def f(): exit(0)"
     tests = ["assert all(map(callable, (exit, quit, help, copyright, credits, license)))", "f()"]
