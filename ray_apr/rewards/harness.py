@@ -12,10 +12,6 @@ import marshal
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 def main() -> None:
     """Run what standard input says."""
@@ -29,16 +25,14 @@ def main() -> None:
     code = compile(task["program"], "program.py", "exec", dont_inherit=True)
     exec(code, module.__dict__)
     for index, test in enumerate(task["tests"]):
-        if _holds(test, f"test {index}", module):
+        # no function of its own: it would take of the depth that a program may call to
+        holds = True
+        try:
+            exec(compile(test, f"test {index}", "exec", dont_inherit=True), module.__dict__)
+        except BaseException:  # noqa: BLE001  (an exit, too, is none of ours)
+            holds = False
+        if holds:
             os.write(report, f"{task['nonce']} {index}\n".encode())
-
-
-def _holds(test: str, name: str, module: ModuleType) -> bool:
-    try:
-        exec(compile(test, name, "exec", dont_inherit=True), module.__dict__)
-    except BaseException:  # noqa: BLE001  (an exit, too, is none of ours)
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+_OWN_DEPTH = 3 if sys.version_info < (3, 12) else 2
+"""Share of this script in the depth of calls; before Python 3.12, that of `exec` counts, too."""
+
+
 class _Packages:
     """A finder of the import system that has ``site`` find the packages, once a module is imported
     that is not in the standard library."""
@@ -50,12 +54,13 @@ def main() -> None:
     sys.meta_path.append(_Packages)
     for add_names in (site.setquit, site.setcopyright, site.sethelper):
         add_names()
-    with open(sys.argv[0], "rb") as file:
-        # without the __future__ import of this file: annotations of a program are values
-        code = compile(file.read(), sys.argv[0], "exec", dont_inherit=True)
-    program = sys.modules["__main__"] = type(sys)("__main__")
     file_name = os.path.abspath(sys.argv[0])
+    with open(file_name, "rb") as file:
+        # without the __future__ import of this file: annotations of a program are values
+        code = compile(file.read(), file_name, "exec", dont_inherit=True)
+    program = sys.modules["__main__"] = type(sys)("__main__")
     program.__dict__.update(__file__=file_name, __builtins__=sys.modules["builtins"])
+    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_DEPTH)
     exec(code, program.__dict__)
 
 

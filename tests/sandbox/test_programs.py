@@ -276,6 +276,29 @@ def test_a_program_is_the_main_module_as_it_is_by_the_interpreter(namespaces):
         assert result_of(by_interpreter, program, tests).reward == 1.0
 
 
+DEPTH = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
+
+
+def test_a_program_calls_as_deep_as_by_the_interpreter(namespaces):
+    program = f"{DEPTH}\nprint(f(998))"
+    assert result_of(code_tests(**UNHURRIED), program, pairs(("", "998"))).reward == 1.0
+    assert result_of(code_tests(**UNHURRIED), DEPTH, ["assert f(995) == 995"]).reward == 1.0
+
+
+def test_a_program_knows_its_source_in_another_folder(namespaces):
+    program = """
+        import linecache, os
+
+        def f():
+            return 1
+
+        os.mkdir("other")
+        os.chdir("other")
+        print(linecache.getline(f.__code__.co_filename, 4))
+    """
+    assert result_of(code_tests(), program, pairs(("", "def f():"))).reward == 1.0
+
+
 @pytest.mark.parametrize("end", ["raise ValueError", "import sys; sys.exit(3)", "exit('no')", "f("])
 def test_a_program_that_fails_has_printed_in_vain(namespaces, end):
     program = f"print(1)\n{end}"
