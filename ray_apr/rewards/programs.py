@@ -159,6 +159,7 @@ class CodeTests:
 
     def _run_cases(self, sandbox: Sandbox, program: str, cases: Sequence[Case]) -> tuple[int, int]:
         """Numbers of cases passed and timed out; ends at the first failure if all must pass."""
+        program = str(program)  # see _run_asserts
         command = Command.python(self.file_name, program)
         if self.command is not None:
             command = Command(arguments=self.command, files={self.file_name: program})
@@ -188,7 +189,8 @@ class CodeTests:
     def _run_asserts(self, sandbox: Sandbox, program: str, tests: Sequence[str]) -> tuple[int, int]:
         """Numbers of tests passed, and 1 if they ran out of time."""
         nonce = secrets.token_hex(16)
-        task = {"program": program, "tests": list(tests), "nonce": nonce}
+        # texts may be of other classes, as of numpy, which marshal does not know or takes for bytes
+        task = {"program": str(program), "tests": [str(test) for test in tests], "nonce": nonce}
         time_limit_s = min(self.limits.time_limit_s, self.total_time_limit_s)
         outcome = sandbox.run(
             Command.python("harness.py", text_of("harness.py")),

@@ -19,6 +19,7 @@ import time
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, RewardError
@@ -274,6 +275,13 @@ def test_a_program_is_the_main_module_as_it_is_by_the_interpreter(namespaces):
     if is_there("namespaces", needs_python=False):
         by_interpreter = code_tests(command=SYSTEM_PYTHON, **UNHURRIED)
         assert result_of(by_interpreter, program, tests).reward == 1.0
+
+
+@pytest.mark.parametrize("kind", [np.str_, type("Text", (str,), {})])
+def test_texts_may_be_of_other_classes(namespaces, kind):
+    reward = code_tests(extract=lambda response: kind("x = 1\nprint(x)"))
+    assert result_of(reward, "", pairs(("", "1"))).reward == 1.0
+    assert result_of(reward, "", [kind("assert x == 1")]).reward == 1.0
 
 
 DEPTH = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
