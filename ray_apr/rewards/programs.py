@@ -193,7 +193,7 @@ class CodeTests:
         task = {"program": str(program), "tests": [str(test) for test in tests], "nonce": nonce}
         time_limit_s = min(self.limits.time_limit_s, self.total_time_limit_s)
         outcome = sandbox.run(
-            Command.python("harness.py", text_of("harness.py")),
+            Command.python("harness.py", text_of("harness.py"), program, *tests),
             replace(self.limits, time_limit_s=time_limit_s),
             marshal.dumps(task),
         )

@@ -35,6 +35,18 @@ Ended = Literal["exit", "signal", "timeout", "output"]
 _PROBES = 2
 """What works is found once in a process, and a machine under load may fail a probe."""
 
+_SEES_ITS_START = (
+    # packages
+    *("importlib", "pkgutil", "pkg_resources", "runpy", "import site", "sysconfig", "distutils"),
+    *("sys.path", "meta_path", "path_hooks", "sys.prefix", "base_prefix", "exec_prefix"),
+    # frames and names
+    *("inspect", "traceback", "_getframe", "f_back", "excepthook", "stack_info", "stacklevel"),
+    *("getrecursionlimit", "__annotations__", "__cached__", "__loader__", "builtins"),
+    # imports by several threads at once, and children that start as their parent did
+    *("thread", "concurrent", "executor", "multiprocessing"),
+)
+"""Where one of these is in its text, a program might not do the same by `lazy_site.py`."""
+
 _START_LIMIT_S = 30.0
 _MIB = 2**20
 
@@ -80,10 +92,16 @@ class Command:
     """None finds the first argument among the system's programs."""
 
     @classmethod
-    def python(cls, name: str, text: str) -> Command:
-        """A program for the Python that runs here, with its packages (`lazy_site.py`)."""
+    def python(cls, name: str, text: str, *more: str) -> Command:
+        """A program for the Python that runs here, with its packages.
+
+        It starts by `lazy_site.py`, unless it might not do the same by that: as its text, or one
+        of those that it executes (`more`), says.
+        """
+        sees = any(word in code for code in (text, *more) for word in _SEES_ITS_START)
+        lazy = () if sees else ("-S", "-c", text_of("lazy_site.py"))
         return cls(
-            arguments=(sys.executable, "-I", "-S", "-c", text_of("lazy_site.py"), name),
+            arguments=(sys.executable, "-I", *lazy, name),
             files={name: text},
             executable=os.path.realpath(sys.executable),
         )

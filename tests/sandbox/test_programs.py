@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from ray_apr.core.exceptions import ConfigError, ResourceError, RewardError
-from ray_apr.rewards import code_tests, programs
+from ray_apr.rewards import code_tests, programs, sandbox
 from ray_apr.rewards.programs import fenced_program, same_output
 from ray_apr.rewards.sandbox import Command, Outcome, Sandbox, SandboxLimits, find_sandbox
 from tests.jail_processes import sandbox_processes
@@ -176,7 +176,13 @@ def test_the_packages_of_this_python_are_there(namespaces):
     assert result_of(code_tests(), program, pairs(("", "[0, 1, 2]"))).reward == 1.0
 
 
-def test_assert_statements_find_packages_once_one_is_imported(namespaces):
+@pytest.fixture
+def lazy(namespaces, monkeypatch):
+    """Have each program look for packages late, whatever its text says."""
+    monkeypatch.setattr(sandbox, "_SEES_ITS_START", ())
+
+
+def test_assert_statements_find_packages_once_one_is_imported(lazy):
     program = """
         import site, sys, threading, time
 
@@ -211,7 +217,7 @@ def test_assert_statements_find_packages_once_one_is_imported(namespaces):
     assert result_of(reward, program, tests).reward == 1.0
 
 
-def test_imports_go_on_where_an_old_package_adds_a_finder_without_find_spec(namespaces):
+def test_imports_go_on_where_an_old_package_adds_a_finder_without_find_spec(lazy):
     program = """
         import sys
 
@@ -219,7 +225,7 @@ def test_imports_go_on_where_an_old_package_adds_a_finder_without_find_spec(name
             def find_module(self, name, path=None):
                 return None
 
-        getattr(sys, "meta" + "_path").append(Old())
+        sys.meta_path.append(Old())
         try:
             import there_is_none_such
         except ImportError:
@@ -235,7 +241,7 @@ def test_assert_statements_have_the_names_that_an_interpreter_adds(namespaces):
     assert result_of(code_tests(score="fraction"), program, tests).reward == 0.5
 
 
-def test_a_program_is_the_main_module_as_it_is_by_the_interpreter(namespaces):
+def test_a_program_is_the_main_module_as_it_is_by_the_interpreter(lazy):
     program = """
         '''of mine'''
         import atexit, multiprocessing, os, pickle, sys
@@ -282,6 +288,63 @@ def test_texts_may_be_of_other_classes(namespaces, kind):
     reward = code_tests(extract=lambda response: kind("x = 1\nprint(x)"))
     assert result_of(reward, "", pairs(("", "1"))).reward == 1.0
     assert result_of(reward, "", [kind("assert x == 1")]).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import pkgutil; print('numpy' in {module.name for module in pkgutil.iter_modules()})",
+        "import sys; print(any(path.endswith('site-packages') for path in sys.path))",
+        "import inspect; print(len(inspect.stack()) == 1)",
+        "import builtins; builtins.exit = print; import numpy; exit(True)",
+        """
+        import multiprocessing
+
+        def find():
+            import numpy
+            exit(int(numpy.arange(3).sum()))
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=find)
+            child.start()
+            child.join()
+            print(child.exitcode == 3)
+        """,
+        """
+        import sys, threading, time
+        from importlib.machinery import ModuleSpec
+
+        class Slow:
+            def find_spec(name, path=None, target=None):
+                return ModuleSpec(name, Slow) if name == "sitecustomize" else None
+
+            def create_module(spec):
+                return None
+
+            def exec_module(module):
+                time.sleep(0.5)
+                import colorsys
+
+        sys.meta_path.insert(0, Slow)
+        thread = threading.Thread(target=__import__, args=("sitecustomize",), daemon=True)
+        thread.start()
+        time.sleep(0.1)
+        import numpy
+        thread.join()
+        print("colorsys" in sys.modules)
+        """,
+    ],
+)
+def test_a_program_that_might_tell_starts_as_the_interpreter_does(namespaces, program):
+    assert result_of(code_tests(), program, pairs(("", "True"))).reward == 1.0
+
+
+def test_assert_statements_that_might_tell_start_as_the_interpreter_does(namespaces):
+    program = "import sys as s"
+    tests = ["import sys; assert any(path.endswith('site-packages') for path in sys.path)"]
+    assert result_of(code_tests(), program, tests).reward == 1.0
+    late = ["assert not any(path.endswith('site-packages') for path in s.path)"]
+    assert result_of(code_tests(), program, late).reward == 1.0
 
 
 DEPTH = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
