@@ -15,6 +15,7 @@ import sys
 
 def main() -> None:
     """Run what standard input says."""
+    execute, compiled, write = exec, compile, os.write  # whatever the program sets in their places
     task = marshal.loads(sys.stdin.buffer.read())
     report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -22,17 +23,18 @@ def main() -> None:
     module = type(sys)("program")  # not __main__: its tests call it
     sys.modules["program"] = module
     # without the __future__ import of this file: annotations of a program are values
-    code = compile(task["program"], "program.py", "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    code = compiled(task["program"], "program.py", "exec", dont_inherit=True)
+    execute(code, module.__dict__)
     for index, test in enumerate(task["tests"]):
         # no function of its own: it would take of the depth that a program may call to
         holds = True
         try:
-            exec(compile(test, f"test {index}", "exec", dont_inherit=True), module.__dict__)
+            code = compiled(test, f"test {index}", "exec", dont_inherit=True)
+            execute(code, module.__dict__)
         except BaseException:  # noqa: BLE001  (an exit, too, is none of ours)
             holds = False
         if holds:
-            os.write(report, f"{task['nonce']} {index}\n".encode())
+            write(report, f"{task['nonce']} {index}\n".encode())
 
 
 if __name__ == "__main__":

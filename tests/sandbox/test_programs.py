@@ -347,6 +347,18 @@ def test_assert_statements_that_might_tell_start_as_the_interpreter_does(namespa
     assert result_of(code_tests(), program, late).reward == 1.0
 
 
+@pytest.mark.parametrize("name", ["compile", "exec"])
+def test_assert_statements_need_no_built_in_function_of_the_program(namespaces, name):
+    program = f"__builtins__.update({name}=lambda *args, **kwargs: '')"
+    assert result_of(code_tests(), program, ["assert False"]).reward == 0.0
+    assert result_of(code_tests(), program, ["assert True"]).reward == 1.0
+
+
+def test_assert_statements_count_where_a_program_writes_otherwise(namespaces):
+    program = "import os; os.write = print"
+    assert result_of(code_tests(), program, ["assert True"]).reward == 1.0
+
+
 DEPTH = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
 
 
