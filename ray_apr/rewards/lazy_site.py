@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import site
 import sys
+from _frozen_importlib_external import SourceFileLoader  # importlib.machinery takes longer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,9 +60,16 @@ def main() -> None:
         # without the __future__ import of this file: annotations of a program are values
         code = compile(file.read(), file_name, "exec", dont_inherit=True)
     program = sys.modules["__main__"] = type(sys)("__main__")
-    program.__dict__.update(__file__=file_name, __builtins__=sys.modules["builtins"])
+    program.__loader__ = SourceFileLoader("__main__", file_name)
+    names = program.__dict__
+    if "__annotations__" in globals():  # until Python 3.13
+        names["__annotations__"] = {}
+    names["__builtins__"] = sys.modules["builtins"]
+    names["__file__"] = file_name
+    if sys.version_info < (3, 15):
+        names["__cached__"] = None
     sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_DEPTH)
-    exec(code, program.__dict__)
+    exec(code, names)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ _SEES_ITS_START = (
     # packages
     *("importlib", "pkgutil", "pkg_resources", "runpy", "import site", "sysconfig", "distutils"),
     *("sys.path", "meta_path", "path_hooks", "sys.prefix", "base_prefix", "exec_prefix"),
-    # frames and names
+    # frames, and built-in functions
     *("inspect", "traceback", "_getframe", "f_back", "excepthook", "stack_info", "stacklevel"),
-    *("getrecursionlimit", "__annotations__", "__cached__", "__loader__", "builtins"),
+    *("getrecursionlimit", "setprofile", "monitoring", "builtins"),
     # imports by several threads at once, and children that start as their parent did
     *("thread", "concurrent", "executor", "multiprocessing"),
 )

@@ -297,6 +297,7 @@ def test_texts_may_be_of_other_classes(namespaces, kind):
         "import sys; print(any(path.endswith('site-packages') for path in sys.path))",
         "import inspect; print(len(inspect.stack()) == 1)",
         "import builtins; builtins.exit = print; import numpy; exit(True)",
+        "import sys; sys.setprofile(lambda _, event, __: event == 'return' and print(True))",
         """
         import multiprocessing
 
@@ -357,6 +358,15 @@ def test_assert_statements_need_no_built_in_function_of_the_program(namespaces, 
 def test_assert_statements_count_where_a_program_writes_otherwise(namespaces):
     program = "import os; os.write = print"
     assert result_of(code_tests(), program, ["assert True"]).reward == 1.0
+
+
+def test_a_program_has_the_names_of_one_by_the_interpreter(namespaces, tmp_path):
+    program = "print(*globals(), dir(), *map(type, list(globals().values())))"
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-I", "program.py"]
+    said = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "SourceFileLoader" in said
+    assert result_of(code_tests(), program, pairs(("", said))).reward == 1.0
 
 
 DEPTH = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
