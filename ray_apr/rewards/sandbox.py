@@ -12,6 +12,7 @@ import functools
 import logging
 import marshal
 import os
+import re
 import resource
 import selectors
 import signal
@@ -41,11 +42,13 @@ _SEES_ITS_START = (
     *("sys.path", "meta_path", "path_hooks", "sys.prefix", "base_prefix", "exec_prefix"),
     # frames, and built-in functions
     *("inspect", "traceback", "_getframe", "f_back", "excepthook", "stack_info", "stacklevel"),
-    *("getrecursionlimit", "setprofile", "monitoring", "builtins"),
+    *("setprofile", "monitoring", "builtins"),
     # imports by several threads at once, and children that start as their parent did
     *("thread", "concurrent", "executor", "multiprocessing"),
 )
 """Where one of these is in its text, a program might not do the same by `lazy_site.py`."""
+_SEES_ITS_DEPTH = re.compile(r"recursionlimit(?!\((10 ?\*\*|2 ?\*\*|1 ?<<|int\(1e|\d[\d_]{4}))")
+"""A limit of recursions that is read, or may be set so low that each call counts."""
 
 _START_LIMIT_S = 30.0
 _MIB = 2**20
@@ -98,7 +101,10 @@ class Command:
         It starts by `lazy_site.py`, unless it might not do the same by that: as its text, or one
         of those that it executes (`more`), says.
         """
-        sees = any(word in code for code in (text, *more) for word in _SEES_ITS_START)
+        sees = any(
+            any(word in code for word in _SEES_ITS_START) or _SEES_ITS_DEPTH.search(code)
+            for code in (text, *more)
+        )
         lazy = () if sees else ("-S", "-c", text_of("lazy_site.py"))
         return cls(
             arguments=(sys.executable, "-I", *lazy, name),

@@ -297,6 +297,17 @@ def test_texts_may_be_of_other_classes(namespaces, kind):
         "import sys; print(any(path.endswith('site-packages') for path in sys.path))",
         "import inspect; print(len(inspect.stack()) == 1)",
         "import builtins; builtins.exit = print; import numpy; exit(True)",
+        "import sys; print(sys.getrecursionlimit() == 1000)",
+        """
+        import sys
+
+        def f(n):
+            return n == 0 or f(n - 1)
+
+        n = 100
+        sys.setrecursionlimit(n + 3)
+        print(f(n))
+        """,
         "import sys; sys.setprofile(lambda _, event, __: event == 'return' and print(True))",
         """
         import multiprocessing
@@ -338,6 +349,12 @@ def test_texts_may_be_of_other_classes(namespaces, kind):
 )
 def test_a_program_that_might_tell_starts_as_the_interpreter_does(namespaces, program):
     assert result_of(code_tests(), program, pairs(("", "True"))).reward == 1.0
+
+
+@pytest.mark.parametrize("limit", ["10**6", "10 ** 6", "2**31 - 1", "1 << 25", "100_000", "20000"])
+def test_a_high_limit_of_recursions_lets_a_program_start_fast(limit):
+    text = f"import sys\nsys.setrecursionlimit({limit})"
+    assert "-S" in Command.python("program.py", text).arguments
 
 
 def test_assert_statements_that_might_tell_start_as_the_interpreter_does(namespaces):
