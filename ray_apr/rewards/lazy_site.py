@@ -36,8 +36,10 @@ class _Packages:
         """Where the module is, by the other finders; the import system asks for one at a time.
 
         Python 3.11 knows finders without `find_spec`, too, as old packages have, and asks them
-        itself.
+        itself. The standard library asks for modules of its own that other systems have.
         """
+        if name in sys.stdlib_module_names:
+            return None
         if not cls._are_found:
             cls._are_found = True  # it imports modules, too
             site.main()

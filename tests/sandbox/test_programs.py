@@ -217,6 +217,11 @@ def test_assert_statements_find_packages_once_one_is_imported(lazy):
     assert result_of(reward, program, tests).reward == 1.0
 
 
+def test_no_packages_are_looked_for_on_behalf_of_the_standard_library(lazy):
+    program = "import pathlib, subprocess, sys; print(any('site-' in path for path in sys.path))"
+    assert result_of(code_tests(), program, pairs(("", "False"))).reward == 1.0
+
+
 def test_imports_go_on_where_an_old_package_adds_a_finder_without_find_spec(lazy):
     program = """
         import sys
