@@ -136,6 +136,7 @@ def test_a_calculator_and_weights_as_files(tmp_path, marked):
     assert max(row["num_turns"] for row in read_step(folder, 0)) >= 2
 
 
+@pytest.mark.long
 def test_reasoning_gym(tmp_path, marked):
     if importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("needs the extra rewards-gym")
@@ -150,6 +151,7 @@ def test_reasoning_gym(tmp_path, marked):
     assert final_of(folder) == ("ok", 0, 1)
 
 
+@pytest.mark.long
 def test_maths_and_rejection_sampling(run, folder):
     said = run("maths --steps 1 --storage .")
     assert "with an answer at all" in said
@@ -189,6 +191,7 @@ def test_evaluation_alone(run, folder):
     assert final_of(folder / "evaluate") == ("stopped", 0, 0)
 
 
+@pytest.mark.long
 def test_a_sweep(run, folder):
     said = run("tune_sweep --lr 1e-4 --steps 1 --storage .")
     assert "lr 0.0001: reward 0." in said
