@@ -20,7 +20,7 @@ from ray_apr.rollout.suites import check_suites
 from ray_apr.run.checks import check_resources, check_spec
 from ray_apr.run.controller import run
 from ray_apr.run.ending import with_counted_steps
-from ray_apr.run.folder import is_remote
+from ray_apr.run.folder import absolute
 from ray_apr.run.host import HostedRun, is_captured
 from ray_apr.run.options import RunOptions
 from ray_apr.run.preflight import check_port
@@ -127,8 +127,7 @@ class APRTrainer(RunOptions):
         Raises:
             ConfigError: If there is no run, or it has trained all of its steps.
         """
-        folder = str(path if is_remote(str(path)) else Path(path).expanduser().resolve())
-        storage, _, name = folder.rstrip("/").rpartition("/")
+        storage, _, name = absolute(str(path)).rstrip("/").rpartition("/")
         run = arguments.pop("run_config", None) or ray.train.RunConfig()
         run = dataclasses.replace(run, name=name, storage_path=storage or "/")
         trainer = cls(**arguments, run_config=run)

@@ -24,7 +24,7 @@ from ray_apr.cli.settings import RaySettings, RunSettings
 from ray_apr.cli.user_files import load_environment, load_function
 from ray_apr.compat.ray import NONE_AHEAD, STATE_TRACKING, init_beside_dashboard, reach
 from ray_apr.core.exceptions import ConfigError, ResourceError, one_line
-from ray_apr.run.folder import check_new_folder, is_remote
+from ray_apr.run.folder import absolute, check_new_folder
 from ray_apr.run.model import check_engine, check_hub_model
 from ray_apr.run.room import cpus_of_this_machine
 from ray_apr.run.stopping import StopSignals
@@ -224,7 +224,7 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
     Raises:
         ConfigError: What cannot be imported.
     """
-    folder, run_dir, storage = settings.base_dir, settings.run_dir, settings.run.storage_path
+    folder = settings.base_dir
     functions = {
         key: None if spec is None else load_function(key, spec, folder)
         for key, spec in (("reward", settings.reward), ("group_filter", settings.group_filter))
@@ -278,8 +278,8 @@ def trainer_arguments(settings: RunSettings) -> dict[str, Any]:
             resources_per_worker=settings.scaling.resources_per_worker,
         ),
         run_config=ray.train.RunConfig(
-            name=run_dir.name,
-            storage_path=storage if is_remote(storage) else str(run_dir.parent),
+            name=settings.run_dir.name,
+            storage_path=absolute(settings.run.storage_path),
             failure_config=ray.train.FailureConfig(max_failures=settings.run.max_failures),
         ),
         trackers_config=settings.trackers,

@@ -12,7 +12,7 @@ from ray_apr.cli.push import check_repo
 from ray_apr.config.ranks import RankRange
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.resumption import LIST_FILE, PROGRESS_FILE
-from ray_apr.run.folder import check_run_name, check_storage, is_remote
+from ray_apr.run.folder import absolute, check_run_name, check_storage, is_remote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +88,12 @@ class RunFolderSettings:
         if self.name is not None:
             check_run_name("run.name", self.name)
         if self.checkpoint is not None:
-            _check_checkpoint("run.checkpoint", self.checkpoint)
+            _check_checkpoint(self.checkpoint)
 
     @property
     def checkpoint_path(self) -> str | None:
         """Absolute path of `checkpoint`, or its URI."""
-        if self.checkpoint is None or is_remote(self.checkpoint):
-            return self.checkpoint
-        return str(Path(self.checkpoint).expanduser().resolve())
+        return None if self.checkpoint is None else absolute(self.checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +125,9 @@ def _require_at_least(name: str, value: float | None, minimum: int) -> None:
         raise ConfigError(name, value, f"must be at least {minimum}")
 
 
-def _check_checkpoint(name: str, value: str) -> None:
+def _check_checkpoint(value: str) -> None:
     """Check that a checkpoint on this machine is one of a run; of others nothing is asked."""
-    check_storage(name, value)
+    check_storage("run.checkpoint", value)
     folder = Path(value).expanduser()
     if is_remote(value) or (folder / PROGRESS_FILE).is_file():
         return
@@ -138,4 +136,4 @@ def _check_checkpoint(name: str, value: str) -> None:
         remedy += "; this is the folder of a run: name one of the checkpoint_... in it"
     else:
         remedy += "; a run that goes on with a checkpoint of its own needs none"
-    raise ConfigError(name, value, remedy)
+    raise ConfigError("run.checkpoint", value, remedy)

@@ -29,10 +29,14 @@ def is_remote(storage_path: str) -> bool:
     return "://" in storage_path
 
 
+def absolute(path: str) -> str:
+    """The absolute path of a folder; a URI as it is."""
+    return path if is_remote(path) else str(Path(path).expanduser().resolve())
+
+
 def run_folder(storage_path: str, name: str) -> Path:
     """Folder of a run, absolute; one under ``runs/`` where its storage is remote."""
-    root = Path("runs" if is_remote(storage_path) else storage_path)
-    return root.expanduser().resolve() / name
+    return Path(absolute("runs" if is_remote(storage_path) else storage_path), name)
 
 
 def check_storage(setting: str, storage_path: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ from ray_apr.data.journal import JournalFolder
 from ray_apr.data.replay import Epoch, replay
 from ray_apr.data.resumption import Begin, sampled_with
 from ray_apr.rollout.turns import turn_rules
-from ray_apr.run.folder import is_remote
+from ray_apr.run.folder import absolute
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
@@ -39,8 +38,8 @@ def journal_of(spec: RunSpec) -> JournalFolder | None:
         root, filesystem = f"{spec.checkpoint_path}/{spec.name}", spec.run.storage_filesystem
     else:
         root, filesystem = f"{config.path.rstrip('/')}/{spec.name}", None
-    if not is_remote(root) and filesystem is None:
-        root = str(Path(root).expanduser().resolve())
+    if filesystem is None:
+        root = absolute(root)
     try:
         folder = JournalFolder.of(f"{root}/{_FOLDER}", filesystem)
         return dataclasses.replace(folder, fence=spec.fences[1])
