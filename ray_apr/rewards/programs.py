@@ -132,14 +132,15 @@ class CodeTests:
     def __call__(self, sample: Sample) -> RewardResult:
         """The score, with `code_tests_passed`, `code_timeouts` and `code_namespaces`."""
         tests = tests_of(sample, self.column)
-        program = extracted(response_of(sample), extract=self.extract)
+        # of no class of its own, as numpy's texts, which marshal does not know or takes for bytes
+        program = str(extracted(response_of(sample), extract=self.extract) or "")
         sandbox = find_sandbox(
             self.isolation,
             allow_unsandboxed_writes=self.allow_unsandboxed_writes,
             needs_python=self.command is None,
             readable=self.readable_paths,
         )
-        if not program or not program.strip():
+        if not program.strip():
             num_passed, num_timeouts = 0, 0
         elif isinstance(tests[0], Case):
             num_passed, num_timeouts = self._run_cases(sandbox, program, tests)
@@ -159,7 +160,6 @@ class CodeTests:
 
     def _run_cases(self, sandbox: Sandbox, program: str, cases: Sequence[Case]) -> tuple[int, int]:
         """Numbers of cases passed and timed out; ends at the first failure if all must pass."""
-        program = str(program)  # see _run_asserts
         command = Command.python(self.file_name, program)
         if self.command is not None:
             command = Command(arguments=self.command, files={self.file_name: program})
@@ -189,8 +189,7 @@ class CodeTests:
     def _run_asserts(self, sandbox: Sandbox, program: str, tests: Sequence[str]) -> tuple[int, int]:
         """Numbers of tests passed, and 1 if they ran out of time."""
         nonce = secrets.token_hex(16)
-        # texts may be of other classes, as of numpy, which marshal does not know or takes for bytes
-        task = {"program": str(program), "tests": [str(test) for test in tests], "nonce": nonce}
+        task = {"program": program, "tests": tests, "nonce": nonce}
         time_limit_s = min(self.limits.time_limit_s, self.total_time_limit_s)
         outcome = sandbox.run(
             Command.python("harness.py", text_of("harness.py"), program, *tests),
@@ -220,7 +219,7 @@ def tests_of(sample: Sample, column: str) -> Any:
         if all(isinstance(test, str) and test.strip() for test in value):
             for test in value:
                 _check_compiles(sample, column, test)
-            return list(value)
+            return [str(test) for test in value]  # as the program is
         cases = [_case(test) for test in value]
         if None not in cases:
             return cases
