@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import modes
 from host import describe_call
 
 from ray_apr.config import PartialRolloutConfig
@@ -71,34 +72,18 @@ def main() -> None:
     args = parser.parse_args()
     measured = json.loads(args.cluster.read_text())["predicted"]["cluster"]
     cluster = dataclasses.replace(ClusterConfig.from_dict(measured), steps=args.steps)
+    args.group_size, args.reward_seconds = cluster.batch.group_size, None  # for modes.scaled
     rate = cluster.trainer.tokens_per_s_per_gpu * args.slower
     slower = dataclasses.replace(cluster.trainer, tokens_per_s_per_gpu=rate)
     clusters = {"measured": cluster, "slower": dataclasses.replace(cluster, trainer=slower)}
     rows = [
-        one_case(path, scaled(path, args.scale), trainer, machine, lead, seed)
+        one_case(path, modes.scaled(Trace.from_file(path), args), trainer, machine, lead, seed)
         for path in args.traces
         for trainer, machine in clusters.items()
         for seed in args.seeds
         for lead in LEADS_S
     ]
     args.out.write_text(json.dumps({**describe_call(), "rows": rows}, indent=1) + "\n")
-
-
-def scaled(path: Path, factor: float) -> Trace:
-    """A trace with all responses longer or shorter."""
-    trace = Trace.from_file(path)
-    rows = [
-        {
-            "prompt_id": group.prompt_id,
-            "sample_index": index,
-            "prompt_tokens": group.prompt_tokens,
-            "response_tokens": max(1, round(sample.response_tokens * factor)),
-            "reward_s": sample.reward_s,
-        }
-        for group in trace.groups
-        for index, sample in enumerate(group.samples)
-    ]
-    return Trace(rows)
 
 
 def one_case(
