@@ -92,12 +92,12 @@ def attention_name(
     require(not (asked and why_not), "train.attention", attention, f"{why_not}; leave it out")
     if not is_ours:
         return "sdpa"
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     flashes = why_not is None
     name, function = (FLASH, flash_4_attention) if flashes else (VARLEN, varlen_attention)
+    # no mask goes with it: to see which one, Transformers would wait for the device
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _no_mask)
     return name
 
 
@@ -194,7 +194,3 @@ def _by_flash_4(
 
 varlen_attention = _packed(_by_pytorch)
 flash_4_attention = _packed(_by_flash_4)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Our attention reads the boundaries instead."""

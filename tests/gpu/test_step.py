@@ -10,7 +10,7 @@ import torch
 from ray_apr.config import AlgorithmConfig, TrainConfig
 from ray_apr.train.checkpoint import full_parameters
 from ray_apr.train.fsdp import build_model, build_optimizer
-from ray_apr.train.logprobs import micro_batches, warm_up
+from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.recomputation import CudaMemory
 from ray_apr.train.staging import Stager, trainer_state
 from ray_apr.train.step import train_step
@@ -49,6 +49,20 @@ def one_rank(tmp_path):
     torch.cuda.set_device(0)
     with process_group(tmp_path, backend="cpu:gloo,cuda:nccl"):
         yield
+
+
+def test_a_micro_batch_waits_nowhere_for_the_device(tmp_path, one_rank):
+    """known fault: Transformers read from the device whether samples are packed."""
+    train = TrainConfig(packing="packed", compile=False, param_dtype="bfloat16")
+    device = torch.device("cuda")
+    model = build_model(str(make_tiny_model(tmp_path / "model")), train, device)
+    (row,) = make_batches(make_samples(), packed=True)
+    for part in micro_batches(row, device, packed=True):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            response_logprobs(model, part)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offloaded_weights_train_and_travel_like_others(tmp_path, one_rank):

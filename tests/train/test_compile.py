@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -46,10 +45,11 @@ def mean_value(q, k, v, boundaries, _boundaries, longest, _longest, **_):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Packed attention and compilation as on CUDA, with a compiler that only traces."""
-    AttentionInterface.register(attention.VARLEN, attention.varlen_attention)
-    AttentionMaskInterface.register(attention.VARLEN, attention._no_mask)
     monkeypatch.setattr(attention, "varlen_attn", mean_value)
-    monkeypatch.setattr(fsdp, "attention_name", lambda *_, **__: attention.VARLEN)
+    cuda = torch.device("cuda")
+    name = attention.attention_name(cuda, torch.bfloat16, packed=True, attention="torch")
+    assert name == attention.VARLEN
+    monkeypatch.setattr(fsdp, "attention_name", lambda *_, **__: name)
     graphs: list[torch.fx.GraphModule] = []
 
     def trace(graph, _):
@@ -97,6 +97,25 @@ def test_after_the_warm_up_no_batch_has_to_be_compiled_for(tmp_path, as_on_a_gpu
                 samples = make_samples(num_segments=1 + step % 3)
                 (row,) = make_batches(samples, step=step, micro_batch_tokens=limit, packed=True)
                 train_step(model, optimizer, row, AlgorithmConfig(), TRAIN, sampling=sampling)
+
+
+class NoValueIsRead(TorchDispatchMode):
+    """On a GPU it would wait there until the device has computed it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_waits_nowhere_for_the_device(tmp_path, as_on_a_gpu):
+    """known fault: Transformers read from the device whether samples are packed."""
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    with process_group(tmp_path):
+        model = build_model(str(folder), TRAIN, CPU)
+        (row,) = make_batches(make_samples(), packed=True)
+        for part in logprobs.micro_batches(row, CPU, packed=True):
+            with NoValueIsRead():
+                logprobs.response_logprobs(model, part)[0].sum().backward()
 
 
 def test_a_weight_check_compiles_nothing(tmp_path, as_on_a_gpu):
