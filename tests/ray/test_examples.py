@@ -123,6 +123,7 @@ def test_a_run_in_one_file_is_followed_and_its_samples_can_be_read(tmp_path, mar
     assert main(["verify", str(folder)]) == 0
 
 
+@pytest.mark.long
 def test_a_calculator_and_weights_as_files(tmp_path, marked):
     _, env = marked
     transport = EXAMPLES / "transports" / "folder.py"

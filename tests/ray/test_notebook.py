@@ -11,7 +11,10 @@ import pytest
 
 from tests.whole_runs import CONFIG
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [
+    pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.long,
+    pytest.mark.timeout(480),
+]  # fmt: skip
 
 _KERNEL = """
 import asyncio, json, sys
