@@ -11,11 +11,9 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
-import math
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +28,7 @@ from huggingface_hub import split_torch_state_dict_into_shards, try_to_load_from
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -40,9 +36,10 @@ from ray_apr.core.exceptions import TrainError
 from ray_apr.core.threads import in_thread
 from ray_apr.data.resumption import PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE, RolloutProgress
 from ray_apr.data.saved_samples import write_samples
-from ray_apr.train.checksums import NUM_THREADS, OF_ROLLOUT, check_files, write_checksums
+from ray_apr.train.checksums import OF_ROLLOUT, check_files, checksums, write_checksums
 from ray_apr.train.fsdp import drop_gathered
 from ray_apr.train.staging import Stager, trainer_state
+from ray_apr.train.state_files import FilesWriter, Scribe, StatePlanner
 from ray_apr.weights.adapters import adapter_settings, merged_parameters
 from ray_apr.weights.wire import wire_tensors
 
@@ -89,12 +86,18 @@ class Snapshot:
     random: dict[str, Any]
     progress: Progress
 
-    def write(self, folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
+    def write(
+        self,
+        folder: str | Path,
+        group: dist.ProcessGroup | None = None,
+        scribe: Scribe | None = None,
+    ) -> None:
         """Write this rank's files; all ranks call this together.
 
         Args:
             folder: A folder of this rank, or one that all ranks share; made if it is not there.
             group: What the ranks agree in; None: the one that they all compute in.
+            scribe: Of the stager that has the copy; None: this process writes.
 
         Waits for: the copy, and the other ranks. Unblocked by: these, or the group's limit.
 
@@ -103,81 +106,21 @@ class Snapshot:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        writer = FilesWriter(folder, scribe)
         dcp.save(
             self.state(),
-            storage_writer=_FilesWriter(folder),
-            planner=_Planner(enable_plan_caching=True),
+            storage_writer=writer,
+            planner=StatePlanner(),
             process_group=group,
         )
         rank = dist.get_rank()
-        files = [folder / _random_file(rank), *folder.glob(f"__{rank}_*")]
+        files = [folder / _random_file(rank)]
         torch.save(self.random, files[0])
         if rank == 0:
             known = {n: value for n, value in asdict(self.progress).items() if value is not None}
             (folder / PROGRESS_FILE).write_text(json.dumps(known), encoding="utf-8")
             files += [folder / PROGRESS_FILE, folder / _INDEX_FILE]
-        write_checksums(folder, rank, files)
-
-
-class _Planner(dcp.DefaultSavePlanner):
-    """Keeps its plan for the next checkpoint, by the name of its class, as long as names and shapes
-    are the same: to make one takes 0.1 to 0.2 s of Python, beside which a step launches nothing.
-
-    After a checkpoint that failed this process writes none (`CheckpointWriter`): PyTorch 2.11 keeps
-    a plan that not all ranks have agreed to.
-    """
-
-
-class _FilesWriter(dcp.FileSystemWriter):
-    """Writes a rank's state into several files side by side.
-
-    torch's own threads keep their errors to themselves: a full disk would leave a checkpoint that
-    lacks files.
-
-    Args:
-        folder: Where they are written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # a copy ahead is for one thread alone
-
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
-        """Write what torch asks for.
-
-        Waits for: all files. Unblocked by: their ends.
-
-        Raises:
-            OSError: The first one that a file has failed with, once all have ended.
-        """
-        write, names = super().write_data, plan.storage_data
-        parts = [
-            replace(plan, items=items, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))
-            for i, items in enumerate(_alike(plan.items))
-        ]
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            written = list(pool.map(lambda part: write(part, planner).value(), parts))
-        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        results.set_result([result for of_file in written for result in of_file])
-        return results
-
-
-def _alike(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Items in up to `NUM_THREADS` lists of about the same size."""
-    lists: list[list[WriteItem]] = [[] for _ in range(NUM_THREADS)]
-    sizes = [0] * NUM_THREADS
-    for item in sorted(items, key=_num_bytes, reverse=True):
-        smallest = sizes.index(min(sizes))
-        lists[smallest].append(item)
-        sizes[smallest] += _num_bytes(item)
-    return [found for found in lists if found]
-
-
-def _num_bytes(item: WriteItem) -> int:
-    """Of a tensor, or of this rank's part of it; what is none is small."""
-    data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        write_checksums(folder, rank, writer.checksums | checksums(files))
 
 
 def take_snapshot(
@@ -217,7 +160,7 @@ def save_rollout(folder: str | Path, rollout: RolloutProgress, samples: pa.Table
     rollout = replace(rollout, samples_digest=digest)
     file = Path(folder) / ROLLOUT_FILE
     file.write_text(rollout.to_json(), encoding="utf-8")
-    write_checksums(file.parent, OF_ROLLOUT, [file])
+    write_checksums(file.parent, OF_ROLLOUT, checksums([file]))
 
 
 def load_checkpoint(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray_apr.core.exceptions import ConfigError
 
@@ -21,6 +21,8 @@ _FILE = "checksums-{}.json"
 OF_ROLLOUT = "rollout"
 """In the place of a rank: of the file with which the rollout side goes on."""
 _CHUNK_BYTES = 1 << 22
+Checksums: TypeAlias = dict[str, list[int] | None]
+"""Size and CRC-32 of each file by its name; None of one that is not there."""
 _ELSE = "or begin a new run with the checkpoint before it (run.checkpoint; in Python checkpoint)"
 _REMEDY = (
     "is not what was written: its size or checksum differs; mend the disk or the copy, " + _ELSE
@@ -30,9 +32,8 @@ _UNKNOWN = (
 )
 
 
-def write_checksums(folder: Path, part: int | str, files: Iterable[Path]) -> None:
-    """Write size and CRC-32 of files of the folder into a file of this rank, or `OF_ROLLOUT`."""
-    found = _checksums(files)
+def write_checksums(folder: Path, part: int | str, found: Checksums) -> None:
+    """Write those of files of the folder into a file of this rank, or `OF_ROLLOUT`."""
     (folder / _FILE.format(part)).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -87,14 +88,14 @@ def check_files(folder: Path, part: int = 0, num_parts: int = 1) -> None:
     if written and (others := sorted({f.name for f in folder.glob("__*")} - written.keys())):
         raise ConfigError("checkpoint", str(folder / others[0]), _UNKNOWN)
     names = sorted(written)[part::num_parts]
-    found = _checksums(folder / name for name in names)
+    found = checksums(folder / name for name in names)
     for name in names:
         if found[name] != written[name]:
             raise ConfigError("checkpoint", str(folder / name), _REMEDY)
 
 
-def _checksums(files: Iterable[Path]) -> dict[str, list[int] | None]:
-    """Of each file by its name; None of one that is not there."""
+def checksums(files: Iterable[Path]) -> Checksums:
+    """Read files for theirs."""
     files = list(files)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         return dict(zip((file.name for file in files), pool.map(_checksum, files), strict=True))

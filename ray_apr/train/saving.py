@@ -46,6 +46,8 @@ from ray_apr.train.checkpoint import (
 )
 from ray_apr.train.control import RunControl
 from ray_apr.train.staging import Stager
+from ray_apr.train.state_files import Scribe
+from ray_apr.train.tensors import compute_device
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class CheckpointWriter:
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         self._stager = Stager(model, optimizer)
+        is_launched = compute_device(model).type == "cuda"  # by Python, which would be held up
+        self._scribe = Scribe(self._stager) if is_launched else None
         self._stays = stays
         self._listing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Any] | None = None
@@ -131,14 +135,14 @@ class CheckpointWriter:
         waits = exports or name is not None  # an export reads the model itself, not the copy
         mode = CheckpointUploadMode.SYNC if waits else CheckpointUploadMode.ASYNC
         captured = None if self._control is None else self._control.capture()
-        stager = None if waits else self._stager
+        stager, scribe = (None, None) if waits else (self._stager, self._scribe)
         snapshot = take_snapshot(self._model, self._optimizer, progress, stager)
         if not self._stays:
             self._stager.wait()
         taken_at = unix_s()
 
         def write(folder: Path) -> None:
-            snapshot.write(folder, self._ranks)
+            snapshot.write(folder, self._ranks, scribe)
             if captured is not None:
                 save_rollout(folder, *captured())
             if exports:
@@ -182,6 +186,8 @@ class CheckpointWriter:
         """
         self.wait()
         self._listing.shutdown()
+        if self._scribe is not None:
+            self._scribe.close()
         self._stager.close()
 
     def _await_listed(self, part: _Part, taken_at: float) -> None:

@@ -6,7 +6,8 @@
 Invariants, kept by `Stager`:
     * A copy is of the moment at which it was asked for: what the device had to do by then is done
       first, and the optimizer changes nothing before the copy is there.
-    * The host's memory is taken and pinned once, and belongs to one copy at a time.
+    * The host's memory is taken and pinned once, and belongs to one copy at a time. Other processes
+      may read it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ray_apr.core.exceptions import StarvedError, TrainError, one_line
 from ray_apr.core.threads import in_thread
+from ray_apr.train.host_memory import HostMemory
 from ray_apr.train.tensors import compute_device, local_tensor
 from ray_apr.weights.plan import aligned
 
@@ -66,7 +67,8 @@ class Stager:
         self._tensors: list[int] = []
         """Which tensors `_state` was put together of."""
         self._copy: Future[dict[str, Any]] | None = None
-        self._memory = np.empty(0, np.uint8)
+        self.memory = HostMemory(0)
+        """What the last copy is in."""
         self._is_pinned = False
         self._twins: list[torch.Tensor] = []
         """A tensor of the host's memory for each of the state."""
@@ -121,6 +123,7 @@ class Stager:
         self.wait()
         self._copy, self._state, self._twins = None, {}, []
         self._take_memory(0)
+        self.memory.close()
 
     def _hold(self, *_: Any) -> None:
         """Have a step of the optimizer wait for the copy.
@@ -164,24 +167,21 @@ class Stager:
             twin = torch.empty_like(tensor, device="cpu")
             if room:  # else there is nothing to copy
                 local = local_tensor(twin)
-                memory: Any = self._memory
-                place = torch.frombuffer(
-                    memory, dtype=local.dtype, count=local.numel(), offset=begin
-                )
-                local.set_(place.view(local.shape))
+                local.set_(self.memory.tensor(begin, local.shape, local.dtype))
             self._twins.append(twin)
             begin += room
 
     def _take_memory(self, size: int) -> None:
         """Have so many bytes, pinned where they are a GPU's; gives back those before."""
         if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.ctypes.data)
-        self._memory = np.empty(size, np.uint8)
+            torch.cuda.cudart().cudaHostUnregister(self.memory.address)
         self._is_pinned = False
+        self.memory.close()
+        self.memory = HostMemory(size)
         if self._stream is None or not size:
             return
-        torch.from_numpy(self._memory).zero_()  # to be pinned more quickly: by all threads
-        code = int(torch.cuda.cudart().cudaHostRegister(self._memory.ctypes.data, size, 0))
+        torch.from_numpy(self.memory.bytes).zero_()  # to be pinned more quickly: by all threads
+        code = int(torch.cuda.cudart().cudaHostRegister(self.memory.address, size, 0))
         self._is_pinned = code == 0
         if code:
             logger.warning(

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from ray_apr.config import AlgorithmConfig, TrainConfig
-from ray_apr.train.checkpoint import full_parameters
+from ray_apr.train.checkpoint import Progress, full_parameters, load_checkpoint, take_snapshot
 from ray_apr.train.fsdp import build_model, build_optimizer
 from ray_apr.train.logprobs import micro_batches, response_logprobs, warm_up
 from ray_apr.train.recomputation import CudaMemory
 from ray_apr.train.staging import Stager, trainer_state
+from ray_apr.train.state_files import Scribe
 from ray_apr.train.step import train_step
 from ray_apr.train.tensors import compute_device, local_tensor
 from ray_apr.weights.gathered import GatheredWeights
@@ -122,7 +123,7 @@ def test_what_is_cut_up_counts_as_taken():
 
 def test_a_checkpoint_is_copied_beside_the_next_step_as_it_was(tmp_path, one_rank):
     """Into pinned memory, which the second copy finds: torch 2.11 pinned it anew each time, for
-    seconds."""
+    seconds. Another process reads it there."""
     folder = str(make_tiny_model(tmp_path / "model", hidden_size=64))
     train = TrainConfig(learning_rate=1e-2, compile=False)
     model = build_model(folder, train, torch.device("cuda"))
@@ -141,4 +142,15 @@ def test_a_checkpoint_is_copied_beside_the_next_step_as_it_was(tmp_path, one_ran
             assert not torch.equal(local_tensor(state[name]).cpu(), weight), name
         places.append([weight.data_ptr() for weight in copied.values()])
     assert places[0] == places[1] == places[2]
+    scribe = Scribe(stager)
+    take_snapshot(model, optimizer, Progress(step=3, policy_version=3), stager).write(
+        tmp_path / "c", scribe=scribe
+    )
+    scribe.close()
     stager.close()
+    state = trainer_state(model, optimizer)
+    expected = {name: local_tensor(weight).cpu() for name, weight in state["model"].items()}
+    train_step(model, optimizer, row, AlgorithmConfig(), train)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    found = trainer_state(model, optimizer)["model"]
+    assert all(torch.equal(local_tensor(found[name]).cpu(), expected[name]) for name in expected)

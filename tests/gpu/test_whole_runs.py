@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from ray_apr.cli.main import main
 from ray_apr.run.folder import read_rows
 from tests.engine_kills import kill_a_core, sync_of
 from tests.processes import kill_all, marked_environment, processes_of
@@ -115,5 +116,31 @@ def test_engines_and_train_workers_are_on_the_same_gpus(tmp_path, sleep):
         gaps = [json.loads(row)["kl_k3"] for row in steps]
         assert len(gaps) == 4 and max(gaps) < 1e-4, "engines generate with the trainer's weights"
         check_memory_is_free(before, mark)
+    finally:
+        kill_all(mark)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+def test_a_killed_process_of_checkpoints_costs_no_checkpoint(tmp_path):
+    mark, env = marked_environment()
+    gpus = torch.cuda.device_count()
+    settings = (
+        *ON_GPUS, "rollout.engine.placement=colocated", "rollout.engine.sleep=false",
+        f"rollout.num_replicas={gpus}", f"scaling={{num_workers: {gpus}, use_gpu: true}}",
+        "train.steps=40", "train.checkpoint_every=4", "ray.num_cpus=16",
+    )  # fmt: skip
+    try:
+        run = start_run(tmp_path, env, *settings, log=tmp_path / "log.txt")
+        deadline, writers = time.monotonic() + 240, list[int]()
+        while len(writers) < gpus and time.monotonic() < deadline:
+            time.sleep(0.2)
+            writers = [pid for pid, said in processes_of(mark).items() if "state_files" in said]
+        for pid in writers:
+            os.kill(pid, signal.SIGKILL)
+        reached = len(read_rows(tmp_path / "run" / "metrics.jsonl"))
+        code, said = run.wait(240), (tmp_path / "log.txt").read_text()
+        assert code == 0, said[-4000:]
+        assert len(writers) == gpus and reached < 36, "checkpoints followed"
+        assert main(["verify", str(tmp_path / "run")]) == 0
     finally:
         kill_all(mark)

@@ -24,8 +24,9 @@ from ray_apr.train.checkpoint import (
     load_checkpoint,
     take_snapshot,
 )
-from ray_apr.train.checksums import NUM_THREADS, check_files, write_checksums
+from ray_apr.train.checksums import NUM_THREADS, check_files, checksums, write_checksums
 from ray_apr.train.fsdp import build_model, build_optimizer, local_tensor
+from ray_apr.train.staging import Stager
 from ray_apr.train.step import train_step
 from tests.tiny_model import make_tiny_model
 from tests.train_batches import make_batches, make_samples, process_group
@@ -280,6 +281,35 @@ def test_a_file_that_cannot_be_written_ends_the_checkpoint(tmp_path, folder, mon
     assert len(ended) == NUM_THREADS - 1
 
 
+def test_copies_in_the_same_memory_are_planned_once(tmp_path, folder, monkeypatch):
+    make_plan, plans = default_planner.create_default_local_save_plan, []
+    monkeypatch.setattr(
+        default_planner,
+        "create_default_local_save_plan",
+        lambda *args: plans.append(1) or make_plan(*args),
+    )
+    other = make_tiny_model(tmp_path / "other", hidden_size=64)
+    alive = []
+    for name, source in {"a": folder, "b": other, "c": folder}.items():
+        model, optimizer = build(source, SHARDED)
+        stager = Stager(model, optimizer)
+        plans.clear()
+        for step in range(3):
+            train(model, optimizer, [step])
+            path = tmp_path / f"{name}-{step}"
+            progress = Progress(step=step, policy_version=step)
+            snapshot = take_snapshot(model, optimizer, progress, stager)
+            snapshot.write(path)
+            alive.append(snapshot.state())
+            assert len(plans) == 1, "the first one"
+            restored = build(source, SHARDED)
+            load_checkpoint(path, *restored)
+            expected, found = weights_of(model), weights_of(restored[0])
+            assert all(torch.equal(found[n], weight) for n, weight in expected.items())
+            plans[1:] = []  # to load, torch plans too
+        stager.close()
+
+
 def test_what_follows_a_checkpoint_has_its_plan_but_its_own_moment(tmp_path, folder, monkeypatch):
     make_plan, plans = default_planner.create_default_global_save_plan, []
     monkeypatch.setattr(
@@ -314,7 +344,7 @@ def test_each_file_is_looked_at_by_one_process(tmp_path, num_parts):
     files = [tmp_path / f"__{rank}_0.distcp" for rank in range(4)]
     for rank, file in enumerate(files):
         file.write_bytes(bytes([rank]) * 100)
-        write_checksums(tmp_path, rank, [file])
+        write_checksums(tmp_path, rank, checksums([file]))
     for file in files:
         content = file.read_bytes()
         change(file)

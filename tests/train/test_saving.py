@@ -221,6 +221,26 @@ def test_what_is_written_during_further_steps_is_of_one_moment(folder, train, se
         check_same(state_of(again, its_optimizer), whole)
 
 
+def test_beside_a_gpu_another_process_writes(folder, train, monkeypatch):
+    """A thread would hold up the loop, which launches what the device computes."""
+    monkeypatch.setattr(saving, "compute_device", lambda _: torch.device("cuda"))
+    model, optimizer = build(folder)
+    take_steps(model, optimizer, [0])
+    expected = state_of(model, optimizer)
+    writer = CheckpointWriter(model, optimizer, Control(), source=str(folder))
+    writer.save({}, Progress(step=1, policy_version=1))
+    take_steps(model, optimizer, [1])
+    writer.wait()
+    process = writer._scribe._process._process
+    assert process.poll() is None
+    writer.close()
+    assert process.poll() is not None
+    restored = build(folder)
+    load_checkpoint(train.listed[-1].checkpoint.path, *restored)
+    found, rates = state_of(*restored)
+    check_same((found | {"random": expected[0]["random"]}, rates), expected)
+
+
 def test_a_state_that_leaves_the_device_is_written_as_it_was(folder, train, monkeypatch):
     parts = staging._parts
     monkeypatch.setattr(staging, "_parts", lambda pairs: time.sleep(0.3) or parts(pairs))

@@ -15,7 +15,7 @@ from ray_apr.core.user import Environment, Step
 from ray_apr.data.resumption import FORMAT, PROGRESS_FILE, ROLLOUT_FILE, SAMPLES_FILE
 from ray_apr.data.saved_samples import groups_of
 from ray_apr.run.resume import find_begin
-from ray_apr.train.checksums import write_checksums
+from ray_apr.train.checksums import checksums, write_checksums
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import (
     COUNTERS,
@@ -129,7 +129,7 @@ def test_figures_of_which_a_digit_changed_are_refused(tmp_path, name, was, now):
     """known fault: the run went on with them, and had taken the rows of its steps out by then."""
     folder = tmp_path / "now"
     write_checkpoint(folder)
-    write_checksums(folder, 0, [folder / PROGRESS_FILE])
+    write_checksums(folder, 0, checksums([folder / PROGRESS_FILE]))
     assert begin_with(folder, tmp_path).step == 2
     text = (folder / name).read_text()
     assert was in text

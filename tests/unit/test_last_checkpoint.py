@@ -40,7 +40,7 @@ from ray_apr.run.resume import (
     kept_checkpoints,
     last_step,
 )
-from ray_apr.train.checksums import OF_ROLLOUT, write_checksums
+from ray_apr.train.checksums import OF_ROLLOUT, checksums, write_checksums
 from tests.run_specs import run_spec
 from tests.saved_checkpoints import write_checkpoint
 
@@ -245,7 +245,7 @@ async def test_a_side_begins_again_where_its_trainer_began_or_has_saved_since(
     file = tmp_path / "run" / "checkpoint_4" / ROLLOUT_FILE
     progress = RolloutProgress.from_values(json.loads(file.read_text()))
     file.write_text(dataclasses.replace(progress, epoch=1).to_json())
-    write_checksums(file.parent, OF_ROLLOUT, [file])
+    write_checksums(file.parent, OF_ROLLOUT, checksums([file]))
     found = find_side_begin(spec_of(tmp_path), Begin(step=2, policy_version=2, epoch=epoch))
     assert (found.step, found.of_engines, found.epoch) == (step, step, max(1, epoch))
     assert found.replayed.takes_over, "the engines work for a worker that is dead"
