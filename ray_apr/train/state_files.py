@@ -4,7 +4,7 @@
                     └ Scribe ─► its process ─► threads of that, which read the copy of `Stager`
 
 Python's threads take turns: those that write a state hold up the one that launches a step, for
-0.5 s a checkpoint of 0.6B parameters on a GPU. Another process holds it up for nothing.
+half a second a checkpoint of 0.6B parameters on a GPU. Another process does not.
 
 Invariants:
     * Whoever writes files says their checksums, and returns once all of them are there.
