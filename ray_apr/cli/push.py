@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import APRError, ResourceError, one_line
+from ray_apr.run.folder import checkpoints_of
 from ray_apr.run.model import HUB_ID
 
-_EXPORTED = Path("hf", "config.json")
-"""In a checkpoint: of a model in Hugging Face's format, which the last checkpoint of a run has, and
-with `train.export_checkpoints` each one."""
+_MODEL, _CONFIG = "hf", "config.json"
+"""Folder in a checkpoint, and a file there: of a model in Hugging Face's format, which the last
+checkpoint of a run has, and with `train.export_checkpoints` each one."""
 
 
 def check_repo(name: str, repo: str) -> None:
@@ -35,14 +40,14 @@ def check_token(name: str, repo: str) -> None:
     require(huggingface_hub.get_token() is not None, name, repo, remedy)
 
 
-def write_card(run_dir: Path) -> Path:
+def write_card(run_dir: Path) -> tuple[Any, str]:
     """Write the card of a run's trained model beside its weights.
 
     Args:
         run_dir: Of the run.
 
     Returns:
-        The folder of the model.
+        The `pyarrow.fs.FileSystem` that has the model, and the path of its folder there.
 
     Raises:
         ConfigError: If it is no run folder, or holds no exported model.
@@ -52,32 +57,47 @@ def write_card(run_dir: Path) -> Path:
     from ray_apr.tools.report.load import load_run
 
     run = load_run(run_dir)
-    exported = [file for of in _whole_checkpoints(run_dir) if (file := of / _EXPORTED).is_file()]
+    files, exported = _exported(run_dir)
     remedy = "holds no exported model, which a run writes with its last step; let it end"
     require(bool(exported), "RUN_DIR", str(run_dir), remedy)
-    folder = exported[-1].parent
-    (folder / CARD_FILE).write_text(model_card(run), encoding="utf-8")
-    return folder
+    with files.open_output_stream(f"{exported[-1]}/{CARD_FILE}") as card:
+        card.write(model_card(run).encode())
+    return files, exported[-1]
 
 
-def _whole_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run, the oldest first, without one that is being written, or was cut off.
+def _exported(run_dir: Path) -> tuple[Any, list[str]]:
+    """Models in checkpoints of a run, the oldest first, without one that is being written, or was
+    cut off; with the file system that has them.
 
     Raises:
         ResourceError: If Ray Train's list of them cannot be read, as while it is written.
     """
-    from pyarrow.fs import LocalFileSystem
-
     from ray_apr.run.retention import listed_checkpoints
 
     try:
-        listed = listed_checkpoints(LocalFileSystem(), str(run_dir.expanduser().absolute()))
-        return [run_dir / result["checkpoint_dir_name"] for result in listed]
-    except FileNotFoundError:
-        return []
+        files, folder = checkpoints_of(run_dir)
+        try:
+            listed = listed_checkpoints(files, folder)
+        except FileNotFoundError:
+            return files, []
+        models = [f"{folder}/{result['checkpoint_dir_name']}/{_MODEL}" for result in listed]
+        return files, [m for m in models if files.get_file_info(f"{m}/{_CONFIG}").is_file]
     except (OSError, ValueError, KeyError) as error:
         reason = f"checkpoints in {run_dir} cannot be read: {one_line(error)}; try again"
         raise ResourceError(reason) from error
+
+
+@contextlib.contextmanager
+def _on_this_host(files: Any, folder: str) -> Iterator[Path]:
+    """A folder; a copy of it, until the block ends, where it is in remote storage."""
+    from pyarrow.fs import LocalFileSystem, copy_files
+
+    if isinstance(files, LocalFileSystem):
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        copy_files(folder, copy, source_filesystem=files)
+        yield Path(copy)
 
 
 def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
@@ -103,12 +123,13 @@ def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
     check_repo("OWNER/NAME", repo)
     check_token("OWNER/NAME", repo)
     try:
-        folder = write_card(run_dir)
+        files, model = write_card(run_dir)
         hub = huggingface_hub.HfApi()
         hub.create_repo(repo, private=private, exist_ok=True)
-        done = hub.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message=f"Model of run {run_dir.name}"
-        )
+        with _on_this_host(files, model) as folder:
+            done = hub.upload_folder(
+                repo_id=repo, folder_path=folder, commit_message=f"Model of run {run_dir.name}"
+            )
     except APRError:  # which says what to do
         raise
     except Exception as error:  # its versions have other libraries for the network

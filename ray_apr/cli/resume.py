@@ -12,7 +12,7 @@ from ray_apr.cli.settings import RunSettings, load_settings
 from ray_apr.core.exceptions import APRError, ConfigError
 from ray_apr.data.resumption import PROGRESS_FILE
 from ray_apr.run.command import read_command
-from ray_apr.run.folder import CONFIG_FILE, is_remote, read_object
+from ray_apr.run.folder import CONFIG_FILE, checkpoints_of, is_remote, read_object
 
 
 def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -75,17 +75,16 @@ def settings_of_run(folder: Path, overrides: Sequence[str] = ()) -> RunSettings:
 
 def is_anything_left(folder: Path) -> bool:
     """Whether a run that was stopped can be gone on with, by its folder alone: its last checkpoint
-    lacks a step or its evaluation, or is not here to say so."""
-    from pyarrow.fs import LocalFileSystem
-
+    lacks a step or its evaluation, or does not say so."""
     from ray_apr.run.evaluations import lacks_last_evaluation  # which imports Ray
     from ray_apr.run.retention import listed_checkpoints
 
     try:
-        last = listed_checkpoints(LocalFileSystem(), str(folder))[-1]["checkpoint_dir_name"]
-        trained, config = (
-            read_object(folder / f) for f in (f"{last}/{PROGRESS_FILE}", CONFIG_FILE)
-        )
+        files, place = checkpoints_of(folder)
+        last = listed_checkpoints(files, place)[-1]["checkpoint_dir_name"]
+        with files.open_input_file(f"{place}/{last}/{PROGRESS_FILE}") as file:
+            trained = json.loads(file.read())
+        config = read_object(folder / CONFIG_FILE)
         if trained["step"] < config["train"]["steps"]:
             return True
         evaluates = "evaluation" in config

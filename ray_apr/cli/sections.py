@@ -82,9 +82,6 @@ class RunFolderSettings:
         if self.resume and self.name is None:
             raise ConfigError("run.resume", True, "needs the run to go on with: set run.name, too")
         check_storage("run.storage_path", self.storage_path)
-        if self.push_to_hub is not None and is_remote(self.storage_path):
-            remedy = "takes a model out of a folder: set run.storage_path to one, or leave this out"
-            raise ConfigError("run.push_to_hub", self.push_to_hub, remedy)
         if self.name is not None:
             check_run_name("run.name", self.name)
         if self.checkpoint is not None:

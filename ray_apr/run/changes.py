@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray_apr.config import EvaluationConfig, Sections
 from ray_apr.core.names import dotted
-from ray_apr.run.folder import CONFIG_FILE, object_or_empty
+from ray_apr.run.folder import CHECKPOINTS, CONFIG_FILE, object_or_empty
 
 if TYPE_CHECKING:
     from ray_apr.run.spec import RunSpec
 
-_COME_AND_GO = ("rollout.num_replicas",)
-"""What changes by itself, which a row of ``ranks.jsonl`` has anyway."""
+_NO_SETTINGS = ("rollout.num_replicas", CHECKPOINTS)
+"""What changes by itself, which a row of ``ranks.jsonl`` has anyway; and where checkpoints are."""
 
 _DIGESTS = "digests."
 """Before the name of what a file of the user's defines: SHA-256 of the file."""
@@ -43,7 +43,7 @@ def changed_settings(spec: RunSpec) -> Changed:
         name: pair
         for name, pair in pairs.items()
         if pair[0] != pair[1]
-        and name not in _COME_AND_GO
+        and name not in _NO_SETTINGS
         and not (is_digest(name) and None in pair)
     }
 

@@ -19,6 +19,8 @@ RESUMES_FILE = "resumes.jsonl"
 """File of the run folder with a row each time that the run was gone on with."""
 _SCHEMES = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "hf")
 """Of what `pyarrow.fs.FileSystem.from_uri` takes, as Ray Train does."""
+CHECKPOINTS = "checkpoints"
+"""Key of `CONFIG_FILE`: where a run's checkpoints are, as a URI, if they are not in its folder."""
 LOCK_FILE = ".lock"
 """File of a run folder that is locked by the process that trains it."""
 _LOOK_S, _PAUSE_S = 0.5, 0.02
@@ -320,6 +322,24 @@ def object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any
         place = str(file) if line is None else f"{file}, line {line}"
         raise ConfigError("RUN_DIR", place, f"is cut off or no JSON ({error})") from error
     return found
+
+
+def checkpoints_of(folder: Path) -> tuple[Any, str]:
+    """Where the checkpoints of a run are, which its folder says.
+
+    Returns:
+        A `pyarrow.fs.FileSystem`, and the path of their folder in it.
+
+    Raises:
+        OSError: If a storage does not answer.
+    """
+    from pyarrow.fs import FileSystem, LocalFileSystem
+
+    uri = object_or_empty(folder / CONFIG_FILE).get(CHECKPOINTS)
+    if uri is None:
+        return LocalFileSystem(), absolute(str(folder))
+    files, path = FileSystem.from_uri(uri)
+    return files, path
 
 
 def put_text(file: Path, text: str) -> None:

@@ -25,7 +25,7 @@ from ray_apr.core.imports import finish_imports
 from ray_apr.core.user import Environment, GroupFilter, RewardFunction
 from ray_apr.data.fence import Fence
 from ray_apr.run.command import Command
-from ray_apr.run.folder import is_remote, run_folder
+from ray_apr.run.folder import CHECKPOINTS, is_remote, run_folder
 from ray_apr.run.retention import AgedCheckpoints
 
 RESTARTS = ("max_failures", "controller_failure_limit", "max_preemption_failures")
@@ -218,8 +218,8 @@ class RunSpec(Sections):
         return longest
 
     def describe(self) -> dict[str, Any]:
-        """The run's settings as plain values, and digests of the files of the user's functions and
-        environment; the control token is left out."""
+        """The run's settings as plain values, where remote checkpoints are, and digests of files of
+        the user's functions and environment; the control token is left out."""
         sections = {
             name: dataclasses.asdict(getattr(self, name))
             for name in (
@@ -250,6 +250,8 @@ class RunSpec(Sections):
         scaling = {"num_workers": workers, "use_gpu": bool(self.scaling.use_gpu)}
         code = {name: _name(value) for name, value in user.items()}
         described = {"model": self.model, **code, **sections, "scaling": scaling}
+        if self.remote_storage is not None:
+            described[CHECKPOINTS] = self.checkpoints_folder
         return described | {"digests": digests}
 
 

@@ -15,11 +15,12 @@ import ray.train
 from ray_apr.cli import launch
 from ray_apr.cli import main as cli
 from ray_apr.cli.launch import trainer_arguments
-from ray_apr.cli.resume import settings_to_resume
+from ray_apr.cli.resume import is_anything_left, settings_to_resume
 from ray_apr.cli.said import tell
 from ray_apr.cli.settings import load_settings
 from ray_apr.config import TrainConfig
 from ray_apr.core.exceptions import ConfigError, Stopped
+from ray_apr.data.resumption import LIST_FILE, PROGRESS_FILE
 from ray_apr.run import controller
 from ray_apr.run.command import COMMAND_FILE, Command, read_command
 from ray_apr.run.resume import hold_folder
@@ -111,6 +112,24 @@ def test_a_run_whose_checkpoints_are_remote_goes_on_with_them(
     assert (settings.run_dir, settings.run.storage_path) == (run_dir, bucket)
     run = trainer_arguments(settings)["run_config"]
     assert (run.name, run.storage_path) == ("mine", bucket)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_run_that_has_trained_all_its_steps_has_nothing_left(
+    tmp_path: Path, is_remote: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    kept = tmp_path / "bucket" if is_remote else run_dir
+    (kept / "checkpoint_1").mkdir(parents=True)
+    run_dir.mkdir(exist_ok=True)
+    listed = {"checkpoint_results": [{"checkpoint_dir_name": "checkpoint_1"}]}
+    (kept / LIST_FILE).write_text(json.dumps(listed))
+    config = {"train": {"steps": 9}} | ({"checkpoints": f"file://{kept}"} if is_remote else {})
+    (run_dir / "config.json").write_text(json.dumps(config))
+    for step in (8, 9):
+        progress = {"step": step, "policy_version": step}
+        (kept / "checkpoint_1" / PROGRESS_FILE).write_text(json.dumps(progress))
+        assert is_anything_left(run_dir) == (step < 9)
 
 
 @pytest.mark.parametrize(

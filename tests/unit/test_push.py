@@ -12,8 +12,10 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import constants
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from ray_apr.cli import launch
+from ray_apr.cli import push as push_module
 from ray_apr.cli.main import main
 from ray_apr.cli.push import push_at_end
 from ray_apr.cli.sections import RunFolderSettings
@@ -230,6 +232,50 @@ def test_the_card_alone(run_dir, hub, capsys):
     assert main(["push", str(run_dir)]) == 0
     assert capsys.readouterr().out == f"card: {run_dir}/checkpoint_2/hf/README.md\n"
     assert not hub.calls
+
+
+@pytest.fixture
+def bucket(run_dir, tmp_path):
+    """Has the checkpoints of the run, which are not in its folder then."""
+    bucket = tmp_path / "bucket" / "my-run"
+    bucket.mkdir(parents=True)
+    for file in run_dir.glob("checkpoint_*"):  # Ray Train's list, too
+        file.rename(bucket / file.name)
+    config = json.loads((run_dir / "config.json").read_text())
+    config["checkpoints"] = f"file://{bucket}"
+    (run_dir / "config.json").write_text(json.dumps(config))
+    return bucket
+
+
+def test_a_model_in_remote_storage_is_pushed(run_dir, bucket, hub, capsys):
+    """known fault: `push` said that the run holds no model, and run.push_to_hub was refused."""
+    RunFolderSettings(storage_path="s3://bucket/runs", push_to_hub="org/name")
+    assert main(["push", str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"card: {bucket}/checkpoint_2/hf/README.md\n"
+    assert main(["push", str(run_dir), "org/name"]) == 0
+    assert hub.calls[1][1] == bucket / "checkpoint_2" / "hf"
+
+
+def test_a_model_that_is_on_no_file_system_is_pushed_from_a_copy(
+    run_dir, bucket, hub, monkeypatch, capsys
+):
+    storage = SubTreeFileSystem(str(bucket.parent), LocalFileSystem())
+    monkeypatch.setattr(push_module, "checkpoints_of", lambda _: (storage, "my-run"))
+    upload, seen = Hub.upload_folder, []
+
+    def look(self, *, folder_path, **rest):
+        seen.extend(sorted(file.name for file in folder_path.iterdir()))
+        return upload(self, folder_path=folder_path, **rest)
+
+    monkeypatch.setattr(Hub, "upload_folder", look)
+    assert main(["push", str(run_dir), "org/name"]) == 0
+    assert seen == ["README.md", "config.json"]
+    assert (bucket / "checkpoint_2" / "hf" / "README.md").is_file()
+    assert not hub.calls[1][1].exists()
+    (bucket / LIST_FILE).write_text("{")
+    (bucket / LIST_COPY_FILE).write_text("{")
+    assert main(["push", str(run_dir), "org/name"]) == 1
+    assert f"checkpoints in {run_dir} cannot be read" in capsys.readouterr().err
 
 
 def test_a_hub_that_does_not_take_it_ends_nothing_and_is_tried_again(run_dir, hub, capsys):

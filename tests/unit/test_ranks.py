@@ -97,6 +97,20 @@ def test_a_folder_without_the_digest_of_a_file_does_not_tell_that_the_file_chang
         assert [*changed_settings(spec)] == [one.name for one in other_settings(was, now)] == told
 
 
+def test_where_the_checkpoints_are_is_written_down_and_is_no_setting(tmp_path, monkeypatch):
+    uri = "s3://bucket/runs"
+    spec = run_spec(run=ray.train.RunConfig(name="run", storage_path=uri))
+    monkeypatch.setattr(type(spec), "folder", tmp_path)
+    now = spec.describe()
+    assert now["checkpoints"] == f"{uri}/{spec.name}" and "checkpoints" not in run_spec().describe()
+    was = {
+        name: value for name, value in json.loads(json.dumps(now)).items() if name != "checkpoints"
+    }
+    for before in (was, was | {"checkpoints": "s3://other/run"}):
+        write_json(tmp_path / "config.json", before)
+        assert changed_settings(spec) == {} and other_settings(before, now) == []
+
+
 def test_a_setting_that_a_run_of_an_older_version_had_not_has_its_default_there(
     tmp_path, monkeypatch
 ):

@@ -424,11 +424,6 @@ def test_default_run_name_has_file_mode_and_time(folder: Path) -> None:
         ("scaling.workers=2", "scaling.workers", "num_workers"),
         ("run.folder=x", "run.folder", "storage_path"),
         ("run.storage_path=s4://bucket/runs", "run.storage_path", "begins with one of file, s3"),
-        (
-            "run={storage_path: 's3://bucket/runs', push_to_hub: me/model}",
-            "run.push_to_hub",
-            "takes a model out of a folder",
-        ),
         ("run.storage_path=5", "run.storage_path", "must be text"),
         ("run.checkpoint=.", "run.checkpoint", "which has a file progress.json"),
         ("run.checkpoint=s4://bucket/runs", "run.checkpoint", "begins with one of file, s3"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.core.names import dotted
 from ray_apr.run.changes import is_digest
+from ray_apr.run.folder import CHECKPOINTS
 from ray_apr.tools.report.figures import SERIES, average_window, esc, figure, line, moving_average
 from ray_apr.tools.report.html import number
 from ray_apr.tools.report.load import RunData, load_run
@@ -144,7 +145,7 @@ def other_settings(*configs: Mapping[str, Any]) -> list[Line]:
     return [
         Line(name, tuple(settings.get(name, _OTHERWISE) for settings in of_each))
         for name in dict.fromkeys(name for settings in of_each for name in settings)
-        if len(values(name)) > 1
+        if len(values(name)) > 1 and name != CHECKPOINTS
     ]
 
 
