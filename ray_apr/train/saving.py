@@ -95,8 +95,8 @@ class CheckpointWriter:
         limit = datetime.timedelta(seconds=CHECKPOINT_LIMIT_S)
         self._ranks = dist.new_group(backend="gloo", timeout=limit)
         self._stager = Stager(model, optimizer)
-        is_launched = compute_device(model).type == "cuda"  # by Python, which would be held up
-        self._scribe = Scribe(self._stager) if is_launched else None
+        has_gpu = compute_device(model).type == "cuda"  # for which the loop launches work
+        self._scribe = Scribe(self._stager) if has_gpu else None
         self._stays = stays
         self._listing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Any] | None = None

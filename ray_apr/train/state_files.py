@@ -79,7 +79,7 @@ class StatePlanner(dcp.DefaultSavePlanner):
         """What this rank would write; nothing where that has not changed."""
         planned, type(self)._planned = type(self)._planned, {}
         if planned.keys() == self.state_dict.keys() and all(
-            _is_tensor(value, planned[name]) for name, value in self.state_dict.items()
+            _is_same(value, planned[name]) for name, value in self.state_dict.items()
         ):
             return SavePlan([], usable=False)
         return super().create_local_plan()
@@ -94,8 +94,8 @@ class StatePlanner(dcp.DefaultSavePlanner):
         return plan
 
 
-def _is_tensor(value: Any, reference: weakref.ref[torch.Tensor] | None) -> bool:
-    """Whether it is the tensor that is referred to; or is none, where none is."""
+def _is_same(value: Any, reference: weakref.ref[torch.Tensor] | None) -> bool:
+    """Whether it is the tensor that is referred to; no tensor, where none is."""
     return not isinstance(value, torch.Tensor) if reference is None else reference() is value
 
 
