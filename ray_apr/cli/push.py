@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ray_apr.core.checks import require
 from ray_apr.core.exceptions import APRError, ResourceError, one_line
-from ray_apr.run.folder import checkpoints_of
 from ray_apr.run.model import HUB_ID
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
 
 _MODEL, _CONFIG = "hf", "config.json"
 """Folder in a checkpoint, and a file there: of a model in Hugging Face's format, which the last
@@ -40,14 +39,14 @@ def check_token(name: str, repo: str) -> None:
     require(huggingface_hub.get_token() is not None, name, repo, remedy)
 
 
-def write_card(run_dir: Path) -> tuple[Any, str]:
+def write_card(run_dir: Path) -> Checkpoint:
     """Write the card of a run's trained model beside its weights.
 
     Args:
         run_dir: Of the run.
 
     Returns:
-        The `pyarrow.fs.FileSystem` that has the model, and the path of its folder there.
+        The folder of the model.
 
     Raises:
         ConfigError: If it is no run folder, or holds no exported model.
@@ -57,47 +56,38 @@ def write_card(run_dir: Path) -> tuple[Any, str]:
     from ray_apr.tools.report.load import load_run
 
     run = load_run(run_dir)
-    files, exported = _exported(run_dir)
+    exported = _exported(run_dir)
     remedy = "holds no exported model, which a run writes with its last step; let it end"
     require(bool(exported), "RUN_DIR", str(run_dir), remedy)
-    with files.open_output_stream(f"{exported[-1]}/{CARD_FILE}") as card:
+    model = exported[-1]
+    with model.filesystem.open_output_stream(f"{model.path}/{CARD_FILE}") as card:
         card.write(model_card(run).encode())
-    return files, exported[-1]
+    return model
 
 
-def _exported(run_dir: Path) -> tuple[Any, list[str]]:
+def _exported(run_dir: Path) -> list[Checkpoint]:
     """Models in checkpoints of a run, the oldest first, without one that is being written, or was
-    cut off; with the file system that has them.
+    cut off.
 
     Raises:
         ResourceError: If Ray Train's list of them cannot be read, as while it is written.
     """
-    from ray_apr.run.retention import listed_checkpoints
+    from ray.train import Checkpoint
+
+    from ray_apr.run.retention import checkpoints_of, listed_checkpoints
 
     try:
-        files, folder = checkpoints_of(run_dir)
-        try:
-            listed = listed_checkpoints(files, folder)
-        except FileNotFoundError:
-            return files, []
-        models = [f"{folder}/{result['checkpoint_dir_name']}/{_MODEL}" for result in listed]
-        return files, [m for m in models if files.get_file_info(f"{m}/{_CONFIG}").is_file]
+        kept = checkpoints_of(run_dir)
+        files = kept.filesystem
+        listed = listed_checkpoints(files, kept.path)
+        models = [f"{kept.path}/{result['checkpoint_dir_name']}/{_MODEL}" for result in listed]
+        exported = [m for m in models if files.get_file_info(f"{m}/{_CONFIG}").is_file]
+        return [Checkpoint(model, files) for model in exported]
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, KeyError) as error:
         reason = f"checkpoints in {run_dir} cannot be read: {one_line(error)}; try again"
         raise ResourceError(reason) from error
-
-
-@contextlib.contextmanager
-def _on_this_host(files: Any, folder: str) -> Iterator[Path]:
-    """A folder; a copy of it, until the block ends, where it is in remote storage."""
-    from pyarrow.fs import LocalFileSystem, copy_files
-
-    if isinstance(files, LocalFileSystem):
-        yield Path(folder)
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        copy_files(folder, copy, source_filesystem=files)
-        yield Path(copy)
 
 
 def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
@@ -123,13 +113,12 @@ def push(run_dir: Path, repo: str, *, private: bool = True) -> str:
     check_repo("OWNER/NAME", repo)
     check_token("OWNER/NAME", repo)
     try:
-        files, model = write_card(run_dir)
+        model = write_card(run_dir)
         hub = huggingface_hub.HfApi()
         hub.create_repo(repo, private=private, exist_ok=True)
-        with _on_this_host(files, model) as folder:
-            done = hub.upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=f"Model of run {run_dir.name}"
-            )
+        with model.as_directory() as folder:  # a copy of it, where it is in remote storage
+            message = f"Model of run {run_dir.name}"
+            done = hub.upload_folder(repo_id=repo, folder_path=Path(folder), commit_message=message)
     except APRError:  # which says what to do
         raise
     except Exception as error:  # its versions have other libraries for the network

@@ -187,7 +187,7 @@ def _push(args: argparse.Namespace) -> int:
     from ray_apr.tools.model_card import CARD_FILE
 
     if args.repo is None:
-        show(f"card: {write_card(args.run)[1]}/{CARD_FILE}")
+        show(f"card: {write_card(args.run).path}/{CARD_FILE}")
     else:
         show(f"model: {push(args.run, args.repo, private=not args.public)}")
     return EXIT_OK

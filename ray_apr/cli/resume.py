@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ray_apr.cli.settings import RunSettings, load_settings
 from ray_apr.core.exceptions import APRError, ConfigError
-from ray_apr.data.resumption import PROGRESS_FILE
+from ray_apr.data.resumption import PROGRESS_FILE, read_json
 from ray_apr.run.command import read_command
-from ray_apr.run.folder import CONFIG_FILE, checkpoints_of, is_remote, read_object
+from ray_apr.run.folder import CONFIG_FILE, is_remote, read_object
 
 
 def settings_to_resume(run_dir: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -77,13 +77,12 @@ def is_anything_left(folder: Path) -> bool:
     """Whether a run that was stopped can be gone on with, by its folder alone: its last checkpoint
     lacks a step or its evaluation, or does not say so."""
     from ray_apr.run.evaluations import lacks_last_evaluation  # which imports Ray
-    from ray_apr.run.retention import listed_checkpoints
+    from ray_apr.run.retention import checkpoints_of, listed_checkpoints
 
     try:
-        files, place = checkpoints_of(folder)
-        last = listed_checkpoints(files, place)[-1]["checkpoint_dir_name"]
-        with files.open_input_file(f"{place}/{last}/{PROGRESS_FILE}") as file:
-            trained = json.loads(file.read())
+        kept = checkpoints_of(folder)
+        last = listed_checkpoints(kept.filesystem, kept.path)[-1]["checkpoint_dir_name"]
+        trained = read_json(kept, f"{last}/{PROGRESS_FILE}")
         config = read_object(folder / CONFIG_FILE)
         if trained["step"] < config["train"]["steps"]:
             return True

@@ -324,24 +324,6 @@ def object_of(text: bytes, file: Path, line: int | None = None) -> dict[str, Any
     return found
 
 
-def checkpoints_of(folder: Path) -> tuple[Any, str]:
-    """Where the checkpoints of a run are, which its folder says.
-
-    Returns:
-        A `pyarrow.fs.FileSystem`, and the path of their folder in it.
-
-    Raises:
-        OSError: If a storage does not answer.
-    """
-    from pyarrow.fs import FileSystem, LocalFileSystem
-
-    uri = object_or_empty(folder / CONFIG_FILE).get(CHECKPOINTS)
-    if uri is None:
-        return LocalFileSystem(), absolute(str(folder))
-    files, path = FileSystem.from_uri(uri)
-    return files, path
-
-
 def put_text(file: Path, text: str) -> None:
     """Write a file, whole or not at all.
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -18,10 +19,21 @@ import ray.train
 from ray_apr.core.clock import unix_s
 from ray_apr.core.exceptions import one_line
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE, PROGRESS_FILE
+from ray_apr.run.folder import CHECKPOINTS, CONFIG_FILE, absolute, object_or_empty
 
 logger = logging.getLogger(__name__)
 
 _HOUR_S = 3600.0
+
+
+def checkpoints_of(run_dir: Path) -> ray.train.Checkpoint:
+    """The folder that has the checkpoints of a run, wherever it is, which the run folder says.
+
+    Raises:
+        OSError: If a storage does not answer.
+    """
+    uri = object_or_empty(run_dir / CONFIG_FILE).get(CHECKPOINTS)
+    return ray.train.Checkpoint(absolute(str(run_dir)) if uri is None else uri)
 
 
 def listed_checkpoints(storage: Any, folder: str) -> list[dict[str, Any]]:

@@ -13,15 +13,16 @@ import pytest
 import yaml
 from huggingface_hub import constants
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+from ray.train import Checkpoint
 
 from ray_apr.cli import launch
-from ray_apr.cli import push as push_module
 from ray_apr.cli.main import main
 from ray_apr.cli.push import push_at_end
 from ray_apr.cli.sections import RunFolderSettings
 from ray_apr.config import AlgorithmConfig, PartialRolloutConfig, RolloutConfig, TrainConfig
 from ray_apr.core.exceptions import ConfigError
 from ray_apr.data.resumption import LIST_COPY_FILE, LIST_FILE
+from ray_apr.run import retention
 from ray_apr.tools import model_card as model_card_module
 from ray_apr.tools.model_card import model_card
 from ray_apr.tools.report.load import load_run
@@ -260,7 +261,7 @@ def test_a_model_that_is_on_no_file_system_is_pushed_from_a_copy(
     run_dir, bucket, hub, monkeypatch, capsys
 ):
     storage = SubTreeFileSystem(str(bucket.parent), LocalFileSystem())
-    monkeypatch.setattr(push_module, "checkpoints_of", lambda _: (storage, "my-run"))
+    monkeypatch.setattr(retention, "checkpoints_of", lambda _: Checkpoint("my-run", storage))
     upload, seen = Hub.upload_folder, []
 
     def look(self, *, folder_path, **rest):
