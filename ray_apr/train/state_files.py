@@ -120,12 +120,11 @@ class FilesWriter(dcp.FileSystemWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        """Write what torch asks for; as `write_here`, or `Scribe.write`."""
-        if self._scribe is None:
-            written = self.write_here(plan, planner)
-        else:
+        """Write what torch asks for; as `write_here`, where `Scribe.write` does not."""
+        written = None
+        if self._scribe is not None:
             written = self._scribe.write(self._folder, plan, planner)
-        results, self.checksums = written
+        results, self.checksums = written or self.write_here(plan, planner)
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
@@ -264,11 +263,10 @@ class Scribe:
 
     def write(
         self, folder: Path, plan: SavePlan, planner: SavePlanner
-    ) -> tuple[list[WriteResult], Checksums]:
-        """Have the files of a plan written.
+    ) -> tuple[list[WriteResult], Checksums] | None:
+        """Have the files of a plan written; None: its process has not, and has ended.
 
         Raises:
-            OSError: If neither its process nor this one can write a file; what this one says.
             StarvedError: If its process takes longer than `WRITE_LIMIT_S`.
         """
         try:
@@ -287,7 +285,7 @@ class Scribe:
                 one_line(error),
             )
             self.close()
-            return FilesWriter(folder).write_here(plan, planner)
+            return None
 
     def close(self) -> None:
         """Have its process end."""
