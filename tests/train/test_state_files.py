@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -98,9 +100,17 @@ def test_it_writes_what_the_train_worker_would(trained, tmp_path):
 def test_it_reads_the_memory_of_now(trained, tmp_path):
     """Which is another one with the same path where the copies have other shapes than before."""
     trained.snapshot().write(tmp_path / "a", scribe=trained.scribe)
-    path, trained.stager._twins = trained.stager.memory.path, []
+    memory, trained.stager._twins = trained.stager.memory, []
+    path = memory.path
     trained.take_step(7)
-    trained.snapshot().write(tmp_path / "b", scribe=trained.scribe)
+    gc.collect()  # what other tests have left closes its files
+    with contextlib.ExitStack() as below:  # a file gets the lowest number that is free
+        while (file := below.enter_context(open(os.devnull))).fileno() < memory._file:
+            pass
+        file.close()
+        snapshot = trained.snapshot()
+        trained.stager.wait()
+    snapshot.write(tmp_path / "b", scribe=trained.scribe)
     assert trained.stager.memory.path == path
     trained.snapshot().write(tmp_path / "c")
     assert shards(tmp_path / "b") == shards(tmp_path / "c") != shards(tmp_path / "a")
