@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,19 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def _wandb_records(folder: Path) -> Iterator[Any]:
-    from wandb.proto import wandb_internal_pb2
+    """Of runs that were told to finish, which W&B's own process may still be writing then."""
+    from wandb.proto.wandb_internal_pb2 import Record
 
-    for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        for data in _log_records(file.read_bytes()):
-            yield wandb_internal_pb2.Record.FromString(data)
+    deadline = time.monotonic() + 20
+    while True:
+        logs = [
+            [Record.FromString(data) for data in _log_records(file.read_bytes())]
+            for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+        ]
+        if logs and all(log and log[-1].WhichOneof("record_type") == "exit" for log in logs):
+            return chain.from_iterable(logs)
+        assert time.monotonic() < deadline, f"W&B has not written all of its runs in {folder}"
+        time.sleep(0.05)
 
 
 def _history(record: Any) -> dict[str, Any]:
@@ -78,9 +88,9 @@ def _history(record: Any) -> dict[str, Any]:
 
 
 def _log_records(log: bytes) -> Iterator[bytes]:
-    """Records of a log in LevelDB's format: blocks of 32 KiB, in which a part of a record has its
-    checksum (4 bytes), its length (2) and its kind (1) before it; W&B has 7 bytes of its own at the
-    begin."""
+    """Whole records of a log in LevelDB's format: blocks of 32 KiB, in which a part of a record
+    has its checksum (4 bytes), its length (2) and its kind (1) before it; W&B has 7 bytes of its
+    own at the begin."""
     block, head, whole, first = 32768, 7, 1, 2
     at, parts = head, b""
     while at + head <= len(log):
@@ -89,6 +99,8 @@ def _log_records(log: bytes) -> Iterator[bytes]:
             continue
         size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
         data = log[at + head : at + head + size]
+        if len(data) < size:
+            return  # it is still being written
         parts = data if kind in (whole, first) else parts + data
         at += head + size
         if kind not in (first, 3):
