@@ -14,6 +14,8 @@ another one, which says the same of each step.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 _ORDER = "order"
 """Column that rows without a batch have alone."""
+LOGGING = "RAY_DATA_LOGGING_CONFIG"
+"""Ray Data's variable for what it is to log."""
 _CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.5
 
@@ -132,6 +136,8 @@ def rows_of(stream: DataIterator) -> Iterator[Mapping[str, Any]]:
     Waits for: the next row. Unblocked by: its read task, which has the buffer's limit.
     """
     compat.hand_on_blocks_at_once()
+    if LOGGING not in os.environ:  # else 8 KB each five seconds, twice, in files that only grow
+        logging.getLogger("ray.data").setLevel(logging.INFO)
     tables = iter(stream.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"))
     first = in_thread(lambda: next(tables, None), "first-row")
 

@@ -22,7 +22,7 @@ from ray import serve
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from ray_apr.compat.forked.servers import runtime_env as forked_by
 from ray_apr.compat.ray import http_of_serve, kept_deployment, living_actors
@@ -92,6 +92,7 @@ def build_rollout_app(
         graceful_shutdown_wait_loop_s=_LOOK_S,
         health_check_period_s=2.0,
         health_check_timeout_s=60.0,
+        logging_config=LoggingConfig(enable_access_log=False),  # else a line a call, never removed
         **_placement(spec, config.engine.num_cpus_per_replica, runtime_env),
     )
     deployment = kept_deployment(deployment, version)

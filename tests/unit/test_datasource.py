@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import types
 
@@ -122,3 +123,15 @@ def test_a_stream_that_fails_before_its_first_row_tells_the_reader():
     with pytest.raises(ResourceError, match="no batch"):
         next(rows)
     assert list(module.rows_of(types.SimpleNamespace(iter_batches=lambda **_: iter(())))) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "level"), [({}, "INFO"), ({module.LOGGING: "mine"}, "DEBUG")]
+)
+def test_a_stream_is_not_logged_at_length(monkeypatch, variables, level):
+    """known fault: Ray Data wrote 11 MB an hour of a run into files that it does not cut."""
+    monkeypatch.setattr(logging.getLogger("ray.data"), "level", logging.DEBUG)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not list(module.rows_of(types.SimpleNamespace(iter_batches=lambda **_: iter(()))))
+    assert logging.getLevelName(streaming_executor.logger.getEffectiveLevel()) == level
