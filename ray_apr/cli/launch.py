@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_apr.cli.parts import hear_parts
 from ray_apr.cli.prompt_files import read_prompts
 from ray_apr.cli.quiet import no_advice_to_delete, ray_lines_in
 from ray_apr.cli.settings import RaySettings, RunSettings
@@ -140,7 +141,7 @@ def run_training(
     Args:
         settings: Of the run.
         progress: Gets one line a step; None logs them.
-        ray_log: Gets what Ray says; None: the terminal does.
+        ray_log: Gets what Ray says and all that parts of the run print; None: the terminal does.
 
     Returns:
         The run folder.
@@ -165,8 +166,11 @@ def run_training(
         from ray_apr.core.imports import imported_meanwhile
 
         os.environ.setdefault(STATE_TRACKING, "1")
+        hears = hear_parts(None if ray_log is None else progress or logger.info, ray_log)
         with imported_meanwhile():
-            dashboard = _init_ray(settings.ray, settings.run_dir.name, runtime_env())
+            with hears:
+                name = settings.run_dir.name
+                dashboard = _init_ray(settings.ray, name, runtime_env(), log_to_driver=True)
             tell = functools.partial(_tell_of_dashboard, progress or logger.info)
             dashboard.add_done_callback(tell)
             try:
@@ -299,7 +303,11 @@ def joined_address(settings: RaySettings) -> str | None:
 
 
 def _init_ray(
-    settings: RaySettings, run: str = "", runtime_env: dict[str, str] | None = None
+    settings: RaySettings,
+    run: str = "",
+    runtime_env: dict[str, str] | None = None,
+    *,
+    log_to_driver: bool = False,
 ) -> Future[str | None]:
     """Start a cluster, or join one; returns where its dashboard will be, if it has one.
 
@@ -309,6 +317,7 @@ def _init_ray(
         settings: Which one.
         run: Name of the run, for the table of jobs.
         runtime_env: What Ray gives the workers of this job.
+        log_to_driver: Of `ray.init`.
 
     Raises:
         ConfigError: If there is none to join.
@@ -319,7 +328,7 @@ def _init_ray(
     joined = joined_address(settings)
     for _ in range(_STARTS):
         try:
-            return _init_once(settings, joined, run, runtime_env)
+            return _init_once(settings, joined, run, runtime_env, log_to_driver)
         except OSError as error:  # among them ConnectionError, which Ray raises
             if joined is None:
                 raise ResourceError(
@@ -342,7 +351,11 @@ def _init_ray(
 
 
 def _init_once(
-    settings: RaySettings, joined: str | None, run: str, runtime_env: dict[str, str] | None
+    settings: RaySettings,
+    joined: str | None,
+    run: str,
+    runtime_env: dict[str, str] | None,
+    log_to_driver: bool,
 ) -> Future[str | None]:
     from ray.job_config import JobConfig
 
@@ -356,7 +369,7 @@ def _init_once(
     return init_beside_dashboard(
         address=joined or "local",
         namespace=settings.namespace,
-        log_to_driver=False,
+        log_to_driver=log_to_driver,
         job_config=JobConfig(metadata=metadata, runtime_env=runtime_env or None),
         **local,
     )

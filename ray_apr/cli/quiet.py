@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import logging.handlers
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from ray_apr.core.exceptions import one_line
 logger = logging.getLogger(__name__)
 
 RAY_LOG = "ray.log"
+_MOST = 64 << 20
+"""Bytes of that file."""
 _LOGGERS = ("ray", "ray.data", "ray.serve")
 """Those with a handler of their own for the terminal."""
 _NO_NEWS = ("Progress bars disabled", "Token authentication is enabled")
@@ -31,8 +35,10 @@ _DAEMONS_NO_NEWS = "|".join(
 recorder, which the servers' lease still asks."""
 
 
-class _InFolder(logging.FileHandler):
+class _InFolder(logging.handlers.RotatingFileHandler):
     """Makes the folder with the first line: a run that is refused has none."""
+
+    _is_told = False
 
     def _open(self) -> io.TextIOWrapper:
         try:
@@ -41,6 +47,13 @@ class _InFolder(logging.FileHandler):
         except OSError as error:  # raised here it would be one of Ray's, which has the line
             logger.warning("Ray's lines are not kept: %s", one_line(error))
             return open(os.devnull, "w", encoding="utf-8")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that lines are lost, as on a full disk, in place of a traceback for each."""
+        error = sys.exception()
+        if error is not None and not self._is_told:
+            self._is_told = True
+            logger.warning("lines of Ray are lost: %s", one_line(error))
 
 
 def skip_daemons_lines() -> None:
@@ -68,12 +81,13 @@ def ray_lines_in(file: Path) -> Iterator[None]:
     of Ray Data.
 
     Args:
-        file: It grows; without it, as on a disk that is read-only, the lines are not kept.
+        file: It grows to 64 MiB, and is then `ray.log.1`, in place of that one; without it, as on a
+            disk that is read-only, the lines are not kept.
     """
     import ray.data
     import ray.serve
 
-    kept = _InFolder(file, delay=True, encoding="utf-8")
+    kept = _InFolder(file, maxBytes=_MOST, backupCount=1, delay=True, encoding="utf-8")
     kept.setLevel(logging.INFO)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in _LOGGERS]

@@ -7,7 +7,7 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,12 +64,14 @@ RAY = PrivateNames(
         "SETUP_WORKER_FILENAME": "ray._private.ray_constants",
         "Node": "ray._private.node",
         "ConsolePopen": "ray._private.services",
+        "print_to_stdstream": "ray._private.worker",
         "find_bootstrap_address": "ray._private.services",
         "get_ray_address_from_environment": "ray._private.services",
     },
     members={
         "find_bootstrap_address": "(temp_dir)",
         "get_ray_address_from_environment": "(addr,temp_dir)",
+        "print_to_stdstream": "(data,ignore_prefix)",
         "Deployment": "options(name,version,_internal)",
         "ServeControllerClient": "http_config",
         "DeploymentHandle": "broadcast(method_name) options remote",
@@ -115,6 +117,18 @@ def workers_set_up_by(script: str) -> AbstractContextManager[None]:
     RAY.get(name)
     # Ray joins it to its folder, which an absolute path leaves out
     return replaced(RAY.names[name], name, script)
+
+
+def workers_lines_go_to(take: Callable[[Mapping[str, Any]], None]) -> AbstractContextManager[None]:
+    """Have a driver that connects in this block, with `log_to_driver`, hand on what the processes
+    of its job print, in place of printing it.
+
+    Args:
+        take: Gets lines of one process, in a thread of Ray, until the driver leaves.
+    """
+    name = "print_to_stdstream"
+    RAY.get(name)
+    return replaced(RAY.names[name], name, lambda data, ignore_prefix: take(data))
 
 
 def init_beside_dashboard(**options: Any) -> Future[str | None]:

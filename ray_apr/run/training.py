@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,25 @@ def _train(worker: WorkerSpec) -> None:
     driver starts the engines."""
     from ray_apr.train.loop import train_loop_per_worker
 
+    _speak_on_stdout()
     train_loop_per_worker(worker)
+
+
+def _speak_on_stdout() -> None:
+    """Have this train worker's stdout say what its user's code prints and what is warned of here:
+    Ray Train says it on stderr, among much of its own."""
+    root, told = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    told.addFilter(_is_told)
+    for handler in root.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.addFilter(lambda record: not _is_told(record))
+    root.addHandler(told)
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    """Ray Train has what is printed as records of the root logger."""
+    is_ours = record.name.startswith("ray_apr.")
+    return record.levelno >= logging.WARNING if is_ours else record.name == "root"
 
 
 def what_is_trained(spec: RunSpec) -> dict[str, Any]:

@@ -27,6 +27,11 @@ from tests.whole_runs import (
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(700)]
 
 FOLDER = CONFIG.parents[1] / "transports" / "folder.py"
+LOUD = """
+def reward(sample):
+    print(f"scores {sample.sample_id}\\n", end="")
+    return float(sample.response_text.rpartition(",")[2] == str(sample.row["answer"]))
+"""
 SUMMARY_KEYS = {
     "mode", "steps", "parts", "wall_s", "setup_s", "reward_first", "reward_last", "reward_parts",
     "held_out", "samples_trained",
@@ -55,10 +60,15 @@ def test_a_job_on_a_running_cluster_learns_and_leaves_nothing_behind(tmp_path, m
     _, env = marked
     with running_cluster(env) as (address, dashboard):
         on_cluster = env | {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": dashboard}
-        settings = ("train.steps=3", "train.profile_steps=[1]")
+        (tmp_path / "loud.py").write_text(LOUD)
+        reward = f"reward={tmp_path}/loud.py:reward"
+        settings = ("train.steps=3", "train.profile_steps=[1]", reward)
         job = submit(on_cluster, *command(tmp_path, *settings))
         assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
         assert "step    3/3" in job.stdout
+        assert "reward worker: scores e0-" in job.stdout
+        scored = (tmp_path / "run" / "ray.log").read_text().count(" scores e")
+        assert scored >= 3 * 128 > job.stdout.count(" scores e")
         summary = check_summary(tmp_path / "run", steps=3)
         assert summary["samples_resumed"] >= 0.8 * summary["samples_interrupted"]
         assert living_parts(address, env) == "[]"

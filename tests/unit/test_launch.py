@@ -392,7 +392,7 @@ def test_a_signal_ends_a_run_that_is_still_checked(monkeypatch):
 
 def begin(monkeypatch, trainer, dashboard, say=lambda _: None):
     """A run of which nothing is real."""
-    monkeypatch.setattr(launch, "_init_ray", lambda *_: dashboard)
+    monkeypatch.setattr(launch, "_init_ray", lambda *_, log_to_driver: dashboard)
     monkeypatch.setattr(launch, "read_prompts", lambda *_: None)
     monkeypatch.setattr(launch, "make_trainer", lambda *_: trainer)
     monkeypatch.setattr(launch, "_fork_servers", lambda *_: nullcontext(dict))
