@@ -166,6 +166,7 @@ def test_maths_and_rejection_sampling(run, folder):
         assert len(chosen[row["prompt"]]["completion"]) <= len(row["response_text"])
 
 
+@pytest.mark.long
 def test_programs(run, folder):
     assert "of the programs passed their test" in run("programs --steps 1 --storage .")
     assert final_of(folder / "programs") == ("ok", 0, 1)
@@ -178,6 +179,7 @@ def test_a_tool(run, folder):
     assert max(turns) >= 3, "two columns, and the answer"
 
 
+@pytest.mark.long
 def test_a_judge(run, folder):
     run("llm_judge --steps 1 --storage .")
     assert final_of(folder / "llm-judge") == ("ok", 0, 1)
